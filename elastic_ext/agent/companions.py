@@ -18,6 +18,7 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.last_words import HURRIED_S, LAST_WORDS_S
+from elastic_ext.agent.memory import MemoryCopies
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.held_signals import held, raise_again
@@ -84,6 +85,7 @@ class JobCompanions:
         observation: what the agent shows.
         wakeup: readable when a signal arrives or the rendezvous has an event.
         wake_pipe: readable when a worker has news.
+        memory: the copies of the workers' state in memory.
         flight_recorder: None without NCCL, or if hang detection is off.
         copier: None without a local tier.
         round_companions: those that the loop calls as a `Companion`, in this order. A new companion is one more line here.
@@ -119,8 +121,9 @@ class JobCompanions:
         self.observation.read_scripts(logs.run_dir)
         self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "wake"))
         stack.callback(self.wake_pipe.close)
-        self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
-        stack.callback(self.stderr.close)
+        logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
+        stack.callback(logs.stderr.close)
+        self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir, lambda: handler.address, metrics))
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)

@@ -1,4 +1,4 @@
-"""The agent's part in copies of the state in memory: it owns the directory, bounds it, and tells its workers of it.
+"""The agent's part in copies of the state in memory: it owns the directory, bounds it, and exchanges parts with other nodes.
 
 The directory is in the agent's private directory on tmpfs, and goes with that: the agent removes it at its end, the reaper if the
 agent is killed.
@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from elastic_ext.agent import launch
+from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice.peering import PeerPlan
+from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.memory.peers.send import Circle, PeerMetrics
+from elastic_ext.checkpoints.memory.peers.service import PeerService
 from elastic_ext.checkpoints.memory.room import Room
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.storage import open_storage, split_path
+from elastic_ext.rendezvous.round_server import listen_at
 from elastic_ext.workers.standby.memory import available
 
 logger = logging.getLogger(__name__)
@@ -21,18 +30,87 @@ logger = logging.getLogger(__name__)
 SHARE = 4  # a quarter of the memory that is free, and what the copies already have
 
 
-def open_room(settings: Settings, run_dir: str) -> Room | None:
-    """Return the room for copies of this node's workers; None if there is none. run_dir: the agent's private directory."""
-    if not settings.copies_to_memory or not run_dir.startswith(launch.IN_MEMORY):
-        return None
-    directory = os.path.join(run_dir, "memory")
-    try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        limit = (available() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
-    except (OSError, ValueError) as error:
-        logger.warning("no copies of the state in memory: %s", error)
-        return None
-    return Room(directory, limit, settings.memory_every)
+class MemoryCopies:
+    """The copies of this node's workers, over all rounds. The service for other nodes begins with the first round of several."""
+
+    def __init__(self, settings: Settings, run_dir: str, address: Callable[[], str], metrics: PeerMetrics) -> None:
+        """run_dir: the agent's private directory. address: returns the one by which other nodes reach this one."""
+        self._settings, self._run_dir, self._address, self._metrics = settings, run_dir, address, metrics
+        self._service: PeerService | None = None
+
+    def __enter__(self) -> MemoryCopies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._service is not None:
+            self._service.close()
+
+    def open(self, nodes: int) -> Room | None:
+        """Return the room for a round of so many nodes; None if there is none."""
+        settings = self._settings
+        if not settings.copies_to_memory or not self._run_dir.startswith(launch.IN_MEMORY):
+            return None
+        directory = os.path.join(self._run_dir, "memory")
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            limit = (available() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
+        except (OSError, ValueError) as error:
+            logger.warning("no copies of the state in memory: %s", error)
+            return None
+        if nodes > 1 and self._service is None:
+            self._service = self._serve(directory)
+        return Room(directory, limit, settings.memory_every)
+
+    def _serve(self, directory: str) -> PeerService | None:
+        path, rate = os.path.join(self._run_dir, "peers"), self._settings.memory_mb_s * 1e6
+        try:
+            return PeerService(listen_at(self._address()), path, open_storage(directory), rate, self._metrics)
+        except (OSError, ElasticExtError) as error:
+            logger.warning("copies in memory stay on the node that makes them: %s", error)
+            return None
+
+    @property
+    def peer_address(self) -> str:
+        """Where the agents of other nodes reach this one, as `host:port`; "" if they cannot."""
+        return f"{_bracketed(self._address())}:{self._service.port}" if self._service is not None else ""
+
+    def exchange(self, room: Room, resumed: Resumption, own: range) -> Room:
+        """Begin a round's exchange; return the room that is left for this node's own copies.
+
+        This gets the parts that this node lacks of the copy that the round resumes from. A failure is logged, and costs that
+        copy: the workers of all nodes then load an older checkpoint.
+
+        own: the ranks of this node.
+        """
+        plan, service = resumed.peers, self._service
+        if service is None:
+            return room
+        half = room.limit // 2
+        try:
+            service.adopt(Circle(plan.key, split_address(plan.keeper), own, half) if plan is not None else None)
+            if plan is None:
+                return room
+            if plan.fetch:
+                _fetch(service, resumed, plan)
+        except (ElasticExtError, OSError, ValueError) as error:
+            logger.warning("copies in memory cannot be had from other nodes: %s", error)
+        return replace(room, limit=half, peer=service.socket_path)
+
+
+def _fetch(service: PeerService, resumed: Resumption, plan: PeerPlan) -> None:
+    began = time.monotonic()
+    service.fetch(split_path(resumed.path)[1], plan.digest, {rank: split_address(source) for rank, source in plan.fetch})
+    logger.info("%s parts of %s came from other nodes in %.3g s", len(plan.fetch), resumed.path, time.monotonic() - began)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Split `host:port`. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def forget(room: Room) -> None:

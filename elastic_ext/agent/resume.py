@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from elastic_ext.agent import memory
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.memory import MemoryCopies
 from elastic_ext.base import checkpoint_variables, kinds
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
@@ -92,10 +93,10 @@ class ResumePoint(Companion):
             logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
 
 
-def agree(settings: Settings, job: Rendezvous, place: Place, run_dir: str) -> ResumePoint:
+def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopies) -> ResumePoint:
     """Return the checkpoint that this round resumes from; it is the same on every node.
 
-    run_dir: the agent's private directory, with the copies in memory.
+    copies: this node's copies in memory.
 
     Raises:
         RoundOver: the round ended before all of its nodes knew the choice.
@@ -103,9 +104,12 @@ def agree(settings: Settings, job: Rendezvous, place: Place, run_dir: str) -> Re
     """
     pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:
-        room = memory.open_room(settings, run_dir)
-        place = replace(place, memory=room.directory if room is not None else "")
+        room = copies.open(place.nodes)
+        if room is not None:
+            place = replace(place, memory=room.directory, peer=copies.peer_address)
         checkpoint = resolution.agree(settings, job.get_run_id(), job.exchange, place)
+        if room is not None:
+            room = copies.exchange(room, checkpoint, range(place.base_rank, place.base_rank + place.workers))
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])
             kept, pin = pin, None

@@ -158,9 +158,9 @@ class Supervisor(TorchAgent):
 
     def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""
-        self._companions.stderr.flush()
+        self._logs.stderr.flush()
         companions = self._companions
-        ended = self._running.ended(self._handler.host, companions.host.evidence(), companions.stderr, result)
+        ended = self._running.ended(self._handler.host, companions.host.evidence(), self._logs.stderr, result)
         return postmortem.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: FailedWorker) -> JobVerdict:
@@ -221,9 +221,10 @@ class Supervisor(TorchAgent):
         while True:
             with self._phase("rendezvous"):
                 super().join_round()
-            place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
+            group = self.group
+            place = Place(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
             try:
-                self._resume = resume.agree(self._settings, self._handler, place, self._logs.run_dir)
+                self._resume = resume.agree(self._settings, self._handler, place, self._companions.memory)
                 break
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)

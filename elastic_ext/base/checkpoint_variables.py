@@ -9,6 +9,7 @@ Version 1: variables may be added, but never change their meaning. With `checkpo
     ELASTIC_EXT_MEMORY_DIR       the agent's directory in memory for copies of the state; "" or absent for none
     ELASTIC_EXT_MEMORY_LIMIT     how many bytes this worker's copies may have there, all together
     ELASTIC_EXT_MEMORY_EVERY     the setting memory_every, a decimal number; "" for the default
+    ELASTIC_EXT_MEMORY_PEER      Unix socket of the agent, which sends copies in memory to another node; "" or absent for none
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ RESUME_STEP = "ELASTIC_EXT_RESUME_STEP"
 MEMORY_DIR = "ELASTIC_EXT_MEMORY_DIR"
 MEMORY_LIMIT = "ELASTIC_EXT_MEMORY_LIMIT"
 MEMORY_EVERY = "ELASTIC_EXT_MEMORY_EVERY"
+MEMORY_PEER = "ELASTIC_EXT_MEMORY_PEER"
 
 
 def resume_variables(path: str, step: int | None) -> dict[str, str]:

@@ -178,8 +178,13 @@ class Settings:
     memory_limit: int | None = _setting(
         None,
         BYTES,
-        "the most memory for these copies on a node, two for each worker's part, e.g. `64G`; default: a quarter of what is free "
-        "when a round starts",
+        "the most memory for these copies on a node, two for each worker's part, e.g. `64G`; with several nodes, half of it is "
+        "for the parts of another one; default: a quarter of what is free when a round starts",
+    )
+    memory_mb_s: float = _setting(
+        0.0,
+        MB_PER_SECOND,
+        "the most megabytes per second of these copies that a node sends to the other node that keeps them; 0: no limit",
     )
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_discovery_dir: str | None = _setting(

@@ -152,6 +152,16 @@ JOB = {
         "size, on the node of rank 0.",
         known=((),),
     ),
+    "elastic_ext_memory_parts": Family(
+        CounterMetricFamily,
+        "Parts of copies in memory that another node has as well (copied), and that it does not have (failed).",
+        ("outcome",),
+        known=_known(COPIED, FAILED),
+        most="2",
+    ),
+    "elastic_ext_memory_sent_bytes": Family(
+        CounterMetricFamily, "Bytes of copies in memory sent to the node that keeps them as well.", unit="bytes", known=((),)
+    ),
     "elastic_ext_torchelastic_last_value": Family(
         GaugeMetricFamily,
         "Last value passed to put_metric of torch.distributed.elastic.metrics.",

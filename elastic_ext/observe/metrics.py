@@ -256,6 +256,16 @@ class AgentMetrics(Collector):
         """Count a round that does not resume from the newest copy in memory."""
         self._add("elastic_ext_memory_copies_lost", ())
 
+    def part_sent(self, size: int) -> None:
+        """Count a part of a copy in memory, of so many bytes, that another node has as well."""
+        with self._lock:
+            self._add("elastic_ext_memory_parts", (COPIED,))
+            self._add("elastic_ext_memory_sent_bytes", (), size)
+
+    def part_not_sent(self) -> None:
+        """Count a part of a copy in memory that is on this node only."""
+        self._add("elastic_ext_memory_parts", (FAILED,))
+
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
         self._add("elastic_ext_checkpoint_copies", (FAILED,))

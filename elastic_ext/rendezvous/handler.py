@@ -99,6 +99,10 @@ class Rendezvous(Protocol):
     def launch(self) -> str:
         """See the class."""
 
+    @property
+    def address(self) -> str:
+        """Return the address by which the other nodes reach this one."""
+
     def get_backend(self) -> str:
         """Return the value of --rdzv-backend."""
 

@@ -70,3 +70,13 @@ def listening_socket(address: str, port: int) -> socket.socket | None:
             ) from error
         logger.info("listening on all addresses: %s is not an address of this host (%s)", address, error.strerror)
         return None
+
+
+def listen_at(address: str) -> socket.socket:
+    """Return a listening socket that the other nodes reach by `address`."""
+    found = listening_socket(address, 0)
+    if found is not None:
+        return found
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

@@ -13,13 +13,13 @@ exchange can make the nodes load another of the job's checkpoints, but never a f
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import Count
+from elastic_ext.base.records import Count, Name, NameOrEmpty
+from elastic_ext.checkpoints.choice.in_memory import Move
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import order_of
 
@@ -38,12 +38,35 @@ class Offers:
         offers: in its local directory.
         memory: copies in its memory.
         workers: how many ranks the node runs in this round.
+        peer: host and port where its agent takes parts of copies in memory, as `10.0.0.1:4321`; "": it takes none.
+        domain: its failure domain (the setting `topology`); "": not known.
     """
 
     usable: bool
     offers: tuple[Offer, ...] = ()
     memory: tuple[Offer, ...] = ()
     workers: Count = 0
+    peer: NameOrEmpty = ""
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """How the nodes of a round exchange parts of copies in memory.
+
+    Attributes:
+        key: by which their agents know each other; new in each round.
+        addresses: of the agents; see `Offers.peer`.
+        keepers: for each node, which one keeps its parts.
+        digest: of the manifest of the copy that the round resumes from; "" if that is none in memory.
+        moves: the parts of it that must go to another node first.
+    """
+
+    key: Name
+    addresses: tuple[Name, ...]
+    keepers: tuple[Count, ...]
+    digest: NameOrEmpty = ""
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,7 @@ class Agreement:
         local: it is in the nodes' local directories, each of which has a part.
         memory: it is a copy in the nodes' memory, each of which has a part.
         asked_for: it is in the directory that the setting resume_from names, not in checkpoint_dir.
+        peers: how the nodes exchange parts of copies in memory; None: they do not.
         error: why node 0 has no answer, for people; "" if it has one.
         bad: the error is that checkpoints exist, but none may be used.
         away: the error is that the storage does not answer.
@@ -68,6 +92,7 @@ class Agreement:
     local: bool = False
     memory: bool = False
     asked_for: bool = False
+    peers: Peers | None = None
     error: str = ""
     bad: bool = False
     away: bool = False
@@ -76,11 +101,6 @@ class Agreement:
 def encode(message: Offers | Agreement) -> str:
     """Return a message as JSON text."""
     return json.dumps({"schema": SCHEMA, **asdict(message)})
-
-
-def offers(found: Sequence[Offer] | None, memory: Sequence[Offer] = (), workers: int = 0) -> Offers:
-    """Return the message for these offers. found: None if this node has no usable local tier."""
-    return Offers(found is not None, tuple(found or ())[:MAX_OFFERS], tuple(memory)[:MAX_OFFERS], workers)
 
 
 def failure(error: Exception) -> Agreement:
@@ -114,7 +134,18 @@ def read_agreement(text: str) -> Agreement:
             f"group rank 0 sent {printable(found.name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"
         )
+    if found.peers is not None and not _is_sound(found.peers):
+        raise UsageError(
+            "group rank 0 sent numbers of nodes that do not exist: check whether another program writes to the store"
+        )
     return found
+
+
+def _is_sound(peers: Peers) -> bool:
+    """Return whether all nodes that it tells of exist."""
+    count = len(peers.addresses)
+    named = (*peers.keepers, *(node for move in peers.moves for node in (move.source, move.target)))
+    return len(peers.keepers) == count and all(node < count for node in named)
 
 
 def _is_name(name: str) -> bool:

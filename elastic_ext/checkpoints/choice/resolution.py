@@ -19,10 +19,11 @@ from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, in_memory, messages
+from elastic_ext.checkpoints.choice import discovery, in_memory, messages, peering
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
 from elastic_ext.checkpoints.choice.in_memory import NodeMemory
 from elastic_ext.checkpoints.choice.messages import Agreement, Offers
+from elastic_ext.checkpoints.choice.peering import PeerPlan, plan_of
 from elastic_ext.checkpoints.choice.run_start import run_began_at
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, tiers
@@ -51,6 +52,7 @@ class Resumption:
         reason: why this one, for people.
         local: it is in the nodes' local directories; `path` is this node's part of it.
         lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
+        peers: how this node exchanges parts of copies in memory with others; None: it does not.
     """
 
     path: str = ""
@@ -58,6 +60,7 @@ class Resumption:
     reason: str = ""
     local: bool = False
     lost: str = ""
+    peers: PeerPlan | None = None
 
     @property
     def at(self) -> int | None:
@@ -78,13 +81,17 @@ class Place:
         node: its group rank.
         nodes: number of nodes.
         workers: number of its workers.
+        base_rank: the rank of its first worker.
         memory: its directory for copies in memory; "" for none.
+        peer: host and port where its agent takes parts of copies from others; "": it takes none.
     """
 
     node: int = 0
     nodes: int = 1
     workers: int = 1
+    base_rank: int = 0
     memory: str = ""
+    peer: str = ""
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
@@ -101,8 +108,8 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     """
     if settings.checkpoint_dir is None:
         return Resumption()
-    resolution = _Resolution(settings, settings.checkpoint_dir, run_id, place.memory)
-    exchange.offer(messages.encode(messages.offers(resolution.offers(), resolution.copies(), place.workers)))
+    resolution = _Resolution(settings, settings.checkpoint_dir, run_id, place)
+    exchange.offer(messages.encode(resolution.offers()))
     if place.node != 0:
         agreement = messages.read_agreement(exchange.choice(ANSWER_S))
         return resolution.seen(agreement, time.monotonic() + VISIBLE_S)
@@ -145,9 +152,9 @@ class _Resolution:
         lost: see `Resumption`; set by `decide`.
     """
 
-    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, memory_dir: str) -> None:
-        self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
-        self._memory = open_storage(memory_dir) if memory_dir else None
+    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: Place) -> None:
+        self._settings, self._checkpoint_dir, self._run_id, self._place = settings, checkpoint_dir, run_id, place
+        self._memory = open_storage(place.memory) if place.memory else None
         self.lost = ""
 
     @cached_property
@@ -167,7 +174,19 @@ class _Resolution:
         resume_from = self._settings.resume_from.rstrip("/")
         return open_parent(resume_from)[0] if "/" in resume_from else None
 
-    def offers(self) -> list[Offer] | None:
+    def offers(self) -> Offers:
+        """Return what this node has in its own tiers."""
+        local, place = self._in_local_dir(), self._place
+        return Offers(
+            usable=local is not None,
+            offers=tuple(local or ())[: messages.MAX_OFFERS],
+            memory=tuple(self._in_memory())[: messages.MAX_OFFERS],
+            workers=place.workers,
+            peer=place.peer,
+            domain=self._settings.topology or "",
+        )
+
+    def _in_local_dir(self) -> list[Offer] | None:
         """Return the offers from this node's local directory; None if it has no usable local tier."""
         if self._local is None:
             return None
@@ -177,7 +196,7 @@ class _Resolution:
             logger.warning("cannot list local_dir %s: %s", self._local.address, error)
             return None
 
-    def copies(self) -> list[Offer]:
+    def _in_memory(self) -> list[Offer]:
         """Return the offers of this node's memory."""
         try:
             return tiers.offers(self._memory) if self._memory is not None else []
@@ -206,7 +225,8 @@ class _Resolution:
         Raises as `agree` does, and OSError if the storage does not answer.
         """
         excluded = marks.quarantined_names(self._remote) if received else frozenset()
-        memory = in_memory.newest_whole([NodeMemory(each.workers, each.memory) for each in received], excluded)
+        nodes = [NodeMemory(each.workers, each.memory) for each in received]
+        memory = in_memory.newest_whole(nodes, excluded, peering.are_linked(received))
         agreement = _newer(_of_memory(memory.offer), _of_local(self._newest_local(received, excluded)))
         if agreement is None or self._has_newer(agreement):
             agreement = self._or_remote(agreement)
@@ -214,7 +234,7 @@ class _Resolution:
             if order_or_oldest(name) > order_or_oldest(agreement.name):
                 self.lost = printable(reason)
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
-        return agreement
+        return replace(agreement, peers=peering.arrange(received, memory if agreement.memory else None))
 
     def _has_newer(self, agreement: Agreement) -> bool:
         order = order_or_oldest(agreement.name)
@@ -270,9 +290,10 @@ class _Resolution:
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
         step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
+        peers = plan_of(agreement.peers, self._place.node)
         if not agreement.name:
-            return Resumption("", step, reason)
-        return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local)
+            return Resumption("", step, reason, peers=peers)
+        return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local, peers=peers)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 SHARE = 0.01  # of the time of the steps that copies may stall
 MARGIN = 1.25  # a copy should be committed before the next one begins, with some time left
 FIRST_EVERY = 10  # steps, until something is measured
+LEAST_SEND_S = 2.0  # a new connection across a slow network takes some tenths of a second
 MAX_DOUBLINGS = 6  # of the interval while copies fail: 64 times as long
 
 
@@ -52,6 +53,15 @@ def choose(asked: int | None, timings: Sequence[Timing], failures: int = 0) -> I
     if not failures:
         return found
     return Interval(found.every << min(failures, MAX_DOUBLINGS), f"{found.reason}; {failures} attempts in a row failed")
+
+
+def send_limit_s(every: int, timing: Timing) -> float:
+    """Return how long it may take to send a part to another node, in seconds.
+
+    The next copy waits for it, and so does training. So it may take as long as two intervals: if that is not enough, the next
+    interval is longer, and so is the next limit.
+    """
+    return max(LEAST_SEND_S, 2 * every * (timing.step_s or 0.0))
 
 
 def _affordable(timings: Sequence[Timing]) -> Interval:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_ext.base.checkpoint_variables import MEMORY_DIR, MEMORY_EVERY, MEMORY_LIMIT
+from elastic_ext.base.checkpoint_variables import MEMORY_DIR, MEMORY_EVERY, MEMORY_LIMIT, MEMORY_PEER
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class Room:
         directory: the tier's directory.
         limit: bytes for all copies together.
         every: the setting memory_every: copy every so many steps, 0: never, None: as often as costs little.
+        peer: the socket of the agent, which sends a worker's part to another node; "": it does not.
     """
 
     directory: str
     limit: int
     every: int | None = None
+    peer: str = ""
 
     def variables(self, workers: int) -> dict[str, str]:
         """Return the environment variables for each worker of the node. workers: how many there are."""
@@ -29,10 +31,14 @@ class Room:
             MEMORY_DIR: self.directory,
             MEMORY_LIMIT: str(self.limit // max(1, workers)),
             MEMORY_EVERY: "" if self.every is None else str(self.every),
+            MEMORY_PEER: self.peer,
         }
 
 
 def given(environ: Mapping[str, str] = os.environ) -> Room | None:
     """Return the room of this worker; None if its agent gave it none."""
     directory, every = environ.get(MEMORY_DIR, ""), environ.get(MEMORY_EVERY, "")
-    return Room(directory, int(environ.get(MEMORY_LIMIT) or 0), int(every) if every else None) if directory else None
+    if not directory:
+        return None
+    limit, peer = int(environ.get(MEMORY_LIMIT) or 0), environ.get(MEMORY_PEER, "")
+    return Room(directory, limit, int(every) if every else None, peer)

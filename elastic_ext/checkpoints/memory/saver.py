@@ -21,6 +21,8 @@ from elastic_ext.checkpoints.memory.commit import Report
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
 from elastic_ext.checkpoints.memory.interval import Timing
 from elastic_ext.checkpoints.memory.part import Path, Planned
+from elastic_ext.checkpoints.memory.peers import request
+from elastic_ext.checkpoints.memory.peers.request import Send
 from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.writing.errors import CheckpointError, FailureKind, SaveFailure, failure_of
 from elastic_ext.checkpoints.writing.local_tier import LocalTier
@@ -96,6 +98,10 @@ class Schedule:
         self._told: int | None = None  # what the log has said
         self.every = interval.choose(asked, ()).every
 
+    def send_limit_s(self, timing: Timing) -> float:
+        """Return how long it may take to send a part to the peer."""
+        return interval.send_limit_s(self.every, timing)
+
     def choose(self, timings: Sequence[Timing], failures: int) -> None:
         """Choose from the timings of all ranks. failures: attempts in a row that failed."""
         found = interval.choose(self._asked, timings, failures)
@@ -111,7 +117,7 @@ class MemorySaver:
 
     def __init__(self, tier: LocalTier, room: Room, every: int | None, objects: Objects, ranks: Ranks) -> None:
         """every: see `interval.choose`. ranks: in a group of its own, because a thread uses it."""
-        self._tier, self._objects, self._ranks = tier, objects, ranks
+        self._tier, self._peer, self._objects, self._ranks = tier, room.peer, objects, ranks
         self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
         self._copying = Copying()
         self._times = StepTimes()
@@ -226,10 +232,18 @@ class MemorySaver:
                 return report
             self._copying.finish()
             self._copying.pin(self._buffers.tensors())
-            checksum = xxhash.xxh3_64_hexdigest(buffer.bytes)
-            return replace(report, file=StoredFile(memory_file(self._ranks.rank), buffer.size, checksum))
+            file = StoredFile(memory_file(self._ranks.rank), buffer.size, xxhash.xxh3_64_hexdigest(buffer.bytes))
+            self._send(report.manifest, file)
+            return replace(report, file=file)
         except Exception as error:  # noqa: BLE001  (all ranks are told)
             return replace(report, failure=failure_of(error, self._ranks.rank))
+
+    def _send(self, manifest: Manifest, file: StoredFile) -> None:
+        """Have the agent send the part to the peer. If it cannot, the agent says so, and the copy is on this node only."""
+        if self._peer:
+            name = directory_name(manifest.step, manifest.generation)
+            limit_s = self._schedule.send_limit_s(self._times.timing())
+            request.send(self._peer, Send(name, file.name, file.size, file.checksum, self._buffers.kept, limit_s))
 
 
 def make(

@@ -125,6 +125,10 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     # For our agent
 
     @property
+    def address(self) -> str:
+        return self._nodes.address
+
+    @property
     def may_linger(self) -> bool:
         """Return whether another process can have the port of the job's store, which torch holds until this one ends."""
         return not self._nodes.hosts_store

@@ -36,7 +36,7 @@ class OneMachine:
         self.node_id = node_id
         self.events = LocalEvents(on_event)
         self._run_id = run_id
-        self._address = address
+        self.address = address
         self._ledger = ledger
         self._on_event = on_event
         self._server: TCPStore | None = None
@@ -48,9 +48,9 @@ class OneMachine:
             raise RendezvousClosedError(f"the job {self._run_id} is over: this agent closed it")
         self.number += 1
         self.events = LocalEvents(self._on_event)
-        self._server = serve(self._address)
+        self._server = serve(self.address)
         store = PrefixStore(round_store.PREFIX, self._server)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._address, self._server.port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.address, self._server.port))
 
     @property
     def exchange(self) -> Exchange:

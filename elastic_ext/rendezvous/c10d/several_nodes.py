@@ -157,6 +157,10 @@ class SeveralNodes:
         return self._torch.launch
 
     @property
+    def address(self) -> str:
+        return self._torch.address
+
+    @property
     def number(self) -> int:
         return self._round.membership.round
 

@@ -42,6 +42,7 @@ class TorchRendezvous:
     Attributes:
         store: the job's store, on a connection shared with torch's keep-alives.
         hosts_store: the store lives in this process.
+        address: this machine's.
         patience: how long this node waits for others.
         launch: name of this launch of the job; the same on every node from the first round on.
     """
@@ -52,7 +53,7 @@ class TorchRendezvous:
         self._handler = create_handler(self.store, backend, params)
         self._run_id = params.run_id
         self.patience = Patience.of(params)
-        self._address = address
+        self.address = address
         self._reader = RecordReader()
         self._unreachable = False
         self.launch = secrets.token_hex(8)
@@ -87,10 +88,10 @@ class TorchRendezvous:
 
     def _publish(self, part: Store) -> tuple[PublishedRound, TCPStore]:
         """Serve the store of this round and tell the other nodes its address. part: the round's part of the job's store."""
-        server = serve(self._address)
+        server = serve(self.address)
         number = self.store.add(job_keys.round_number(self._run_id), 1)
         self.launch = self.store.compare_set(job_keys.launch(self._run_id), "", self.launch).decode(errors="replace")
-        published = PublishedRound(self._address, server.port, number, self.launch)
+        published = PublishedRound(self.address, server.port, number, self.launch)
         part.set(job_keys.ROUND, json.dumps({"schema": job_keys.SCHEMA, **asdict(published)}))
         return published, server
 

@@ -33,7 +33,7 @@ from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.links.links import Links, listen_at
+from elastic_ext.rendezvous.etcd.links.links import Links
 from elastic_ext.rendezvous.etcd.links.peers import Peers
 from elastic_ext.rendezvous.etcd.node_states import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
@@ -43,6 +43,7 @@ from elastic_ext.rendezvous.handler import JobDone, Patience
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.round_server import listen_at
 from elastic_ext.rendezvous.rounds import Limits
 
 logger = logging.getLogger(__name__)

@@ -187,6 +187,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             silent=self._stores.silent(self.round),
         )
 
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
     def workers(self) -> list[Worker]:
         """Return the ranks of this node's workers, from the assignment."""
         assert self._current is not None

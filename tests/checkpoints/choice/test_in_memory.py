@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, NodeMemory, newest_whole
+from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, Move, NodeMemory, newest_whole
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import directory_name
 
@@ -24,14 +24,14 @@ WHOLE = offer(7, 0, 1), offer(7, 2, 3)
         ([], None, []),
         (on([], []), None, []),
         (on([WHOLE[0]], [WHOLE[1]]), 7, []),
-        (on([WHOLE[0], offer(8, 0)], [WHOLE[1], offer(8, 2, 3)]), 7, ["node 0 does not have the part of rank 1"]),
-        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1]]), 7, ["node 1 does not have the part of rank 2"]),
+        (on([WHOLE[0], offer(8, 0)], [WHOLE[1], offer(8, 2, 3)]), 7, ["no node has the part of rank 1"]),
+        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1]]), 7, ["no node has the part of rank 2"]),
         (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1], offer(8, 2, 3)]), 8, []),
         # A later group of workers counts as newer, whatever its step.
         (on([WHOLE[0], offer(5, 0, 1, generation=2)], [WHOLE[1], offer(5, 2, 3, generation=2)]), 5, []),
         # The nodes changed their order, or a node is new.
         (on([WHOLE[1]], [WHOLE[0]]), None, ["node 0 does not have the part of rank 0"]),
-        (on([WHOLE[0]], []), None, ["node 1 does not have the part of rank 2"]),
+        (on([WHOLE[0]], []), None, ["no node has the part of rank 2"]),
         # Another world.
         (on([WHOLE[0]]), None, ["it was made by 4 ranks, and the round has 2"]),
         (on([WHOLE[0]], [WHOLE[1]], []), None, ["it was made by 4 ranks, and the round has 6"]),
@@ -40,7 +40,7 @@ WHOLE = offer(7, 0, 1), offer(7, 2, 3)
         (
             on([offer(7, 0, 1, digest="a")], [offer(7, 2, 3, digest="b")]),
             None,
-            ["node 0 does not have the part of rank 0", "node 1 does not have the part of rank 2"],
+            ["no node has the part of rank 0", "no node has the part of rank 2"],
         ),
     ],
 )
@@ -60,3 +60,32 @@ def test_nodes_with_different_numbers_of_workers():
     nodes = [NodeMemory(1, (held[0],)), NodeMemory(3, (held[1],))]
     assert newest_whole(nodes).offer is not None
     assert newest_whole(list(reversed(nodes))).offer is None
+
+
+ALL = offer(7, 0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "step", "moves"),
+    [
+        (on([WHOLE[0]], [WHOLE[1]]), 7, []),
+        (on([ALL], [ALL]), 7, []),
+        (on([ALL], []), 7, [(2, 0, 1), (3, 0, 1)]),  # a replacement
+        (on([], [ALL]), 7, [(0, 1, 0), (1, 1, 0)]),
+        (on([WHOLE[1]], [WHOLE[0]]), 7, [(0, 1, 0), (1, 1, 0), (2, 0, 1), (3, 0, 1)]),  # the nodes changed their order
+        (on([offer(7, 0, 2)], [offer(7, 1, 3)]), 7, [(1, 1, 0), (2, 0, 1)]),
+        (on([offer(8, 0, 1), ALL], []), 7, [(2, 0, 1), (3, 0, 1)]),  # the newest has not reached the peer
+        (on([WHOLE[0]], []), None, []),
+        (on([offer(8, 0, 1, 2, 3, world=8), ALL], [ALL]), 7, []),
+    ],
+)
+def test_parts_that_other_nodes_have_are_moved(nodes, step, moves):
+    found = newest_whole(nodes, may_move=True)
+    assert (found.offer.step if found.offer else None) == step
+    assert [(move.rank, move.source, move.target) for move in found.moves] == moves
+
+
+def test_what_nobody_has_and_what_cannot_be_moved_is_told():
+    assert newest_whole(on([ALL], [])).lost == ((ALL.name, "node 1 does not have the part of rank 2"),)
+    assert newest_whole(on([WHOLE[0]], []), may_move=True).lost == ((ALL.name, "no node has the part of rank 2"),)
+    assert newest_whole(on([ALL], []), may_move=True).moves == (Move(2, 0, 1), Move(3, 0, 1))

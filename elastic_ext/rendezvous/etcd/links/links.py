@@ -13,7 +13,6 @@ from elastic_ext.etcd import AuthError, Batch, ClientClosed, EtcdError, Unsuppor
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.etcd.links.presence import OwnRecords, Presence
 from elastic_ext.rendezvous.etcd.links.watcher import PeerRecords, Watcher
-from elastic_ext.rendezvous.round_server import listening_socket
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +27,6 @@ class Records(OwnRecords, PeerRecords, Protocol):
 
     def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
         """Watch the doubts about this node."""
-
-
-def listen_at(address: str) -> socket.socket:
-    """Return a listening socket that the other nodes reach by `address`."""
-    found = listening_socket(address, 0)
-    if found is not None:
-        return found
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 class Links:

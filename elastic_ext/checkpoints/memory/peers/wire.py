@@ -1,0 +1,192 @@
+"""One connection between two agents: both prove that they are of this round, then one request, and the bytes of one file.
+
+    server -> client   Hello
+    client -> server   Request    with a proof of the key
+    server -> client   Answer     with a proof of the key; if it gives a reason, nothing follows
+    put: client -> server   the bytes;  server -> client   Answer
+    get: server -> client   the bytes
+
+Each message is one JSON line with `schema` (SCHEMA). The proofs cover both nonces and all fields (HMAC-SHA256), so that nobody
+without the key can send, get or repeat anything. The receiver knows their checksum
+from the request, or from the copy's manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import IO, Annotated, TypeVar
+
+import xxhash
+
+from elastic_ext.base import records
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import Name, NameOrEmpty, Within
+
+SCHEMA = 1
+PUT, GET = "put", "get"
+CONNECT_S = 3.0
+STALL_S = 5.0  # without a byte; then the peer counts as gone
+BLOCK = 4 << 20  # bytes between two looks at the clock
+MAX_LINE = 16 << 10  # bytes of a message
+MAX_REASON = 500  # characters
+
+Size = Annotated[int, Within(0, 2**62)]
+
+T = TypeVar("T", bound="Hello | Request | Answer")
+
+
+class PeerError(ElasticExtError):
+    """The other node refuses, or is not who it should be."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The server's first message."""
+
+    nonce: Name
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the client wants.
+
+    Attributes:
+        do: PUT or GET.
+        name: of the copy.
+        file: in the copy.
+        size, checksum: of the file (PUT). The checksum is xxh3_64, as in the manifest.
+        kept: name of the copy before it, which stays (PUT).
+        key_id: which key the client has; see `key_id`.
+    """
+
+    do: Name
+    name: Name
+    file: Name
+    size: Size = 0
+    checksum: NameOrEmpty = ""
+    kept: NameOrEmpty = ""
+    key_id: NameOrEmpty = ""
+    nonce: NameOrEmpty = ""
+    proof: NameOrEmpty = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server says. reason: why not; "" for yes. size: of the file that follows (GET)."""
+
+    reason: str = ""
+    size: Size = 0
+    proof: NameOrEmpty = ""
+
+
+def key_id(key: str) -> str:
+    """Return what tells a key from others, and does not give it away."""
+    return hashlib.sha256(b"id " + key.encode()).hexdigest()[:16]
+
+
+def connected(address: tuple[str, int], deadline: float) -> Connection:
+    """Connect to another agent. deadline: of all that happens on the connection (time.monotonic()). Raises OSError."""
+    left = deadline - time.monotonic()
+    sock = socket.create_connection(address, timeout=max(0.001, min(CONNECT_S, left)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(sock, deadline)
+
+
+class Connection:
+    """A socket with a deadline for all that happens on it. Its methods raise OSError, RecordError or PeerError."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        """deadline: time.monotonic()."""
+        self._sock, self._deadline = sock, deadline
+        self._reader = sock.makefile("rb", buffering=BLOCK)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+        self._sock.close()
+
+    def say(self, message: Hello | Request | Answer) -> None:
+        self._limit()
+        self._sock.sendall(json.dumps({"schema": SCHEMA, **records.plain(message)}).encode() + b"\n")
+
+    def hear(self, kind: type[T], wait_s: float = 0.0) -> T:
+        """Return the next message. wait_s: how much longer than STALL_S it may take."""
+        self._limit(wait_s)
+        line = self._reader.readline(MAX_LINE)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the connection ended" if len(line) < MAX_LINE else "a message is too long")
+        return records.read(kind, line, "a message of another agent", SCHEMA)
+
+    def send_file(self, file: IO[bytes], size: int, pace: Callable[[int], None]) -> None:
+        """Send a file from its beginning. pace: called with the size of each block; returns when it may be sent."""
+        for offset in range(0, size, BLOCK):
+            count = min(BLOCK, size - offset)
+            pace(count)
+            self._limit()
+            if self._sock.sendfile(file, offset, count) != count:
+                raise PeerError("the file has become shorter")
+
+    def receive(self, target: memoryview) -> str:
+        """Fill the target with the bytes that follow; return their checksum."""
+        checksum = xxhash.xxh3_64()
+        for offset in range(0, len(target), BLOCK):
+            block = target[offset : offset + BLOCK]
+            self._limit()
+            if self._reader.readinto(block) != len(block):  # type: ignore[attr-defined]  # a BufferedReader
+                raise ConnectionError("the connection ended within a file")
+            checksum.update(block)
+        return checksum.hexdigest()
+
+    def _limit(self, wait_s: float = 0.0) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it takes too long")
+        self._sock.settimeout(min(STALL_S + wait_s, left))
+
+
+def ask(connection: Connection, key: str, request: Request, wait_s: float = 0.0) -> Answer:
+    """Make a request; return the answer once the server has proved itself. wait_s: see `hear`. Raises PeerError if it refuses."""
+    hello = connection.hear(Hello)
+    request = replace(request, key_id=key_id(key), nonce=secrets.token_hex(16), proof="")
+    connection.say(replace(request, proof=_proof(key, hello.nonce, request)))
+    answer = connection.hear(Answer, wait_s)
+    refuse(answer)  # first: a server that does not know the key cannot prove it
+    if not hmac.compare_digest(answer.proof, _proof(key, request.nonce, replace(answer, proof=""))):
+        raise PeerError("the other node does not have the key of this round")
+    return answer
+
+
+def refuse(answer: Answer) -> None:
+    """Raise PeerError if the answer is no."""
+    if answer.reason:
+        raise PeerError(f"the other node refuses: {printable(answer.reason[:MAX_REASON])}")
+
+
+def greet(connection: Connection, key_of: Callable[[str], str]) -> tuple[Request, Callable[[Answer], Answer]]:
+    """Return what a client wants, once it has proved itself, and what signs the answer to it.
+
+    key_of: the key with this id; raises PeerError if there is none.
+    """
+    hello = Hello(secrets.token_hex(16))
+    connection.say(hello)
+    request = connection.hear(Request)
+    key = key_of(request.key_id)
+    if not hmac.compare_digest(request.proof, _proof(key, hello.nonce, replace(request, proof=""))):
+        raise PeerError("wrong proof of the key")
+    return request, lambda answer: replace(answer, proof=_proof(key, request.nonce, answer))
+
+
+def _proof(key: str, nonce: str, message: Request | Answer) -> str:
+    """Return the proof of a message that has none yet. nonce: the other side's."""
+    text = json.dumps([type(message).__name__, nonce, records.plain(message)], sort_keys=True)
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,333 @@
+"""Agents that send each other parts of copies in memory, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory.tiers import memory_file
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.memory.peers import request, wire
+from elastic_ext.checkpoints.memory.peers.keep import INCOMING
+from elastic_ext.checkpoints.memory.peers.request import Send
+from elastic_ext.checkpoints.memory.peers.send import Circle
+from elastic_ext.checkpoints.memory.peers.service import PeerService
+from elastic_ext.checkpoints.memory.peers.wire import GET, PUT, Answer, Connection, PeerError, Request
+from elastic_ext.checkpoints.storage import Storage, open_storage
+
+KEY = "the key of this round"
+SIZE = 300_000
+
+
+class Node:
+    """One agent: two ranks, of which the first is twice its number."""
+
+    def __init__(self, folder: Path, number: int, rate: float = 0.0) -> None:
+        folder.mkdir()
+        self.number, self.own = number, range(2 * number, 2 * number + 2)
+        self.storage: Storage = open_storage(str(folder / "memory"))
+        self.sent: list[int] = []
+        self.not_sent = 0
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.service = PeerService(listening, str(folder / "peers"), self.storage, rate, self)
+        self.at = ("127.0.0.1", self.service.port)
+
+    def part_sent(self, size: int) -> None:
+        self.sent.append(size)
+
+    def part_not_sent(self) -> None:
+        self.not_sent += 1
+
+    def adopt(self, peer: tuple[str, int], key: str = KEY, limit: int = 100 * SIZE) -> None:
+        self.service.adopt(Circle(key, peer, self.own, limit))
+
+    def write(self, step: int, rank: int, size: int = SIZE) -> Send:
+        """Write a part as a worker does; return what it then asks for."""
+        data = (bytes([rank, step]) * size)[:size]
+        path = Path(self.storage.path(f"{directory_name(step, 1)}/{memory_file(rank)}"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        kept = directory_name(step - 1, 1)
+        return Send(directory_name(step, 1), memory_file(rank), size, xxhash.xxh3_64_hexdigest(data), kept, 10.0)
+
+    def send(self, step: int, rank: int, size: int = SIZE) -> str:
+        return request.send(self.service.socket_path, self.write(step, rank, size))
+
+    def files(self) -> list[str]:
+        root = Path(self.storage.path("."))
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    with ExitStack() as stack:
+
+        def make(number: int, **options: float) -> Node:
+            node = Node(tmp_path / str(number), number, **options)
+            stack.callback(node.service.close)
+            return node
+
+        yield make
+
+
+@pytest.fixture
+def pair(nodes) -> tuple[Node, Node]:
+    one, two = nodes(0), nodes(1)
+    one.adopt(two.at)
+    two.adopt(one.at)
+    return one, two
+
+
+def path(step: int, rank: int) -> str:
+    return f"{directory_name(step, 1)}/{memory_file(rank)}"
+
+
+def test_a_part_is_with_the_peer_whole_and_the_last_two_copies_only(pair):
+    one, two = pair
+    for step in (1, 2, 3):
+        assert one.send(step, 0) == ""
+        assert one.send(step, 1, size=wire.BLOCK + 17) == ""
+    assert two.files() == [path(2, 0), path(2, 1), path(3, 0), path(3, 1)]
+    assert Path(two.storage.path(path(3, 1))).read_bytes() == Path(one.storage.path(path(3, 1))).read_bytes()
+    assert one.sent == [SIZE, wire.BLOCK + 17] * 3
+    assert tiers.own_checkpoints(two.storage)[0] == directory_name(3, 1)
+
+
+def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
+    one, two = pair
+    assert one.send(1, 0) == one.send(2, 0) == ""
+    two.adopt(one.at, limit=2 * SIZE)  # the next round
+    assert "memory_limit leaves 0 bytes" in one.send(2, 1)
+    assert two.files() == [path(1, 0), path(2, 0)]
+    one.adopt(two.at)
+    assert one.send(3, 0) == ""  # copy 1 goes, 2 is kept
+    assert two.files() == [path(2, 0), path(3, 0)]
+    one.adopt(two.at)
+    assert "a part of 600001 bytes" in one.send(3, 1, size=2 * SIZE + 1)
+
+
+def test_after_a_failure_nothing_is_sent_for_a_while(pair, caplog):
+    one, two = pair
+    two.service.close()
+    assert "refused" in one.send(1, 0)
+    one.adopt(two.at)
+    assert "refused" in one.send(1, 0)
+    peer = socket.create_server(("127.0.0.1", 0))
+    with peer:
+        two.at = ("127.0.0.1", peer.getsockname()[1])
+        peer.settimeout(0.2)
+        assert "refused" in one.send(1, 0)  # as before, and nobody has called
+        with pytest.raises(TimeoutError):
+            peer.accept()
+    assert one.not_sent == 3
+    assert caplog.text.count("copies in memory are on this node only") == 2  # one for each round
+
+
+def test_a_peer_that_does_not_answer_costs_the_limit_and_no_more(pair):
+    one, _ = pair
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        one.adopt(("127.0.0.1", silent.getsockname()[1]))
+        wanted = one.write(1, 0)
+        assert "timed out" in request.send(one.service.socket_path, Send(**{**vars(wanted), "limit_s": 0.2}))
+
+
+def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, monkeypatch):
+    one, two = pair
+    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 0.1)
+    one.adopt(two.at, key="another key")
+    assert "this node is not in that round" in one.send(1, 0)
+    assert two.files() == []
+    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 30.0)
+    one.adopt(two.at, key="the next key")
+    said: list[str] = []
+    sending = threading.Thread(target=lambda: said.append(one.send(1, 0)))
+    sending.start()
+    two.adopt(one.at, key="the next key")
+    sending.join(20)
+    assert said == [""]
+    assert two.files() == [path(1, 0)]
+
+
+def call(node: Node, asked: Request, key: str = KEY) -> Connection:
+    """Ask as another agent; the connection is at the bytes of the file."""
+    connection = wire.connected(node.at, float("inf"))
+    wire.ask(connection, key, asked)
+    return connection
+
+
+DATA = b"x" * SIZE
+CHECKSUM = xxhash.xxh3_64_hexdigest(DATA)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (Request(PUT, directory_name(1, 1), memory_file(2), SIZE, CHECKSUM), "a part of this node"),
+        (Request(PUT, directory_name(1, 1), MANIFEST, SIZE, CHECKSUM), "no part of a copy"),
+        (Request(PUT, directory_name(1, 1), "rank_00000.pt", SIZE, CHECKSUM), "no part of a copy"),
+        (Request(PUT, directory_name(1, 1), "rank_0.mem", SIZE, CHECKSUM), "no part of a copy"),
+        (Request(PUT, "..", memory_file(0), SIZE, CHECKSUM), "no part of a copy"),
+        (Request(GET, ".elastic_ext", MANIFEST), "no part of a copy"),
+        (Request(GET, directory_name(1, 1), ".."), "no part of a copy"),
+        (Request(PUT, directory_name(1, 1), memory_file(0), 0, CHECKSUM), "a part of 0 bytes"),
+        (Request(GET, directory_name(9, 1), memory_file(0)), "No such file"),
+        (Request("list", directory_name(1, 1), memory_file(0)), "unknown request"),
+    ],
+)
+def test_what_is_refused(pair, asked, reason):
+    _, two = pair
+    with pytest.raises(PeerError, match=reason):
+        call(two, asked)
+    assert two.files() == []
+
+
+def test_names_with_a_slash_are_no_messages(pair):
+    _, two = pair
+    with pytest.raises((ElasticExtError, OSError)):
+        call(two, Request(PUT, directory_name(1, 1), "../rank_00000.mem", SIZE, CHECKSUM))
+    assert two.files() == []
+
+
+def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
+    """The id of the key is no secret: it is not enough."""
+    _, two = pair
+    with wire.connected(two.at, float("inf")) as connection:
+        connection.hear(wire.Hello)
+        asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM, key_id=wire.key_id(KEY), proof="0" * 64)
+        connection.say(asked)
+        assert "wrong proof" in connection.hear(Answer).reason
+    two.service.adopt(None)
+    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 0.1)
+    with pytest.raises(PeerError, match="not in that round"):
+        wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
+
+
+def test_a_server_without_the_key_gets_no_state(pair):
+    """An impostor that answers yes is not sent a byte."""
+    one, _ = pair
+    got: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(b'{"schema": 1, "nonce": "0"}\n')
+                sock.recv(1 << 16)
+                sock.sendall(b'{"schema": 1, "reason": "", "size": 0, "proof": "0"}\n')
+                got.append(sock.recv(1 << 16))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        one.adopt(("127.0.0.1", server.getsockname()[1]))
+        assert "does not have the key" in one.send(1, 0)
+        thread.join(20)
+    assert got == [b""]
+
+
+@pytest.mark.parametrize("how", ["cut", "damaged"])
+def test_nothing_partial_is_ever_in_its_place(pair, how):
+    _, two = pair
+    asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
+    connection = call(two, asked)
+    if how == "cut":
+        connection._sock.sendall(DATA[: SIZE // 2])
+        connection._sock.shutdown(socket.SHUT_WR)
+    else:
+        connection._sock.sendall(b"y" + DATA[1:])
+        assert "came with checksum" in connection.hear(Answer).reason
+    assert connection._reader.read() == b""  # it has given up
+    connection.__exit__()
+    assert [each for each in two.files() if not each.startswith(INCOMING)] == []
+    assert two.files() == []
+    with call(two, asked) as connection:  # and the room is free again
+        connection._sock.sendall(DATA)
+        assert connection.hear(Answer).reason == ""
+    assert two.files() == [path(1, 0)]
+
+
+def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair):
+    one, two = pair
+    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as connection:
+        two.adopt(one.at, key="the next key")
+        connection._sock.sendall(DATA)
+        assert "No such file" in connection.hear(Answer).reason
+    assert two.files() == []
+
+
+def commit(node: Node, step: int, world: int) -> str:
+    """Write the manifest of a copy on a node; return its digest."""
+    folder = Path(node.storage.path(directory_name(step, 1)))
+    files = [
+        StoredFile(memory_file(rank), SIZE, xxhash.xxh3_64_hexdigest((bytes([rank, step]) * SIZE)[:SIZE]))
+        for rank in range(world)
+    ]
+    data = encode(Manifest(step=step, generation=1, world_size=world, files=tuple(files), nodes=(2,) * (world // 2)))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).write_bytes(data)
+    return tiers.digest(data)
+
+
+def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair):
+    one, two = pair
+    assert [two.send(5, rank) for rank in two.own] == ["", ""]
+    for rank in one.own:
+        one.write(5, rank)
+    digest = commit(one, 5, 4)
+    two.service.close()
+    new = nodes(7)
+    new.own = two.own
+    for node, other in ((one, new), (new, one)):
+        node.adopt(other.at, key="round 2")
+    new.service.fetch(directory_name(5, 1), digest, {2: one.at, 3: one.at})
+    assert new.files() == [f"{directory_name(5, 1)}/{MANIFEST}", path(5, 2), path(5, 3)]
+    assert tiers.offers(new.storage)[0].ranks == (2, 3)
+    assert tiers.offers(one.storage)[0].ranks == (0, 1, 2, 3)
+
+
+def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
+    one, two = pair
+    assert two.send(5, 2) == ""
+    digest = commit(one, 5, 4)
+    with pytest.raises(PeerError, match="not the one that was chosen"):
+        two.service.fetch(directory_name(5, 1), "0" * 64, {2: one.at})
+    os.truncate(one.storage.path(path(5, 2)), SIZE - 1)
+    two.storage.remove_tree(directory_name(5, 1))
+    with pytest.raises(PeerError, match=f"has {SIZE - 1} bytes there, expected {SIZE}"):
+        two.service.fetch(directory_name(5, 1), digest, {2: one.at})
+    Path(one.storage.path(path(5, 2))).write_bytes(DATA)
+    with pytest.raises(PeerError, match="came with checksum"):
+        two.service.fetch(directory_name(5, 1), digest, {2: one.at})
+    with pytest.raises(PeerError, match="No such file"):
+        two.service.fetch(directory_name(5, 1), digest, {3: one.at})
+    assert two.files() == []
+
+
+def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
+    one, _ = pair
+    asked: list[int] = []
+    monkeypatch.setattr(one.service._bucket, "take", lambda size, now: asked.append(size) or 0.0)
+    assert one.send(1, 0, size=wire.BLOCK + 5) == ""
+    threads = [threading.Thread(target=one.send, args=(2, rank, wire.BLOCK)) for rank in one.own]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    assert sum(one.sent) == sum(asked) == 3 * wire.BLOCK + 5
+
+
+def test_a_closed_service_ends_its_threads(nodes):
+    node = nodes(0)
+    threads = [each for each in threading.enumerate() if each.name == "elastic_ext-peers"]
+    node.service.close()
+    for each in threads:
+        each.join(20)
+    assert not any(each.is_alive() for each in threads)

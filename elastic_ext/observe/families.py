@@ -148,8 +148,8 @@ JOB = {
     ),
     "elastic_ext_memory_copies_lost": Family(
         CounterMetricFamily,
-        "Rounds that resume from an older checkpoint because the newest copy in memory is not whole or is for another world "
-        "size, on the node of rank 0.",
+        "Rounds that resume from an older checkpoint because no node has some part of the newest copy in memory, on the "
+        "node of rank 0.",
         known=((),),
     ),
     "elastic_ext_memory_parts": Family(

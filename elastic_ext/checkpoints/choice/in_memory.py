@@ -1,7 +1,7 @@
 """Choose the newest copy in memory that a round can load. Pure.
 
-A copy is loaded from memory: each node needs the parts of the ranks that it will run, or another node has them and sends them
-first. The job needs the world size of the copy, and the number of nodes.
+A copy is whole if each part is on some node. If as many ranks on as many nodes have made it, each node needs the parts of its
+ranks, and the agents of other nodes send it what it lacks. Otherwise the workers send each other what they need.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MemoryChoice:
     Attributes:
         offer: None: there is none.
         lost: the newer ones, which cannot be loaded, with the reason for each; newest first.
-        moves: the parts that must be sent to another node before.
+        moves: the parts that nodes lack of their own ranks, if as many ranks on as many nodes have made the copy.
     """
 
     offer: Offer | None
@@ -46,48 +46,26 @@ class MemoryChoice:
     moves: tuple[Move, ...] = ()
 
 
-def newest_whole(nodes: Sequence[NodeMemory], refused: Collection[str] = (), may_move: bool = False) -> MemoryChoice:
-    """Choose among the copies of these nodes, which are in the order of their ranks.
-
-    refused: names that must not be used. may_move: the nodes can send each other parts.
-    """
+def newest_whole(nodes: Sequence[NodeMemory], refused: Collection[str] = ()) -> MemoryChoice:
+    """Choose among the copies of these nodes, which are in the order of their ranks. refused: names that must not be used."""
     held = [{replace(offer, ranks=()): frozenset(offer.ranks) for offer in node.offers} for node in nodes]
     copies = {copy for here in held for copy in here if copy.name not in refused}
     workers = tuple(node.workers for node in nodes)
     lost: list[tuple[str, str]] = []
     for copy in sorted(copies, key=lambda each: (order_or_oldest(each.name), each.digest), reverse=True):
         holds = [here.get(copy, frozenset()) for here in held]
-        found = _misfit(copy, workers) or _moves(workers, holds, may_move)
-        if not isinstance(found, str):
-            return MemoryChoice(copy, tuple(lost), found)
-        lost.append((copy.name, found))
+        if missing := set(range(copy.world)).difference(*holds):
+            lost.append((copy.name, f"no node has the part of rank {min(missing)}"))
+        else:
+            made_here = (copy.world, copy.nodes) == (sum(workers), len(workers))
+            return MemoryChoice(copy, tuple(lost), _moves(workers, holds) if made_here else ())
     return MemoryChoice(None, tuple(lost))
 
 
-def _misfit(copy: Offer, workers: tuple[int, ...]) -> str:
-    """Return why a copy does not fit these nodes, or ""."""
-    world = sum(workers)
-    if copy.world != world:
-        return f"it was made by {copy.world} ranks, and the round has {world}"
-    if copy.nodes != len(workers):
-        return f"it was made on {copy.nodes} nodes, and the round has {len(workers)}"
-    return ""
-
-
-def _moves(workers: tuple[int, ...], held: Sequence[Collection[int]], may_move: bool) -> tuple[Move, ...] | str:
-    """Return what nodes must be sent so that each has the parts of its ranks, or why they cannot.
+def _moves(workers: tuple[int, ...], held: Sequence[Collection[int]]) -> tuple[Move, ...]:
+    """Return what nodes must be sent so that each has the parts of its ranks. Each part is on some node.
 
     held: the ranks whose parts each node has.
     """
-    moves: list[Move] = []
-    for node in range(len(workers)):
-        for rank in ranks_of(workers, node):
-            if rank in held[node]:
-                continue
-            sources = [other for other, ranks in enumerate(held) if rank in ranks]
-            if not sources:
-                return f"no node has the part of rank {rank}"
-            if not may_move:
-                return f"node {node} does not have the part of rank {rank}"
-            moves.append(Move(rank, sources[0], node))
-    return tuple(moves)
+    lacking = [(rank, node) for node in range(len(workers)) for rank in ranks_of(workers, node) if rank not in held[node]]
+    return tuple(Move(rank, next(other for other, ranks in enumerate(held) if rank in ranks), node) for rank, node in lacking)

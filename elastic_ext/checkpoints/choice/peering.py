@@ -28,14 +28,9 @@ class PeerPlan:
     fetch: tuple[tuple[int, str], ...] = ()
 
 
-def are_linked(nodes: Sequence[Offers]) -> bool:
-    """Return whether these nodes can send each other parts: all can, or none does."""
-    return len(nodes) > 1 and all(each.peer for each in nodes)
-
-
 def arrange(nodes: Sequence[Offers], resumed: MemoryChoice | None) -> Peers | None:
-    """Return what node 0 tells all nodes; None if they are not linked. resumed: the copy that the round resumes from."""
-    if not are_linked(nodes):
+    """Return what node 0 tells all nodes; None if not all of them can be sent parts. resumed: what the round resumes from."""
+    if len(nodes) < 2 or not all(each.peer for each in nodes):
         return None
     offer = resumed.offer if resumed is not None else None
     return Peers(

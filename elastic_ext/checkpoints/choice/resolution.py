@@ -226,7 +226,7 @@ class _Resolution:
         """
         excluded = marks.quarantined_names(self._remote) if received else frozenset()
         nodes = [NodeMemory(each.workers, each.memory) for each in received]
-        memory = in_memory.newest_whole(nodes, excluded, peering.are_linked(received))
+        memory = in_memory.newest_whole(nodes, excluded)
         agreement = _newer(_of_memory(memory.offer), _of_local(self._newest_local(received, excluded)))
         if agreement is None or self._has_newer(agreement):
             agreement = self._or_remote(agreement)

@@ -87,13 +87,15 @@ class Buffers:
         """Return whether a part of this size can be written now."""
         return bool(self._spares) and self._spares[0].size >= size
 
-    def keep(self, name: str) -> None:
-        """Take the buffers as an earlier worker of this rank has left them. name: the copy that was loaded; "" for none.
+    def keep(self, name: str, reuse: bool = True) -> None:
+        """Take the buffers as an earlier worker of this rank has left them. Only this copy still exists. Raises OSError.
 
-        Only that copy still exists. Raises OSError.
+        Args:
+            name: of the copy that was loaded; "" for none.
+            reuse: whether a buffer of this rank holds its part, and is to be written again.
         """
         self._spares = []
-        self._kept = open_mapped(self._storage, f"{name}/{memory_file(self._rank)}") if name else None
+        self._kept = open_mapped(self._storage, f"{name}/{memory_file(self._rank)}") if name and reuse else None
         self.kept = name
 
     def allocate(self, capacity: int) -> None:

@@ -56,10 +56,31 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A part of a tensor: the index of its first element, and its shape."""
+
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(begin + size for begin, size in zip(self.begin, self.size, strict=True))
+
+
+@dataclass(frozen=True)
 class Index:
-    """What a part holds: tensors, the values between them, the state that all ranks share, and this rank's own."""
+    """What a part holds.
+
+    Attributes:
+        tensors: where they are.
+        boxes: what they are of the whole tensors; without those whose local parts are no single box.
+        values: those between the tensors.
+        shared: the state that all ranks share.
+        own: this rank's own.
+    """
 
     tensors: Mapping[Path, Place]
+    boxes: Mapping[Path, Box]
     values: Mapping[Path, Any]
     shared: StateDict
     own: StateDict
@@ -106,7 +127,8 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     for path, tensor in mine.items():
         places[path] = Place(offset, tensor.dtype, tuple(tensor.shape))
         offset += -(-places[path].size // ALIGNMENT) * ALIGNMENT
-    index = Index(places, values, captured.shared, captured.own)
+    boxes = {path: box for path in mine if (box := box_of(tensors[path])) is not None}
+    index = Index(places, boxes, values, captured.shared, captured.own)
     return Planned(mine, places, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
 
 
@@ -127,6 +149,16 @@ def shares(common: Sequence[tuple[Path, int]], owners: int) -> Iterator[int]:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without a copy."""
     return cast(Tensor, tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def box_of(tensor: Tensor) -> Box | None:
+    """Return what this rank's part of a tensor is of the whole; None if it is no single box."""
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint calls
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local_part(tensor).shape):
+        return None
+    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import xxhash
 
-from elastic_ext.checkpoints.directory.tiers import memory_file, own_checkpoints
+from elastic_ext.checkpoints.directory.tiers import manifest_of, memory_file, own_checkpoints
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, directory_name
 from elastic_ext.checkpoints.memory import commit, interval, part
 from elastic_ext.checkpoints.memory.buffers import SPARE, Buffer, Buffers
@@ -142,11 +142,18 @@ class MemorySaver:
 
         try:
             self._ranks.run_on_all(clear)
-            self._ranks.run_on_all(lambda: self._buffers.keep(kept))
+            self._ranks.run_on_all(lambda: self._buffers.keep(kept, self._is_own(kept)))
         except CheckpointError as error:
             logger.warning("the state is not copied to memory: %s", error)
             return
         self._next = 0
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether these ranks have made a copy, and this one's part is here. Raises OSError, ManifestError."""
+        storage = self._tier.storage
+        read = manifest_of(storage, name) if name else None
+        here = storage.stat(f"{name}/{memory_file(self._ranks.rank)}")
+        return read is not None and read[0].nodes == self._tier.nodes and here is not None
 
     def has_generation(self, generation: int | None) -> None:
         """Begin if this group of workers has got its generation only now. Collective; the same on all ranks."""

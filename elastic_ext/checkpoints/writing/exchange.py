@@ -20,8 +20,8 @@ from typing import cast
 import torch
 
 from elastic_ext.checkpoints.directory.layout import MARKERS
-from elastic_ext.checkpoints.directory.tiers import rank_of, ranks_of
-from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.directory.tiers import node_of, rank_of, ranks_of
+from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile
 from elastic_ext.checkpoints.storage import Entry, Storage
 from elastic_ext.checkpoints.writing.errors import CheckpointError
 from elastic_ext.checkpoints.writing.local_tier import LocalTier
@@ -54,6 +54,11 @@ class Parts:
     def has(self, node: int, file: str) -> bool:
         """Return whether a file is on a node's disk."""
         return node in self.holders.get(file, ())
+
+    def fit(self, manifest: Manifest) -> bool:
+        """Return whether the same nodes have saved it, as far as ranks go, and each has all files of its ranks."""
+        here = ((node_of(self.nodes, rank), file.name) for file in manifest.files if (rank := rank_of(file.name)) is not None)
+        return manifest.nodes == self.nodes and all(self.has(node, file) for node, file in here)
 
     def responsible_rank(self, node: int, file: str) -> int:
         """Return the rank that reads a file on a node, or stores its received pieces. The node's ranks share the work. Pure."""

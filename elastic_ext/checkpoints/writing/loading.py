@@ -11,6 +11,7 @@ from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
 from elastic_ext.checkpoints.formats.manifest import Manifest, order_or_oldest
 from elastic_ext.checkpoints.memory.reading import MemoryCopy
+from elastic_ext.checkpoints.memory.resharding import ReshardedCopy
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing import random_state, state
 from elastic_ext.checkpoints.writing.commit import SHARED_FILE, rank_file
@@ -131,8 +132,13 @@ class Loader:
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> Position:
         with loads.timed_check():
-            copy = MemoryCopy(memory, name, self._ranks)
-        position = self._restore(memory.storage, name, copy.manifest, lambda _: copy.saved(), copy.fill)
+            manifest, parts = self._selection.parts(memory, name)
+            copy: MemoryCopy | ReshardedCopy
+            if parts.fit(manifest):
+                copy = MemoryCopy(memory, name, manifest, self._ranks)
+            else:
+                copy = ReshardedCopy(memory, name, manifest, parts, self._ranks)
+        position = self._restore(memory.storage, name, manifest, lambda _: copy.saved(), copy.fill)
         self.copy = name
         return position
 

@@ -84,7 +84,7 @@ class Selection:
             manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
             found, share = Checked(storage, name, manifest), manifest.files[rank :: self._ranks.world]
         else:
-            manifest, parts = self._parts(tier, name)
+            manifest, parts = self.parts(tier, name)
             mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
             found = Checked(storage, name, manifest, parts)
             share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
@@ -105,7 +105,7 @@ class Selection:
                 raise StorageFailed(f"{storage.path(name)}/{file.name} cannot be read: {error}") from error
             return f"{file.name} cannot be read: {error}"
 
-    def _parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
+    def parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
         """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
         path, ranks = tier.storage.path(name), self._ranks
         mine = _part_here(tier.storage, name) if tier.first else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,15 @@ class Hosts:
     def newest(self) -> str:
         offer = self.choose().offer
         return offer.name if offer is not None else ""
+
+    def resize(self, nodes: list[int]) -> None:
+        """Other nodes from now on. What a lost one had, its peer has, too, which is the first node here."""
+        for lost in range(len(nodes), len(self.nodes)):
+            shutil.copytree(self.memory / str(lost), self.memory / "0", dirs_exist_ok=True)
+            shutil.rmtree(self.memory / str(lost))
+        for new in range(len(self.nodes), len(nodes)):
+            (self.memory / str(new)).mkdir()
+        self.nodes = nodes
 
     def part(self, name: str, rank: int) -> Path:
         return self.memory / str(tiers.node_of(self.nodes, rank)) / name / tiers.memory_file(rank)
@@ -129,12 +139,56 @@ def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> Non
         assert (result["step"], Path(result["path"]).parent) == (20, hosts.directory)
 
 
-def test_another_world_size(hosts: Hosts) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(before, after, id=f"{before} to {after}")
+        for before, after in (
+            ([2], [1]),
+            ([1], [2]),
+            ([1, 1], [2]),
+            ([2], [1, 1]),
+            ([1, 1], [1, 1, 1]),
+            ([1, 1, 1], [1, 1]),
+            ([2, 1], [1, 2]),
+        )
+    ],
+)
+@pytest.mark.long("[1] to [2]", "[1, 1] to [1, 1, 1]", "[2] to [1, 1]")
+def test_other_nodes_or_ranks_load_it_from_whoever_has_the_parts(
+    tmp_path: Path, groups: RankGroups, before: list[int], after: list[int]
+) -> None:
+    hosts = Hosts(tmp_path, groups, before)
     hosts.run(12)
-    assert hosts.newest()
-    fewer = hosts.choose([1])
-    assert fewer.offer is None
-    assert {reason for _, reason in fewer.lost} == {"it was made by 2 ranks, and the round has 1"}
+    name = hosts.newest()
+    hosts.resize(after)
+    assert hosts.newest() == name
+    for result in hosts.run(1, name):  # makes its buffers
+        assert (result["step"], result["wrong"], Path(result["path"]).name) == (12, [], name)
+        assert result["generators"] == (sum(before) == sum(after))
+    assert hosts.newest() == name, "until the next one is committed"
+    for result in hosts.run(3, name):
+        assert (result["step"], result["wrong"]) == (12, [])
+    assert order_of(hosts.newest()) == (3, 15)
+    for result in hosts.run(2, hosts.newest()):
+        assert (result["step"], result["wrong"]) == (15, [])
+    for node in range(len(after)):
+        assert len(list((hosts.memory / str(node)).glob("step_*"))) == 2
+
+
+def test_a_part_that_no_node_has_or_that_is_damaged_on_fewer_nodes(tmp_path: Path, groups: RankGroups) -> None:
+    hosts = Hosts(tmp_path, groups, [1, 1])
+    hosts.run(12)
+    name = hosts.newest()
+    lost = hosts.choose([2])
+    assert lost.offer is None
+    assert {reason for _, reason in lost.lost} == {"no node has the part of rank 1"}
+    hosts.damage(name, 1)
+    hosts.resize([2])
+    assert hosts.newest() == name
+    for result in hosts.run(0, name):
+        assert (result["step"], result["wrong"], Path(result["path"]).parent) == (11, [], hosts.memory / "0")
+    assert "rank_00001.mem has checksum" in groups.stderr.read_text()
 
 
 def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, groups: RankGroups) -> None:

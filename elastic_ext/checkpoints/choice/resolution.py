@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
@@ -30,7 +30,7 @@ from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import Inspection
-from elastic_ext.checkpoints.formats.manifest import order_or_oldest
+from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
 from elastic_ext.checkpoints.formats.verify import Mode
 from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll, split_path
 
@@ -227,7 +227,9 @@ class _Resolution:
         excluded = marks.quarantined_names(self._remote) if received else frozenset()
         nodes = [NodeMemory(each.workers, each.memory) for each in received]
         memory = in_memory.newest_whole(nodes, excluded)
-        agreement = _newer(_of_memory(memory.offer), _of_local(self._newest_local(received, excluded)))
+        in_tiers = _of_memory(memory.offer), _of_local(self._newest_local(received, excluded))
+        found = [each for each in in_tiers if each is not None]
+        agreement = reduce(_newer, found) if found else None
         if agreement is None or self._has_newer(agreement):
             agreement = self._or_remote(agreement)
         for name, reason in memory.lost[:1]:
@@ -237,8 +239,13 @@ class _Resolution:
         return replace(agreement, peers=peering.arrange(received, memory if agreement.memory else None))
 
     def _has_newer(self, agreement: Agreement) -> bool:
+        """Return whether the remote directory may have something newer. A script's own saves tell their step only when opened."""
         order = order_or_oldest(agreement.name)
-        return any(order_or_oldest(name) > order for name in tiers.own_checkpoints(self._remote))
+        try:
+            names = [entry.name for entry in self._remote.entries() if not entry.name.startswith(".")]
+        except FileNotFoundError:
+            return False
+        return any(order_of(name) is None or order_or_oldest(name) > order for name in names)
 
     def _or_remote(self, agreement: Agreement | None) -> Agreement:
         """Return the newest checkpoint of the remote directory, or `agreement` if that is newer."""
@@ -249,7 +256,7 @@ class _Resolution:
                 raise
             logger.warning("%s", error)
             return agreement
-        return remote if agreement is None or order_or_oldest(remote.name) > order_or_oldest(agreement.name) else agreement
+        return remote if agreement is None else _newer(agreement, remote)
 
     def _newest_local(self, received: Sequence[Offers], quarantined: Collection[str]) -> Offer | None:
         """Return the newest checkpoint whose parts are all in the nodes' local directories."""
@@ -341,10 +348,12 @@ def _of_local(offer: Offer | None) -> Agreement | None:
     return Agreement(offer.name, offer.step, reason, local=True)
 
 
-def _newer(one: Agreement | None, other: Agreement | None) -> Agreement | None:
-    """Return the newer one; the first if both have the same name."""
-    if one is None or other is None:
-        return one or other
+def _newer(one: Agreement, other: Agreement) -> Agreement:
+    """Return the newer one; the first if both are as new. What a script has saved itself has no generation: its step counts."""
+    if not other.name:
+        return one
+    if order_of(other.name) is None:
+        return other if other.step is not None and one.step is not None and other.step > one.step else one
     return other if order_or_oldest(other.name) > order_or_oldest(one.name) else one
 
 

@@ -146,6 +146,30 @@ def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
         assert resolution.agree(settings, "run", SingleNode(), Place()).path == str(local / name)
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "step", "local"),
+    [
+        (None, [], 7, True),
+        (None, [3], 7, True),
+        (None, [3, 9], 9, False),  # a script's own save, by its step
+        (5, [9], 9, False),
+        (5, [3], 7, True),
+    ],
+)
+def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others, step, local):
+    remote = tmp_path / "remote"
+    if own is not None or others:
+        remote.mkdir()
+    if own is not None:
+        save_own(remote, own)
+    for number, each in enumerate(others):
+        save(remote, each, age_s=-10 - number)  # in the family that was written last
+    save_part([tmp_path / "local"], 7)
+    settings = Settings(checkpoint_dir=str(remote), local_dir=str(tmp_path / "local"))
+    found = resolution.agree(settings, "run", SingleNode(), Place())
+    assert (found.step, found.local) == (step, local)
+
+
 @pytest.fixture
 def exchanges():
     """Two nodes' ends, through the store of a rendezvous."""

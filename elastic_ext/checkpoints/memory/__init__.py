@@ -2,7 +2,7 @@
 
 Each worker has two buffers, files in a directory of the agent on tmpfs. The agent removes the directory at its end; the reaper
 removes it if the agent is killed. The directory has the form of a local tier (`directory/tiers.py`), so the same code lists it
-and finds out what is whole, and another node could be sent a part as a file:
+and finds out what is whole, and another node is sent a part as a file:
 
     step_00000120.g0003/rank_00001.mem   a buffer of rank 1 with its part of this generation of the copy (`part.py`)
     step_00000120.g0003/manifest.json    written last, with sizes and checksums of all ranks' parts: the commit
@@ -16,14 +16,16 @@ whenever and wherever a worker is killed.
 Training waits only for the copy into the buffer. A thread then computes the checksum and commits. If anything fails, on any rank,
 nothing is committed, the last copy stays, and the log says so once.
 
-interval.py   how often to copy (pure)
-part.py       the content of one buffer
-buffers.py    the files, mapped, and which of the two is next
-devices.py    copy from a GPU beside training
-commit.py     from the parts of all ranks to a manifest on each node
-saver.py      all of these, one step after another
-reading.py    from mapped parts back into the state
-room.py       what the agent tells its workers about the directory
+interval.py    how often to copy (pure)
+part.py        the content of one buffer
+buffers.py     the files, mapped, and which of the two is next
+devices.py     copy from a GPU beside training
+commit.py      from the parts of all ranks to a manifest on each node
+saver.py       all of these, one step after another
+reading.py     from mapped parts back into the state
+resharding.py  the same on other nodes, or with another number of ranks
+peers/         each node's parts on another node, too
+room.py        what the agent tells its workers about the directory
 
 Which copy a round resumes from is decided with the other tiers, in `choice/`.
 """

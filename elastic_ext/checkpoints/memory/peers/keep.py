@@ -59,11 +59,16 @@ def clear_incoming(storage: Storage) -> None:
         shutil.rmtree(path)
 
 
-def receive(storage: Storage, part: Part, fill: Callable[[memoryview], str]) -> None:
-    """Take a part in. fill: fills the memory, and returns its checksum. Raises OSError, PeerError, and what `fill` raises."""
-    folder = storage.path(INCOMING)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    beside = os.path.join(folder, f"{part.file}.{secrets.token_hex(8)}")
+def receive(storage: Storage, part: Part, fill: Callable[[memoryview], str], beside: str = "") -> None:
+    """Take a part in.
+
+    Args:
+        fill: fills the memory, and returns its checksum.
+        beside: path of a file below INCOMING to write to, whose memory is used again; "": a new one.
+
+    Raises OSError, PeerError, and what `fill` raises.
+    """
+    beside = beside or _beside(storage, part)
     try:
         with _mapped(beside, part.size) as memory:
             found = fill(memory)
@@ -73,18 +78,29 @@ def receive(storage: Storage, part: Part, fill: Callable[[memoryview], str]) -> 
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
         os.rename(beside, target)
     except BaseException:
-        try:
-            os.unlink(beside)
-        except FileNotFoundError:
-            logger.debug("%s is gone", beside)
+        _unlink(beside)
         raise
+
+
+def _beside(storage: Storage, part: Part) -> str:
+    folder = storage.path(INCOMING)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    return os.path.join(folder, f"{part.file}.{secrets.token_hex(8)}")
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        logger.debug("%s is gone", path)
 
 
 @contextmanager
 def _mapped(path: str, size: int) -> Iterator[memoryview]:
     """Make a file and yield its memory. All of it is taken first: a hole that a full tmpfs cannot fill would kill the agent."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        os.ftruncate(descriptor, size)
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
@@ -119,24 +135,37 @@ class Kept:
             raise PeerError("that is a part of this node")
         if not 0 < part.size <= self._limit:
             raise PeerError(f"a part of {part.size} bytes; memory_limit leaves {self._limit} for the parts of another node")
-        self._reserve(part, kept)
+        beside = self._reserve(part, kept)
         try:
-            receive(self._storage, part, fill)
+            receive(self._storage, part, fill, beside)
         except BaseException:
             with self._lock:
                 self._parts.pop((part.name, part.file), None)
             raise
 
-    def _reserve(self, part: Part, kept: str) -> None:
+    def _reserve(self, part: Part, kept: str) -> str:
+        """Make room; return the path of a file whose memory may be used again."""
         with self._lock:
+            beside = ""
             for name, file in [each for each in self._parts if each[0] not in (part.name, kept)]:
-                try:
-                    os.unlink(self._storage.path(f"{name}/{file}"))
-                except FileNotFoundError:
-                    logger.debug("%s is gone with its copy", file)
+                if file == part.file and not beside:
+                    beside = self._set_aside(f"{name}/{file}", part)
+                else:
+                    _unlink(self._storage.path(f"{name}/{file}"))
                 del self._parts[name, file]
             self._parts.pop((part.name, part.file), None)
             used = sum(self._parts.values())
             if used + part.size > self._limit:
+                if beside:
+                    _unlink(beside)
                 raise PeerError(f"memory_limit leaves {self._limit - used} bytes for a part of {part.size} of another node")
             self._parts[part.name, part.file] = part.size
+            return beside
+
+    def _set_aside(self, old: str, part: Part) -> str:
+        beside = _beside(self._storage, part)
+        try:
+            os.rename(self._storage.path(old), beside)
+        except FileNotFoundError:  # it went with its copy
+            return ""
+        return beside

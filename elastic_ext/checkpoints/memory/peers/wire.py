@@ -106,7 +106,7 @@ class Connection:
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         """deadline: time.monotonic()."""
         self._sock, self._deadline = sock, deadline
-        self._reader = sock.makefile("rb", buffering=BLOCK)
+        self._reader = sock.makefile("rb", buffering=MAX_LINE)  # more than that is read into its place at once
 
     def __enter__(self) -> Connection:
         return self

@@ -1,0 +1,99 @@
+"""A job whose state is sharded over its ranks: it trains, saves in one way, and reports each step.
+
+    memory_job.py SOCKET MODE MEGABYTES STEP_MS [STEPS]
+
+SOCKET: a Unix datagram socket. Each message is one JSON object: node, pid, rank, world, event, step, ns (CLOCK_MONOTONIC) and
+stall_s. The events: "resumed", before the first step; "step"; "done", after STEPS steps, with the median of the stalls, if any.
+Without STEPS it trains until it is killed.
+
+MODE: none; memory: Checkpointer.snapshot after each step, as often as memory_every says; disk:N: Checkpointer.save every N steps;
+torch:N, async:N: torch.save by each rank, and torch.distributed.checkpoint.async_save. A step takes STEP_MS of matrix products,
+of a fixed number, so that what a save takes from them shows.
+"""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from elastic_ext import Checkpointer
+
+TENSORS = 16
+PRODUCTS_A_MS = 4  # of 128 x 128, about a millisecond on the machine of the published figures
+
+
+def model_of(megabytes: int) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    each = max(dist.get_world_size(), megabytes * 1_000_000 // 4 // TENSORS)
+    return torch.nn.ParameterList([distribute_tensor(torch.zeros(each), mesh, [Shard(0)]) for _ in range(TENSORS)])
+
+
+def saver(mode: str, model: torch.nn.Module, checkpointer: Checkpointer) -> tuple[Callable[[int], object], int]:
+    """Return what saves the state after a step, and every how many steps."""
+    kind, _, every = mode.partition(":")
+    directory = os.environ["ELASTIC_EXT_CHECKPOINT_DIR"]
+    saving: list[Any] = []
+
+    def plain(step: int) -> None:
+        torch.save(model.state_dict(), f"{directory}/plain.{dist.get_rank()}.pt")
+
+    def torch_async(step: int) -> None:
+        if saving:
+            found = saving.pop()
+            getattr(found, "upload_completion", found).result()
+        saving.append(dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{directory}/dcp"))
+
+    saves = {
+        "none": lambda step: None,
+        "memory": checkpointer.snapshot,
+        "disk": checkpointer.save,
+        "torch": plain,
+        "async": torch_async,
+    }
+    return saves[kind], int(every or 1)
+
+
+def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    events.connect(path)
+    worker = {"node": os.environ.get("NODE", ""), "pid": os.getpid(), "rank": dist.get_rank(), "world": dist.get_world_size()}
+
+    def tell(event: str, step: int, stall_s: float = 0.0) -> None:
+        events.send(json.dumps({**worker, "event": event, "step": step, "ns": time.monotonic_ns(), "stall_s": stall_s}).encode())
+
+    model, one = model_of(megabytes), torch.rand(128, 128)
+    stalls: list[float] = []
+    with Checkpointer(model=model, keep_last=2) as checkpointer:
+        save, every = saver(mode, model, checkpointer)
+        first = checkpointer.load().step
+        tell("resumed", first)
+        step = first
+        while not steps or step < first + steps:
+            for _ in range(step_ms * PRODUCTS_A_MS):
+                one @ one
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            step += 1
+            began = time.monotonic()
+            if step % every == 0:
+                save(step)
+                stalls.append(time.monotonic() - began)
+            tell("step", step)
+        tell("done", step, statistics.median(stalls[len(stalls) // 3 :] or [0.0]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]) if len(sys.argv) > 5 else 0)

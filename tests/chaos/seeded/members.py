@@ -134,6 +134,16 @@ def leader(members: Members, inside: Callable[[str], list[str]]) -> str:
     return ""
 
 
+def registered(members: Members, inside: Callable[[str], list[str]], run_id: str) -> list[str]:
+    """The ids of the nodes in the job, waiting ones too; none where no member tells."""
+    prefix = JobKeys(run_id).nodes
+    for host in members.running():
+        text = _asked(members, host, inside, "get", "--prefix", prefix, "--keys-only")
+        if text is not None:
+            return [line.removeprefix(prefix).strip("/") for line in text.splitlines() if line.startswith(prefix)]
+    return []
+
+
 def ledger(members: Members, inside: Callable[[str], list[str]], run_id: str) -> Ledger | None:
     """The job's; None where no member tells, as of those that the job brought once it is over."""
     for host in members.running():

@@ -14,7 +14,7 @@ from tests.chaos import processes
 from tests.chaos.seeded import inject
 from tests.chaos.seeded.history import History, Told
 from tests.chaos.seeded.hosts import RUN_ID, Hosts
-from tests.chaos.seeded.members import ledger
+from tests.chaos.seeded.members import ledger, registered
 from tests.chaos.seeded.schedule import LEASE_S, Fault, Plan
 from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
@@ -140,10 +140,16 @@ class Run:
         together = len(told) == len(group) == room
         if together and (self._again is None or self._again[0] != restart):
             self._again = restart, min(told)
-        enough = together and self._again is not None and min(told) >= self._again[1] + AGAIN_STEPS
+        enough = together and self._again is not None and min(told) >= self._again[1] + AGAIN_STEPS and self._all_have_joined()
         if enough or now > self._settled + AGAIN_S:
             self.history.record("all", together=enough, training=sorted(group), room=room, running=self.hosts.running)
             self.hosts.end()
+
+    def _all_have_joined(self) -> bool:
+        """Whether all agents that run are in the job: to one that comes after its end the same command is a new job."""
+        found = registered(self.hosts.etcd, self.hosts.inside, RUN_ID)
+        agents = [f"{host}-{self.hosts.agents[host].pid}-" for host in self.hosts.running]
+        return all(any(node.startswith(agent) for node in found) for agent in agents)
 
     def _end(self, stuck: str) -> None:
         for number, fault in self._waiting:

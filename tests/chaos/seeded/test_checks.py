@@ -79,6 +79,13 @@ def struck_by(kind: str) -> History:
     return having(lambda each: {**each, "kind": kind} if each["what"] == "strike" else each)
 
 
+def test_an_outage_of_etcd_on_slow_links_may_cost_a_round():
+    one = next(each for each in struck_by("delay") if each["what"] == "strike")
+    both = sorted([*struck_by("pause etcd leader"), {**one, "number": 1}], key=lambda each: each["t"])
+    assert list(checks.CHECKS["alone"](PLAN, struck_by("pause etcd leader"), ALONE))
+    assert not list(checks.CHECKS["alone"](PLAN, both, ALONE))
+
+
 def struck(kind: str, code: int, t: float = 2.05) -> History:
     """The agent of host b, on which a worker trains from 2.0 to 2.4, is struck and leaves."""
     return with_(
@@ -118,6 +125,7 @@ BAD: list[tuple[str, History]] = [
     ("budget and verdict", with_({**DECISION, "what": "ledger", "t": 2.55, "round": 2})),
     ("budget and verdict", with_({"what": "dropped", "t": 2.55, "host": "a", "count": 3})),
     ("alone", struck_by("clock step")),
+    ("alone", struck_by("delay")),
     ("alone", struck_by("memory pressure")),
     ("leaders", with_(*({"what": "led", "t": 2.5, "host": host, "times": 2} for host in "ab"))),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 1})),

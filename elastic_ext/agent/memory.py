@@ -15,6 +15,7 @@ from dataclasses import replace
 from elastic_ext.agent import launch
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice.messages import MAX_OFFERS
 from elastic_ext.checkpoints.choice.peering import PeerPlan
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.checkpoints.directory import tiers
@@ -31,12 +32,17 @@ SHARE = 4  # a quarter of the memory that is free, and what the copies already h
 
 
 class MemoryCopies:
-    """The copies of this node's workers, over all rounds. The service for other nodes begins with the first round of several."""
+    """The copies of this node's workers, over all rounds. The service for other nodes begins with the first round of several.
+
+    Attributes:
+        refused: names of copies that no round may resume from.
+    """
 
     def __init__(self, settings: Settings, run_dir: str, address: Callable[[], str], metrics: PeerMetrics) -> None:
         """run_dir: the agent's private directory. address: returns the one by which other nodes reach this one."""
         self._settings, self._run_dir, self._address, self._metrics = settings, run_dir, address, metrics
         self._service: PeerService | None = None
+        self.refused: tuple[str, ...] = ()
 
     def __enter__(self) -> MemoryCopies:
         return self
@@ -50,7 +56,7 @@ class MemoryCopies:
         settings = self._settings
         if not settings.copies_to_memory or not self._run_dir.startswith(launch.IN_MEMORY):
             return None
-        directory = os.path.join(self._run_dir, "memory")
+        directory = self._directory
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             limit = (available() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
@@ -60,6 +66,22 @@ class MemoryCopies:
         if nodes > 1 and self._service is None:
             self._service = self._serve(directory)
         return Room(directory, limit, settings.memory_every)
+
+    @property
+    def _directory(self) -> str:
+        return os.path.join(self._run_dir, "memory")
+
+    def has(self, path: str) -> bool:
+        """Return whether this is the path of a copy in memory."""
+        return os.path.dirname(path) == self._directory
+
+    def refuse_all(self) -> None:
+        """Have no round resume from the copies that exist now, wherever their parts are. Raises OSError."""
+        storage = open_storage(self._directory)
+        names = tiers.own_checkpoints(storage)
+        self.refused = tuple(dict.fromkeys([*names, *self.refused]))[:MAX_OFFERS]
+        for name in names:
+            storage.remove_tree(name)
 
     def _serve(self, directory: str) -> PeerService | None:
         path, rate = os.path.join(self._run_dir, "peers"), self._settings.memory_mb_s * 1e6
@@ -111,13 +133,6 @@ def split_address(text: str) -> tuple[str, int]:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def forget(room: Room) -> None:
-    """Remove all copies on this node, so that no round resumes from them. Raises OSError."""
-    storage = open_storage(room.directory)
-    for name in tiers.own_checkpoints(storage):
-        storage.remove_tree(name)
 
 
 def _used(directory: str) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ext.agent import memory
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.memory import MemoryCopies
 from elastic_ext.base import checkpoint_variables, kinds
@@ -14,7 +14,6 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import blame, discovery, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.pins import Pin
-from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -31,10 +30,17 @@ class ResumePoint(Companion):
         checkpoint: the chosen checkpoint, and why it was chosen.
     """
 
-    def __init__(self, settings: Settings, checkpoint: Resumption, pin: Pin | None, room: Room | None, workers: int) -> None:
-        """room: for the copies in memory of this node's workers. workers: how many there are."""
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Resumption,
+        pin: Pin | None = None,
+        copies: MemoryCopies | None = None,
+        memory: Mapping[str, str] | None = None,
+    ) -> None:
+        """copies: this node's copies in memory. memory: the environment variables about them."""
         self.checkpoint = checkpoint
-        self._room, self._workers = room, workers
+        self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin
 
@@ -51,7 +57,7 @@ class ResumePoint(Companion):
             checkpoint_variables.CHECKPOINT_DIR: self._settings.checkpoint_dir,
             checkpoint_variables.LOCAL_DIR: self._settings.local_dir or "",
             **self.checkpoint.variables,
-            **(self._room.variables(self._workers) if self._room is not None else {}),
+            **self._memory,
         }
 
     def log(self) -> None:
@@ -86,9 +92,11 @@ class ResumePoint(Companion):
         reason = f"{decision.kind} failure in round {round_}: {decision.rule}"
         newest = decision.kind == kinds.NUMERIC
         try:
-            if newest and self._room is not None:
-                memory.forget(self._room)  # newer than the newest checkpoint, and without this node's part of no use to any
-            blame.quarantine(self._settings, self.checkpoint.path, newest, reason)
+            blamed_copy = self._copies is not None and self._copies.has(self.checkpoint.path)
+            if self._copies is not None and (newest or blamed_copy):
+                self._copies.refuse_all()  # they are newer than the newest checkpoint
+            if newest or not blamed_copy:
+                blame.quarantine(self._settings, self.checkpoint.path, newest, reason)
         except (UsageError, OSError) as error:
             logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
 
@@ -106,18 +114,19 @@ def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopie
     try:
         room = copies.open(place.nodes)
         if room is not None:
-            place = replace(place, memory=room.directory, peer=copies.peer_address)
+            place = replace(place, memory=room.directory, peer=copies.peer_address, refused=copies.refused)
         checkpoint = resolution.agree(settings, job.get_run_id(), job.exchange, place)
         if room is not None:
             room = copies.exchange(room, checkpoint, range(place.base_rank, place.base_rank + place.workers))
+        memory = room.variables(place.workers) if room is not None else {}
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])
             kept, pin = pin, None
-            return ResumePoint(settings, checkpoint, kept, room, place.workers)
+            return ResumePoint(settings, checkpoint, kept, copies, memory)
     finally:
         if pin is not None:
             pin.release()
-    return ResumePoint(settings, checkpoint, None, room, place.workers)
+    return ResumePoint(settings, checkpoint, None, copies, memory)
 
 
 def newest_checkpoint(settings: Settings) -> str | None:

@@ -3,8 +3,8 @@
     python -m elastic_ext.agent ... memory_kills_job.py SOCKET BALLAST_BYTES
 
 Each rank tells of itself by JSON datagrams to SOCKET: what ("loaded", "step", "done"), rank, pid, node, step, digest (that of
-`chaos_training.py --alone`), memory (the agent's directory); of a load also from ("memory", "disk" or "nothing"), and torn: whether
-the ballast is not that of the step.
+`chaos_training.py --alone`) and memory (the agent's directory). Of a load also: from ("memory", "disk" or "nothing"), and torn
+(whether the ballast is not that of the step).
 """
 
 import json

@@ -37,6 +37,7 @@ class Offers:
         usable: the node has a local tier, and rounds may resume from it.
         offers: in its local directory.
         memory: copies in its memory.
+        refused: names of copies in memory, on whatever node, that this node knows to be bad.
         workers: how many ranks the node runs in this round.
         peer: host and port where its agent takes parts of copies in memory, as `10.0.0.1:4321`; "": it takes none.
         domain: its failure domain (the setting `topology`); "": not known.
@@ -45,6 +46,7 @@ class Offers:
     usable: bool
     offers: tuple[Offer, ...] = ()
     memory: tuple[Offer, ...] = ()
+    refused: tuple[Name, ...] = ()
     workers: Count = 0
     peer: NameOrEmpty = ""
     domain: str = ""

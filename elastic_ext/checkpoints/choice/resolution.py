@@ -83,6 +83,7 @@ class Place:
         workers: number of its workers.
         base_rank: the rank of its first worker.
         memory: its directory for copies in memory; "" for none.
+        refused: names of copies in memory that must not be used.
         peer: host and port where its agent takes parts of copies from others; "": it takes none.
     """
 
@@ -91,6 +92,7 @@ class Place:
     workers: int = 1
     base_rank: int = 0
     memory: str = ""
+    refused: tuple[str, ...] = ()
     peer: str = ""
 
 
@@ -181,6 +183,7 @@ class _Resolution:
             usable=local is not None,
             offers=tuple(local or ())[: messages.MAX_OFFERS],
             memory=tuple(self._in_memory())[: messages.MAX_OFFERS],
+            refused=place.refused,
             workers=place.workers,
             peer=place.peer,
             domain=self._settings.topology or "",
@@ -226,7 +229,7 @@ class _Resolution:
         """
         excluded = marks.quarantined_names(self._remote) if received else frozenset()
         nodes = [NodeMemory(each.workers, each.memory) for each in received]
-        memory = in_memory.newest_whole(nodes, excluded)
+        memory = in_memory.newest_whole(nodes, excluded.union(*(each.refused for each in received)))
         in_tiers = _of_memory(memory.offer), _of_local(self._newest_local(received, excluded))
         found = [each for each in in_tiers if each is not None]
         agreement = reduce(_newer, found) if found else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -42,10 +42,9 @@ class MemoryCopy:
             elif buffer.size != file.size:
                 raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
 
-    def saved(self) -> Saved:
-        """Return what is not sharded. Only after all ranks have made this object."""
-        own = self._index(self._ranks.rank)
-        return Saved(own.shared, {self._ranks.rank: own.own})
+    def saved(self, wanted: Iterable[int]) -> Saved:
+        """Return what is not sharded, with the own states of these ranks of this node. Only after all ranks have made this."""
+        return Saved(self._index(self._ranks.rank).shared, {rank: self._index(rank).own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:
         """Copy the tensors into those of `template`; return it with the other values. Raises PartError if they do not fit."""

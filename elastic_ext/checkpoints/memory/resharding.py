@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import Manifest
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.buffers import open_mapped
@@ -109,10 +110,10 @@ class ReshardedCopy:
                 found[file.name] = part.read_index(buffer.bytes)
         return found
 
-    def saved(self) -> Saved:
-        """Return what is not sharded, with the own states of all ranks that saved."""
-        indexes = list(self._indexes.values())
-        return Saved(indexes[0].shared, {rank: index.own for rank, index in enumerate(indexes)})
+    def saved(self, wanted: Iterable[int]) -> Saved:
+        """Return what is not sharded, with the own states of these ranks."""
+        indexes = [self._indexes[memory_file(rank)] for rank in range(self._manifest.world_size)]
+        return Saved(indexes[0].shared, {rank: indexes[rank].own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:
         """Copy the tensors into those of `template`; return it with the other values. Collective.

@@ -138,7 +138,7 @@ class Loader:
                 copy = MemoryCopy(memory, name, manifest, self._ranks)
             else:
                 copy = ReshardedCopy(memory, name, manifest, parts, self._ranks)
-        position = self._restore(memory.storage, name, manifest, lambda _: copy.saved(), copy.fill)
+        position = self._restore(memory.storage, name, manifest, copy.saved, copy.fill)
         self.copy = name
         return position
 

@@ -8,6 +8,8 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,8 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import blame, messages, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.directory.tiers import digest, memory_file
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
@@ -191,6 +194,38 @@ def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     save(tmp_path, 9)
     assert resolution.agree(settings, "run", exchanges[1], Place(1, 2)) == said
     assert said.step == 7
+
+
+def copies(folder: Path, steps: Sequence[int], ranks: Sequence[int]) -> str:
+    """A node's memory with parts of copies that two nodes with a rank each have made; return the directory."""
+    for step in steps:
+        directory = folder / directory_name(step, 1)
+        directory.mkdir(parents=True)
+        for rank in ranks:
+            (directory / memory_file(rank)).write_bytes(b"part")
+        files = tuple(StoredFile(memory_file(rank), 4, "") for rank in range(2))
+        (directory / MANIFEST).write_bytes(encode(Manifest(step, 1, files, world_size=2, nodes=(1, 1))))
+    return str(folder)
+
+
+def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
+    """The newest, whoever has its parts; what one node refuses, none uses; each knows its peer and what it must get."""
+    (tmp_path / "checkpoints").mkdir()
+    settings = Settings(checkpoint_dir=str(tmp_path / "checkpoints"))
+    places = [
+        Place(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1]), peer="10.0.0.1:1"),
+        Place(1, 2, memory=copies(tmp_path / "b", [], []), peer="[fd::2]:2", refused=(directory_name(7, 1),)),
+    ]
+    (tmp_path / "b").mkdir()
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(resolution.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
+        found = [each.result() for each in asked]
+    assert [each.path for each in found] == [str(tmp_path / node / directory_name(6, 1)) for node in "ab"]
+    one, two = (each.peers for each in found)
+    assert one.key == two.key
+    assert (one.keeper, one.fetch) == ("[fd::2]:2", ())
+    assert (two.keeper, two.fetch) == ("10.0.0.1:1", ((1, "10.0.0.1:1"),))
+    assert two.digest == digest((tmp_path / "a" / directory_name(6, 1) / MANIFEST).read_bytes())
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ class Cluster:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + 30 * KILLS)
 def test_whatever_is_killed_a_step_or_two_are_lost(server: EtcdServer, tmp_path: Path) -> None:
     draw = random.Random(SEED)

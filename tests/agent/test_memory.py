@@ -1,0 +1,89 @@
+"""The agent's directory for copies in memory: its room, what it refuses, and its end."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_ext.agent.memory import MemoryCopies, split_address
+from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.base import kinds
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory.tiers import memory_file
+from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.formats.test_formats import save_own
+
+
+class NoMetrics:
+    def part_sent(self, size: int) -> None: ...
+
+    def part_not_sent(self) -> None: ...
+
+
+@pytest.fixture
+def run_dir() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elastic_ext_test_") as folder:
+        yield folder
+
+
+def copies_of(settings: Settings, run_dir: str) -> MemoryCopies:
+    return MemoryCopies(settings, run_dir, lambda: "127.0.0.1", NoMetrics())
+
+
+def test_the_room_and_its_limit(tmp_path, run_dir):
+    with copies_of(Settings(checkpoint_dir=str(tmp_path), memory_limit=1000), run_dir) as copies:
+        room = copies.open(1)
+        assert room is not None
+        assert (room.directory, room.limit, copies.peer_address) == (f"{run_dir}/memory", 1000, "")
+        assert copies.exchange(room, Resumption(), range(2)) == room
+    assert copies_of(Settings(checkpoint_dir=str(tmp_path), memory_every=0), run_dir).open(1) is None
+    assert copies_of(Settings(), run_dir).open(1) is None
+    assert copies_of(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
+
+
+def test_with_several_nodes_it_has_an_address_until_its_end(tmp_path, run_dir):
+    with copies_of(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
+        assert copies.open(2) is not None
+        host, port = split_address(copies.peer_address)
+        assert host == "127.0.0.1"
+        assert port > 0
+        assert copies.open(2) is not None
+        assert split_address(copies.peer_address)[1] == port, "the same in each round"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("10.0.0.1:22", ("10.0.0.1", 22)), ("[fd::1]:3", ("fd::1", 3)), ("node-1:4", ("node-1", 4))]
+)
+def test_addresses(text, expected):
+    assert split_address(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_memory", "refused", "quarantined"),
+    [
+        (kinds.NUMERIC, False, True, True),  # what has been copied since may have the same numbers
+        (kinds.NUMERIC, True, True, True),
+        (kinds.UNKNOWN, True, True, False),
+        (kinds.UNKNOWN, False, False, True),
+    ],
+)
+def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, kind, in_memory, refused, quarantined):
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    save_own(tmp_path, 5)
+    with copies_of(settings, run_dir) as copies:
+        room = copies.open(1)
+        assert room is not None
+        name = directory_name(8, 1)
+        part = Path(room.directory, name, memory_file(0))
+        part.parent.mkdir()
+        part.write_bytes(b"part")
+        path = f"{room.directory}/{name}" if in_memory else f"{tmp_path}/{directory_name(5, 1)}"
+        ResumePoint(settings, Resumption(path, 8), None, copies).quarantine(SimpleNamespace(kind=kind, rule="rule"), 3)
+        assert copies.refused == ((name,) if refused else ())
+        assert part.exists() != refused
+    assert bool(marks.quarantined_names(open_storage(str(tmp_path)))) == quarantined

@@ -271,10 +271,7 @@ def plain_socket(data: memoryview) -> float:
 class Silent:
     """Metrics that nobody reads."""
 
-    def part_sent(self, size: int) -> None:
-        """Do nothing."""
-
-    def part_not_sent(self) -> None:
+    def part_sent(self, size: int | None) -> None:
         """Do nothing."""
 
 

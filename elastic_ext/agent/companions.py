@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -121,8 +121,7 @@ class JobCompanions:
         self.observation.read_scripts(logs.run_dir)
         self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "wake"))
         stack.callback(self.wake_pipe.close)
-        logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
-        stack.callback(logs.stderr.close)
+        logs.stderr = stack.enter_context(closing(StderrTails(extras and settings.stderr_tail and settings.bootstrap)))
         self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir, lambda: handler.address, metrics))
         self.host = HostProbe(settings)
         stack.callback(self.host.close)

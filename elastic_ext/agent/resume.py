@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.memory import MemoryCopies
 from elastic_ext.base import checkpoint_variables, kinds
@@ -99,6 +101,11 @@ class ResumePoint(Companion):
                 blame.quarantine(self._settings, self.checkpoint.path, newest, reason)
         except (UsageError, OSError) as error:
             logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
+
+
+def place_of(group: WorkerGroup) -> Place:
+    """Return this node's place in a round that it has joined."""
+    return Place(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
 
 
 def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopies) -> ResumePoint:

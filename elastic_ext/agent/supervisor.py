@@ -29,7 +29,6 @@ from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, Roun
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import readable
-from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
@@ -221,8 +220,7 @@ class Supervisor(TorchAgent):
         while True:
             with self._phase("rendezvous"):
                 super().join_round()
-            group = self.group
-            place = Place(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
+            place = resume.place_of(self.group)
             try:
                 self._resume = resume.agree(self._settings, self._handler, place, self._companions.memory)
                 break

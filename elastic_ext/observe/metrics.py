@@ -50,9 +50,8 @@ class WorkerProgress:
         skew: its recent time per step divided by the median of this agent's workers; None if unknown.
         saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
         loads, checks: numbers of checkpoints that it has loaded, and checked for damage. loading_s, checking_s: the time.
-        copies, failed_copies: numbers of copies of its state in memory. copies_stall_s: for how long they have stalled it.
+        copies, failed_copies, unusable_copies: numbers of copies in memory: made, not made, not loaded. copies_stall_s: the time.
         copied_step, copy_every: step of the last copy, and steps until the next; None if unknown.
-        unusable_copies: number of copies that it could not load.
         saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
     """
 
@@ -256,15 +255,10 @@ class AgentMetrics(Collector):
         """Count a round that does not resume from the newest copy in memory."""
         self._add("elastic_ext_memory_copies_lost", ())
 
-    def part_sent(self, size: int) -> None:
-        """Count a part of a copy in memory, of so many bytes, that another node has as well."""
-        with self._lock:
-            self._add("elastic_ext_memory_parts", (COPIED,))
-            self._add("elastic_ext_memory_sent_bytes", (), size)
-
-    def part_not_sent(self) -> None:
-        """Count a part of a copy in memory that is on this node only."""
-        self._add("elastic_ext_memory_parts", (FAILED,))
+    def part_sent(self, size: int | None) -> None:
+        """Count a part of a copy in memory, of so many bytes, that another node has, too; None: it does not have it."""
+        self._add("elastic_ext_memory_parts", (FAILED if size is None else COPIED,))
+        self._add("elastic_ext_memory_sent_bytes", (), size or 0)
 
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""

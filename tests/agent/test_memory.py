@@ -20,9 +20,7 @@ from tests.checkpoints.formats.test_formats import save_own
 
 
 class NoMetrics:
-    def part_sent(self, size: int) -> None: ...
-
-    def part_not_sent(self) -> None: ...
+    def part_sent(self, size: int | None) -> None: ...
 
 
 @pytest.fixture

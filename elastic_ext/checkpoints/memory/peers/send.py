@@ -25,11 +25,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # after a failure nothing is sent, ever 
 class PeerMetrics(Protocol):
     """What is told of the parts that this node sends."""
 
-    def part_sent(self, size: int) -> None:
-        """Record that a part of so many bytes is with the peer."""
-
-    def part_not_sent(self) -> None:
-        """Record that the peer does not have a part."""
+    def part_sent(self, size: int | None) -> None:
+        """Record that the peer has a part, of so many bytes; None: it does not have it."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,7 @@ class Outbox:
         if not reason:
             reason = self._try(wanted)
             self._note(reason)
-        if reason:
-            self._metrics.part_not_sent()
-        else:
-            self._metrics.part_sent(wanted.size)
+        self._metrics.part_sent(None if reason else wanted.size)
         return reason
 
     def _try(self, wanted: Send) -> str:

@@ -41,11 +41,11 @@ class Node:
         self.service = PeerService(listening, str(folder / "peers"), self.storage, rate, self)
         self.at = ("127.0.0.1", self.service.port)
 
-    def part_sent(self, size: int) -> None:
-        self.sent.append(size)
-
-    def part_not_sent(self) -> None:
-        self.not_sent += 1
+    def part_sent(self, size: int | None) -> None:
+        if size is None:
+            self.not_sent += 1
+        else:
+            self.sent.append(size)
 
     def adopt(self, peer: tuple[str, int], key: str = KEY, limit: int = 100 * SIZE) -> None:
         self.service.adopt(Circle(key, peer, self.own, limit))

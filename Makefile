@@ -43,6 +43,7 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/restart_reliability.py
 	$(PY) benchmarks/restart.py
 	$(PY) benchmarks/checkpoint_stall.py
+	$(PY) benchmarks/memory_tier.py
 	$(PY) benchmarks/checkpoints.py
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/scrape_load.py

@@ -10,8 +10,8 @@ failure   Two and three agents with a worker each, the state sharded over them, 
           of a node, get SIGKILL; a new agent takes the place of the node at once. The time until all ranks have done the step
           after the last one before the fault, and the steps that were done twice. With copies in memory after each step, and with
           elastic_ext's checkpoints on disk every 20 steps; warm standbys on.
-rates     Bytes per second of a copy of one tensor to memory, of a part to another agent, and of a part from memory into the
-          state, each as a share of a plain copy in memory and of a plain socket.
+rates     Gigabytes per second: out of the state into the buffer, and back with its checksum, as a share of a plain copy in
+          memory; from agent to agent, with checksums, as a share of a plain socket.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from standby_count import await_standbys
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.memory.buffers import create, open_mapped
 from elastic_ext.checkpoints.memory.peers import request
 from elastic_ext.checkpoints.memory.peers.request import Send
 from elastic_ext.checkpoints.memory.peers.send import Circle
@@ -268,6 +269,13 @@ def plain_socket(data: memoryview) -> float:
         return time.monotonic() - began
 
 
+def load(folder: str, target: torch.Tensor) -> None:
+    """Load the buffer as a worker does: map it, compare its checksum, copy it into place."""
+    mapped = open_mapped(open_storage(folder), "buffer", private=True)
+    xxhash.xxh3_64_hexdigest(mapped.bytes)
+    target.copy_(mapped.tensor.view(torch.float32))
+
+
 class Silent:
     """Metrics that nobody reads."""
 
@@ -278,7 +286,7 @@ class Silent:
 def rates(megabytes: int, repeat: int) -> dict[str, float | None]:
     """Return bytes per second, as medians."""
     size = megabytes * 1_000_000
-    found: dict[str, list[float]] = {"copy": [], "socket": [], "peer": []}
+    found: dict[str, list[float]] = {"copy": [], "socket": [], "out": [], "peer": [], "back": []}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="memory_tier_") as name, ExitStack() as stack:
         services = []
         for node in "ab":
@@ -291,9 +299,13 @@ def rates(megabytes: int, repeat: int) -> dict[str, float | None]:
         source, target = torch.rand(size // 4), torch.empty(size // 4)
         data = memoryview(source.numpy()).cast("B")
         target.copy_(source)
+        buffer = create(open_storage(name), "buffer", size)
+        kept = buffer.tensor.view(torch.float32)
         for step in range(1, repeat + 2):
             found["copy"].append(size / seconds(lambda: target.copy_(source)))
             found["socket"].append(size / plain_socket(data))
+            found["out"].append(size / seconds(lambda: kept.copy_(source)))
+            found["back"].append(size / seconds(lambda: load(name, target)))
             part = Path(name, "a", "memory", directory_name(step, 1), memory_file(0))
             part.parent.mkdir(parents=True)
             part.write_bytes(data)
@@ -311,10 +323,8 @@ def measure_rates(sizes: list[int], args: argparse.Namespace) -> list[dict[str, 
     records = []
     for megabytes in sizes:
         found = rates(megabytes, args.repeat)
-        shares = {
-            "of_copy": measure.ratio(found["peer"], found["copy"]),
-            "of_socket": measure.ratio(found["peer"], found["socket"]),
-        }
+        shares = {f"{way}_of_copy": measure.ratio(found[way], found["copy"]) for way in ("out", "back")}
+        shares["peer_of_socket"] = measure.ratio(found["peer"], found["socket"])
         records.append(
             {"mb": megabytes}
             | {f"{way}_gb_s": measure.rounded(each / 1e9 if each else None) for way, each in found.items()}

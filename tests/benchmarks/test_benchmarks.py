@@ -185,6 +185,17 @@ def test_checkpoint_stall(tmp_path):
     assert record["overlap"].keys() == {"disk", "S3"}
 
 
+@pytest.mark.long
+def test_memory_tier(tmp_path):
+    short = ["--mb=8", "--nodes=2", "--repeat=1", "--steps=20", "--step-ms=5"]
+    record = result("memory_tier.py", tmp_path, *short, "--parts=cost,rates")
+    assert {row["way"]: row["throughput"] for row in record["cost"]}["no saves"] == 1.0
+    assert all(value > 0 for value in record["rates"][0].values())
+    (row, node) = result("memory_tier.py", tmp_path, *short, "--parts=failure")["failure"]
+    assert (row["fault"], node["fault"]) == ("worker", "node")
+    assert max(row["memory_steps"], node["memory_steps"]) <= 2
+
+
 def test_classification(tmp_path):
     record = result("classification.py", tmp_path, "--repeat=1", "--promise-ms=1000")
     assert len(record["rows"]) == 10

@@ -160,13 +160,24 @@ def checkpoints(record: dict[str, Any]) -> Rows:
     yield ["verify the same", f"{seconds(row['verify_s'], 3)} ({row['verify_by_read']:.2f} times)"]
 
 
+def memory_tier(record: dict[str, Any]) -> Rows:
+    for row in record["cost"]:
+        yield [f"{row['way']}, {row['mb']} MB", f"{row['throughput']:.2f}", f"{1000 * row['stall_s']:.1f} ms"]
+    for row in record["failure"]:
+        memory, disk = ([seconds(row[f"{tier}_s"]), str(row[f"{tier}_steps"])] for tier in ("memory", "disk"))
+        yield [f"{row['fault']}, {row['nodes']} nodes, {row['mb']} MB", *memory, *disk, f"{row['ratio']:.1f}"]
+    for row in record["rates"]:
+        speeds = [f"{row[f'{way}_gb_s']:.1f}" for way in ("copy", "out", "back", "socket", "peer")]
+        yield [f"{row['mb']} MB", *speeds, *(f"{row[share]:.2f}" for share in ("out_of_copy", "back_of_copy", "peer_of_socket"))]
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
     **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, rendezvous)},
     **{
         table.__name__: table
         for table in (steady_state, overhead, scrape_load, own_etcd, verdict, code_bug_waste, classification)
     },
-    **{table.__name__: table for table in (checkpoint_stall, checkpoints)},
+    **{table.__name__: table for table in (checkpoint_stall, checkpoints, memory_tier)},
 }
 
 

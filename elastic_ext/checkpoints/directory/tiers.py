@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -56,7 +57,7 @@ def ranks_of(nodes: Sequence[int], node: int) -> range:
 
 def node_of(nodes: Sequence[int], rank: int) -> int:
     """Return the node of a rank. nodes: number of ranks on each node, in order."""
-    return next(node for node in range(len(nodes)) if rank in ranks_of(nodes, node))
+    return bisect_right(list(accumulate(nodes)), rank)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def kill_when(act: dict, step: list[int]) -> None:
 
 def damage(copies: int, rank: int) -> None:
     storage = open_storage(os.environ["ELASTIC_EXT_MEMORY_DIR"])
-    for offer in tiers.offers(storage)[:copies]:
+    here = [offer for offer in tiers.offers(storage) if rank in offer.ranks]  # of the older one the next copy may have the buffer
+    for offer in here[:copies]:
         with open(storage.path(f"{offer.name}/{tiers.memory_file(rank)}"), "r+b") as file:
             file.seek(part.ALIGNMENT)
             (byte,) = file.read(1)

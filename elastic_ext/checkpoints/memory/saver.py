@@ -37,11 +37,12 @@ TOLD_CHANGE = 1.5  # factor by which the interval changes before the log says so
 
 
 class StepTimes:
-    """The times that this rank has measured lately."""
+    """The times that this rank has measured lately. last_stall_s: for how long the last copy has held up training."""
 
     def __init__(self) -> None:
         self._steps, self._stalls, self._commits = (deque[float](maxlen=RECENT) for _ in range(3))
         self._last: tuple[int, float] | None = None  # the last step and when training went on after it
+        self.last_stall_s = 0.0
 
     def step_ends(self, step: int, now: float) -> None:
         """Note that training has done a step. now: monotonic."""
@@ -52,12 +53,10 @@ class StepTimes:
         """Note that training goes on after a step."""
         self._last = step, now
 
-    def copied(self, stall_s: float) -> None:
-        self._stalls.append(stall_s)
-
-    @property
-    def last_stall_s(self) -> float:
-        return self._stalls[-1] if self._stalls else 0.0
+    def copied(self, copy_s: float, wait_s: float) -> None:
+        """Note a copy, and how long it has waited for the one before, or for its buffers: the interval is to prevent that."""
+        self._stalls.append(copy_s)
+        self.last_stall_s = wait_s + copy_s
 
     def committed(self, seconds: float) -> None:
         self._commits.append(seconds)
@@ -180,6 +179,7 @@ class MemorySaver:
             return  # the ranks can no longer communicate
         self._next = manifest.step + self._schedule.every
         name = directory_name(manifest.step, manifest.generation)
+        began = time.monotonic()
         planned = buffer = failure = None
         try:
             planned = part.plan(capture(self._objects, self._ranks.rank, manifest.accumulation), *self._local)
@@ -187,7 +187,7 @@ class MemorySaver:
                 buffer = self._buffers.begin(name)
                 self._copying.start(*self._pairs(planned, buffer))
                 part.write_index(buffer.bytes, planned)
-                self._times.copied(time.monotonic() - called)
+                self._times.copied(time.monotonic() - began, began - called)
         except Exception as error:  # noqa: BLE001  (training continues; the thread tells all ranks)
             failure = failure_of(error, self._ranks.rank)
         args = (name, Report(manifest, self._times.timing(), failure=failure), planned, buffer)

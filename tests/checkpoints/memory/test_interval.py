@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.checkpoints.memory.interval import FIRST_EVERY, SHARE, Timing, choose
+from elastic_ext.checkpoints.memory.saver import StepTimes
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,15 @@ def test_no_rank_stalls_for_more_than_its_share(timings):
     for each in timings:
         assert each.stall_s <= SHARE * every * each.step_s * (1 + 1e-9)
         assert each.commit_s <= every * each.step_s
+
+
+def test_a_wait_for_buffers_does_not_lengthen_the_interval():
+    """The first copy waits for them; a copy takes no longer for that."""
+    times = StepTimes()
+    times.step_ends(1, 0.0)
+    times.goes_on(1, 0.0)
+    times.step_ends(2, 1.0)
+    times.copied(0.02, 3.0)
+    assert times.timing() == Timing(step_s=1.0, stall_s=0.02)
+    assert times.last_stall_s == 3.02
+    assert choose(None, [times.timing()]).every == 2

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap" / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # torch counts down from this if there is no limit; its metrics divide by this + 1
-IN_MEMORY = "/dev/shm"
+IN_MEMORY, RUN_DIR = "/dev/shm", "elastic_ext_"  # the agent's private directory: where, and how its name begins
 FILES, FILES_PER_WORKER = 16, 8  # at most, in the agent's private directory
 # Descriptors that an agent opens during its run; measured on one node, plus a margin. Per worker: its pidfd and two connections
 # to the store of the round. Extras: warm standbys, the pipes of stderr and the memory that keeps the last of their output.
@@ -128,7 +128,7 @@ def make_run_dir(workers: int) -> str:
         try:
             parent = parent or tempfile.gettempdir()
             _check_room(parent, workers)
-            return tempfile.mkdtemp(prefix="elastic_ext_", dir=parent)
+            return tempfile.mkdtemp(prefix=RUN_DIR, dir=parent)
         except OSError as error:
             troubles.append(f"{parent or 'temporary files'}: {error.strerror or error}")
         logger.info("cannot keep the agent's files in %s", troubles[-1])

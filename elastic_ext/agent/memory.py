@@ -1,13 +1,18 @@
 """The agent's part in copies of the state in memory: it owns the directory, bounds it, and exchanges parts with other nodes.
 
 The directory is in the agent's private directory on tmpfs, and goes with that: the agent removes it at its end, the reaper if the
-agent is killed.
+agent is killed. If both are killed at once (a batch system ends a job), the next agent on the host removes it. A lock tells whose
+agent lives: the agent holds it from before there are copies, and the kernel lets it go with the process.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import logging
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +33,7 @@ from elastic_ext.workers.standby.memory import available
 
 logger = logging.getLogger(__name__)
 
+COPIES, LOCK = "memory", "memory.lock"  # in the agent's private directory
 SHARE = 4  # a quarter of the memory that is free, and what the copies already have
 
 
@@ -42,6 +48,7 @@ class MemoryCopies:
         """run_dir: the agent's private directory. address: returns the one by which other nodes reach this one."""
         self._settings, self._run_dir, self._address, self._metrics = settings, run_dir, address, metrics
         self._service: PeerService | None = None
+        self._lock: int | None = None  # a descriptor
         self.refused: tuple[str, ...] = ()
 
     def __enter__(self) -> MemoryCopies:
@@ -50,6 +57,8 @@ class MemoryCopies:
     def __exit__(self, *_: object) -> None:
         if self._service is not None:
             self._service.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
     def open(self, nodes: int) -> Room | None:
         """Return the room for a round of so many nodes; None if there is none."""
@@ -58,6 +67,9 @@ class MemoryCopies:
             return None
         directory = self._directory
         try:
+            if self._lock is None:
+                remove_orphans()
+                self._lock = _locked(self._run_dir)
             os.makedirs(directory, mode=0o700, exist_ok=True)
             limit = (available() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
         except (OSError, ValueError) as error:
@@ -69,7 +81,7 @@ class MemoryCopies:
 
     @property
     def _directory(self) -> str:
-        return os.path.join(self._run_dir, "memory")
+        return os.path.join(self._run_dir, COPIES)
 
     def has(self, path: str) -> bool:
         """Return whether this is the path of a copy in memory."""
@@ -117,6 +129,33 @@ class MemoryCopies:
         except (ElasticExtError, OSError, ValueError) as error:
             logger.warning("copies in memory cannot be had from other nodes: %s", error)
         return replace(room, limit=half, peer=service.socket_path)
+
+
+def _locked(run_dir: str) -> int:
+    """Lock the copies of this agent until it ends; return the descriptor. The lock has its name only once it is held."""
+    descriptor, path = tempfile.mkstemp(dir=run_dir)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.rename(path, os.path.join(run_dir, LOCK))
+    return descriptor
+
+
+def remove_orphans() -> None:
+    """Remove the copies of agents of this user that live no more. Raises OSError."""
+    for lock in glob.glob(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*/{LOCK}"):
+        try:
+            descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):  # it has just gone, or is another user's
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder = os.path.dirname(lock)
+            logger.warning("removing the copies in memory of an agent that was killed with all its helpers: %s", folder)
+            shutil.rmtree(os.path.join(folder, COPIES), ignore_errors=True)
+            os.unlink(lock)
+        except (BlockingIOError, FileNotFoundError):  # its agent lives, or another agent was faster
+            continue
+        finally:
+            os.close(descriptor)
 
 
 def _fetch(service: PeerService, resumed: Resumption, plan: PeerPlan) -> None:

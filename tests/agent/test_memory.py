@@ -1,5 +1,8 @@
 """The agent's directory for copies in memory: its room, what it refuses, and its end."""
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +55,37 @@ def test_with_several_nodes_it_has_an_address_until_its_end(tmp_path, run_dir):
         assert port > 0
         assert copies.open(2) is not None
         assert split_address(copies.peer_address)[1] == port, "the same in each round"
+
+
+OWNER = """
+import signal, sys
+from elastic_ext.agent.memory import MemoryCopies
+from elastic_ext.base.settings import Settings
+
+copies = MemoryCopies(Settings(checkpoint_dir=sys.argv[1]), sys.argv[2], lambda: "127.0.0.1", None)
+print(copies.open(1).directory, flush=True)
+signal.pause()
+"""
+
+
+def test_copies_of_an_agent_that_was_killed_with_its_reaper_go_with_the_next_agent(tmp_path, run_dir):
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elastic_ext_test_") as other:
+        command = [sys.executable, "-c", OWNER, str(tmp_path), other]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+            assert owner.stdout is not None
+            part = Path(owner.stdout.readline().strip(), directory_name(8, 1), memory_file(0))
+            part.parent.mkdir()
+            part.write_bytes(b"part")
+            with copies_of(settings, run_dir) as copies:
+                assert copies.open(1) is not None
+                assert part.exists(), "its agent lives"
+            owner.kill()
+        with copies_of(settings, run_dir) as copies:
+            assert copies.open(1) is not None
+            assert copies.open(1) is not None, "in the next round"
+            assert os.listdir(other) == []
+            assert os.path.isdir(f"{run_dir}/memory")
 
 
 @pytest.mark.parametrize(

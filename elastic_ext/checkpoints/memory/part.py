@@ -132,6 +132,10 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     return Planned(mine, places, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
 
 
+# Of each way in which tensors are sharded. For a long dimension torch needs more time to say this than it takes to copy the part.
+_BOXES: dict[tuple[Any, ...], Box | None] = {}
+
+
 def is_common(path: Path, tensor: Tensor) -> bool:
     """Return whether all ranks share this tensor."""
     return not isinstance(tensor, DTensor) and path[0] != "rank_gradients"
@@ -155,10 +159,12 @@ def box_of(tensor: Tensor) -> Box | None:
     """Return what this rank's part of a tensor is of the whole; None if it is no single box."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint calls
-    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local_part(tensor).shape):
-        return None
-    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+    key = tuple(tensor.shape), tensor.device_mesh, tensor.placements
+    if key not in _BOXES:
+        chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint calls
+        one = len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(local_part(tensor).shape)
+        _BOXES[key] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if one else None
+    return _BOXES[key]
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,6 +66,7 @@ WAYS = (
 )
 DISK_EVERY = 20  # steps, in the part "failure"
 FAULT_STEP = 50  # of the part "failure"
+MEMORY = "/dev/shm"
 LIMIT_S = 180.0  # for a job, or a recovery
 
 
@@ -97,8 +99,9 @@ class Events:
 
 @contextmanager
 def job_folder() -> Iterator[tuple[Path, Events]]:
-    """A folder for one job. No process of the job survives the block."""
+    """A folder for one job. Neither a process of the job nor the memory of a node that was killed whole survives the block."""
     jobs.adopt_orphans()
+    before = set(os.listdir(MEMORY))
     with tempfile.TemporaryDirectory(prefix="memory_tier_") as name:
         events = Events(Path(name, "events"))
         try:
@@ -106,6 +109,9 @@ def job_folder() -> Iterator[tuple[Path, Events]]:
         finally:
             jobs.kill_children()
             events.close()
+            for left in set(os.listdir(MEMORY)) - before:
+                if left.startswith("elastic_ext_"):
+                    shutil.rmtree(Path(MEMORY, left))
 
 
 def start(
@@ -145,8 +151,8 @@ def tail(folder: Path) -> str:
 # What copies cost.
 
 
-def cost(mode: str, every: int | None, megabytes: int, step_ms: int, steps: int) -> tuple[float, float]:
-    """Return (steps per second, seconds of stall) of one job."""
+def cost(mode: str, every: int | None, megabytes: int, step_ms: int, steps: int) -> tuple[float, float, int]:
+    """Return (steps per second, seconds of stall, steps from one save to the next) of one job."""
     with job_folder() as (folder, events):
         start(folder, "a", [], [events.path, mode, str(megabytes), str(step_ms), str(steps)], every, ELASTIC_EXT_STANDBY="off")
         if not events.until(lambda: bool(events.of("done"))):
@@ -154,22 +160,24 @@ def cost(mode: str, every: int | None, megabytes: int, step_ms: int, steps: int)
         done, walked = events.of("done")[0], events.of("step")
         skipped = len(walked) // 3  # the first copies allocate memory, and the interval is not known yet
         rate = (len(walked) - skipped) / ((done["ns"] - walked[skipped - 1]["ns"]) / 1e9)
-        return rate, done["stall_s"]
+        return rate, done["stall_s"], done["every"]
 
 
 def measure_cost(sizes: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
     records = []
     for megabytes in sizes:
-        found: dict[str, list[tuple[float, float]]] = {way: [] for way, _, _ in WAYS}
+        found: dict[str, list[tuple[float, float, int]]] = {way: [] for way, _, _ in WAYS}
         for _ in range(args.repeat):
             for way, mode, every in WAYS:
                 found[way].append(cost(mode, every, megabytes, args.step_ms, args.steps))
                 print(f"cost, {megabytes} MB, {way}: {found[way][-1]}", file=sys.stderr, flush=True)
-        rates = {way: measure.median([rate for rate, _ in each]) for way, each in found.items()}
+        rates = {way: measure.median([rate for rate, _, _ in each]) for way, each in found.items()}
         for way, each in found.items():
             share = measure.ratio(rates[way], rates["no saves"])
-            stall_s = measure.rounded(measure.median([stall_s for _, stall_s in each]), 5)
-            records.append({"mb": megabytes, "way": way, "throughput": measure.rounded(share), "stall_s": stall_s})
+            stall_s = measure.rounded(measure.median([stall_s for _, stall_s, _ in each]), 5)
+            interval = measure.median([steps for _, _, steps in each])
+            record = {"mb": megabytes, "way": way, "throughput": measure.rounded(share), "stall_s": stall_s, "every": interval}
+            records.append(record)
     return records
 
 
@@ -287,7 +295,7 @@ def rates(megabytes: int, repeat: int) -> dict[str, float | None]:
     """Return bytes per second, as medians."""
     size = megabytes * 1_000_000
     found: dict[str, list[float]] = {"copy": [], "socket": [], "out": [], "peer": [], "back": []}
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="memory_tier_") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="memory_tier_") as name, ExitStack() as stack:
         services = []
         for node in "ab":
             Path(name, node).mkdir()

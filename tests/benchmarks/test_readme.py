@@ -162,7 +162,8 @@ def checkpoints(record: dict[str, Any]) -> Rows:
 
 def memory_tier(record: dict[str, Any]) -> Rows:
     for row in record["cost"]:
-        yield [f"{row['way']}, {row['mb']} MB", f"{row['throughput']:.2f}", f"{1000 * row['stall_s']:.1f} ms"]
+        every = "-" if row["way"] == "no saves" else f"{row['every']:.0f}"
+        yield [f"{row['way']}, {row['mb']} MB", every, f"{row['throughput']:.2f}", f"{1000 * row['stall_s']:.1f} ms"]
     for row in record["failure"]:
         memory, disk = ([seconds(row[f"{tier}_s"]), str(row[f"{tier}_steps"])] for tier in ("memory", "disk"))
         yield [f"{row['fault']}, {row['nodes']} nodes, {row['mb']} MB", *memory, *disk, f"{row['ratio']:.1f}"]

@@ -8,7 +8,7 @@ Version 1: variables may be added, but never change their meaning. With `checkpo
     ELASTIC_EXT_RESUME_STEP      its step, a decimal number; absent if neither its content nor its name gives one
     ELASTIC_EXT_MEMORY_DIR       the agent's directory in memory for copies of the state; "" or absent for none
     ELASTIC_EXT_MEMORY_LIMIT     how many bytes this worker's copies may have there, all together
-    ELASTIC_EXT_MEMORY_EVERY     the setting memory_every, a decimal number; "" for the default
+    ELASTIC_EXT_MEMORY_EVERY     the setting memory_every, a decimal number; absent for the default
     ELASTIC_EXT_MEMORY_PEER      Unix socket of the agent, which sends copies in memory to another node; "" or absent for none
 """
 

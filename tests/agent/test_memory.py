@@ -12,13 +12,16 @@ import pytest
 
 from elastic_ext.agent.memory import MemoryCopies, split_address
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base import kinds
+from elastic_ext.base import checkpoint_variables, kinds, settings
+from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.workers.standby.import_checks import PER_WORKER
 from tests.checkpoints.formats.test_formats import save_own
 
 
@@ -55,6 +58,14 @@ def test_with_several_nodes_it_has_an_address_until_its_end(tmp_path, run_dir):
         assert port > 0
         assert copies.open(2) is not None
         assert split_address(copies.peer_address)[1] == port, "the same in each round"
+
+
+def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_worker(tmp_path):
+    names = {value for name, value in vars(checkpoint_variables).items() if name.isupper()}
+    assert names <= PER_WORKER
+    given = {**Room("/dev/shm/x/memory", 100, None, "/dev/shm/x/peers").variables(2), **resume_variables("/checkpoints/one", 1)}
+    found = settings.read({}, {**given, "ELASTIC_EXT_WORKER": "{}"})
+    assert (found.memory_limit, found.memory_every) == (50, None)
 
 
 OWNER = """

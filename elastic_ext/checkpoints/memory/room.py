@@ -30,8 +30,8 @@ class Room:
         return {
             MEMORY_DIR: self.directory,
             MEMORY_LIMIT: str(self.limit // max(1, workers)),
-            MEMORY_EVERY: "" if self.every is None else str(self.every),
             MEMORY_PEER: self.peer,
+            **({} if self.every is None else {MEMORY_EVERY: str(self.every)}),
         }
 
 

@@ -70,6 +70,7 @@ def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     check(done, unbroken)
     assert loaded(done)[1][0] in (7, 8)  # the thread may have committed step 8
     assert loaded(done)[1][2] == "memory"
+    assert "has changed since the standbys were started" not in done.err
 
 
 def test_damaged_copies(tmp_path, unbroken):

@@ -23,6 +23,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
 from __future__ import annotations
 
 import signal
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -61,11 +62,32 @@ def groups(events: Sequence[Event]) -> dict[str, list[Event]]:
     return dict(found)
 
 
+def launches(events: Sequence[Event]) -> list[float]:
+    """When an agent started while none ran: if the job in etcd has expired by then, restarts count from 0 again."""
+    found: list[float] = []
+    running: set[int] = set()
+    for each in of(events, "started", "exit"):
+        if each["what"] == "exit":
+            running.discard(each["pid"])
+            continue
+        if not running:
+            found.append(each["t"])
+        running.add(each["pid"])
+    return found
+
+
+def restarts(events: Sequence[Event]) -> dict[str, tuple[int, int]]:
+    """For each group, how many launches and how many restarts there were before it."""
+    begun = launches(events)
+    return {name: (bisect(begun, told[0]["t"]), told[0]["restart"]) for name, told in groups(events).items()}
+
+
 def one_world_each_round(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """Ranks are unique and contiguous, all of a round see the same world, and no other group has its restart count."""
-    by_restart: dict[int, set[str]] = defaultdict(set)
+    by_restart: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for name, restart in restarts(events).items():
+        by_restart[restart].add(name)
     for name, told in groups(events).items():
-        by_restart[told[0]["restart"]].add(name)
         worlds = {each["world"] for each in told}
         if len(worlds) != 1:
             yield f"group {name} has the worlds {sorted(worlds)}"
@@ -81,7 +103,7 @@ def one_world_each_round(plan: Plan, events: Sequence[Event], alone: Sequence[st
             yield f"group {name}: a host has more than one rank: {sorted(hosts)}"
         if of(told, "step") and set(pids) != set(range(max(worlds))):
             yield f"group {name} of {max(worlds)} trained with the ranks {sorted(pids)} only"
-    for restart, names in by_restart.items():
+    for (_, restart), names in by_restart.items():
         stepped = [name for name in names if of(groups(events)[name], "step")]
         if len(stepped) > 1:
             yield f"two groups trained as restart {restart}: {sorted(stepped)}"
@@ -188,11 +210,11 @@ def no_late_commit(plan: Plan, events: Sequence[Event], alone: Sequence[str]) ->
 
 
 def restarts_count_up(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """A broken round is never resumed: each group that trains has a higher restart count than those before."""
-    order = sorted(first_steps(events).items(), key=lambda each: each[1])
-    counts = [groups(events)[name][0]["restart"] for name, _ in order]
+    """A broken round is never resumed: each group that trains has a higher restart count than those of its launch before it."""
+    order, counted = sorted(first_steps(events).items(), key=lambda each: each[1]), restarts(events)
+    counts = [counted[name] for name, _ in order]
     if counts != sorted(set(counts)):
-        yield f"the restart counts of the groups, in the order in which they trained: {counts}"
+        yield f"the launches and restart counts of the groups, in the order in which they trained: {counts}"
 
 
 def verdicts(events: Iterable[Event]) -> list[Event]:
@@ -280,7 +302,8 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
     if end["stuck"]:
         yield f"stuck: {end['stuck']}"
         return
-    last = max(groups(events).values(), key=lambda told: told[0]["restart"], default=[])
+    counted = restarts(events)
+    last = groups(events)[max(counted, key=lambda name: counted[name])] if counted else []
     at = {each["rank"]: each["step"] for each in of(last, "done") if each["step"] >= plan.steps}
     if not last or at.keys() != set(range(last[0]["world"])) or len(set(at.values())) != 1:
         yield f"the ranks of the last group reached the end, and their last steps: {at}"

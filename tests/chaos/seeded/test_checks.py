@@ -75,6 +75,20 @@ def test_a_good_history_breaks_nothing():
     assert checks.broken(PLAN, good(), ALONE) == []
 
 
+def counted(first: int, second: int, *more: dict) -> History:
+    """The groups have these restart counts; the agent of host a starts again between them."""
+    count = {0: first, 1: second}
+    found = having(lambda each: {**each, "restart": count[each["restart"]]} if "restart" in each else each)
+    return sorted([*found, {"what": "started", "t": 1.8, "host": "a", "pid": 12}, *more], key=lambda each: each["t"])
+
+
+@pytest.mark.parametrize(("check", "first"), [("one world each round", 0), ("restarts count up", 1), ("ends", 1)])
+def test_restarts_count_from_0_again_only_after_all_agents_died(check: str, first: int):
+    died = {"what": "exit", "t": 1.7, "host": "a", "pid": 10, "code": -9}
+    assert list(checks.CHECKS[check](PLAN, counted(first, 0), ALONE))
+    assert not list(checks.CHECKS[check](PLAN, counted(first, 0, died), ALONE))
+
+
 def struck_by(kind: str) -> History:
     return having(lambda each: {**each, "kind": kind} if each["what"] == "strike" else each)
 

@@ -83,6 +83,7 @@ class Cluster:
         script = [str(SCRIPTS / "memory_kills_job.py"), str(self._tmp_path / "told"), str(BALLAST)]
         settings = {
             "NODE": name,
+            "ELASTIC_EXT_NODE_NAME": name,  # a host that is replaced so often by itself would be refused (`max_rejoins`)
             "ELASTIC_EXT_CHECKPOINT_DIR": str(self._tmp_path / "checkpoints"),
             "ELASTIC_EXT_MEMORY_EVERY": str(EVERY),
             "ELASTIC_EXT_MEMORY_LIMIT": "100M",

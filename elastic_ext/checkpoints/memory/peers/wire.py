@@ -140,11 +140,12 @@ class Connection:
         """Fill the target with the bytes that follow; return their checksum."""
         checksum = xxhash.xxh3_64()
         for offset in range(0, len(target), BLOCK):
-            block = target[offset : offset + BLOCK]
-            self._limit()
-            if self._reader.readinto(block) != len(block):  # type: ignore[attr-defined]  # a BufferedReader
-                raise ConnectionError("the connection ended within a file")
-            checksum.update(block)
+            # Released even if this raises: while there is a view of a mapped file, it cannot be closed.
+            with target[offset : offset + BLOCK] as block:
+                self._limit()
+                if self._reader.readinto(block) != len(block):  # type: ignore[attr-defined]  # a BufferedReader
+                    raise ConnectionError("the connection ended within a file")
+                checksum.update(block)
         return checksum.hexdigest()
 
     def _limit(self, wait_s: float = 0.0) -> None:

@@ -234,7 +234,7 @@ def test_a_server_without_the_key_gets_no_state(pair):
 
 
 @pytest.mark.parametrize("how", ["cut", "damaged"])
-def test_nothing_partial_is_ever_in_its_place(pair, how):
+def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     _, two = pair
     asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
     connection = call(two, asked)
@@ -252,6 +252,7 @@ def test_nothing_partial_is_ever_in_its_place(pair, how):
         connection._sock.sendall(DATA)
         assert connection.hear(Answer).reason == ""
     assert two.files() == [path(1, 0)]
+    assert caplog.text == ""  # it knew why it gave up
 
 
 def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair):

@@ -13,8 +13,8 @@ demo: $(READY) ## run the main job, kill a worker, show the recovery
 system: ## what the tests need from Debian, if it is missing; needs root, and changes the machine
 	tests/system.sh
 
-test: $(READY) lint ## every behaviour, in under 15 minutes on 2 cores
-	$(PY) -m pytest -q -n 2 --dist loadgroup --durations=20 tests
+test: $(READY) lint ## every behaviour, in 15 minutes on 2 cores
+	$(PY) -m pytest -q -n 3 --dist loadgroup --durations=20 tests
 
 test-long: $(READY) ## the tests marked `long`: more parameters and longer waits of what `make test` runs; most of them wait
 	$(PY) -m pytest -q -n 3 --dist loadgroup --durations=20 --long tests

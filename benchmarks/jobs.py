@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ AGENTS: Mapping[str, tuple[str, ...]] = {
 
 TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL; stock may need 30 s to clean up
 TAIL = 4000  # characters of output kept
+REAPER = "reaper.py"  # elastic_ext.workers.reaper
 _FOREIGN = ("ELASTIC_EXT_", "TORCHELASTIC_", "PET_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -139,13 +142,20 @@ def adopt_orphans() -> None:
 
 
 def kill_children() -> None:
-    """Kill and reap the children of this process until none is left. The death of one can bring its own children."""
+    """Kill and reap the children of this process until none is left. The death of one can bring its own children.
+
+    What an agent keeps in memory goes with it.
+    """
     pid = os.getpid()
+    kept: set[str] = set()
     while children := [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]:
+        kept |= private_directories([*children, *(each for child in children for each in descendants(child))])
         for child in children:
             os.kill(child, signal.SIGKILL)  # the pid cannot have been reused: a child keeps it until it is reaped
         for child in children:
             os.waitpid(child, 0)
+    for each in kept:
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -160,8 +170,31 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def kill_whole(pid: int) -> None:
-    """Kill a process and all its descendants as if they were one: none of them can act on the death of another."""
+    """Kill a process and all its descendants as if they were one: none of them can act on the death of another.
+
+    What an agent keeps in memory goes with it, as that of a host that is gone.
+    """
     pids = [pid, *descendants(pid)]
+    kept = private_directories(pids)
     for sig in (signal.SIGSTOP, signal.SIGKILL):
         for each in pids:
-            os.kill(each, sig)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(each, sig)
+    for each in kept:
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def private_directories(pids: Iterable[int]) -> set[str]:
+    """The private directories of the agents whose reapers are among these processes.
+
+    A reaper names its agent's, as its last argument. The names alone do not tell: agents that are not ours have such, too.
+    """
+    found = set()
+    for pid in pids:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+        except OSError:  # it has ended
+            continue
+        if any(os.path.basename(word) == REAPER for word in words):
+            found.add(words[-1])
+    return found

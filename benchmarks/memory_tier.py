@@ -1,15 +1,17 @@
 """What do copies in memory cost, and what does a failure cost with them?
 
-    python benchmarks/memory_tier.py [--parts cost,failure,rates] [--mb 100,1000] [--repeat 3] [--steps 150] [--step-ms 50]
+    python benchmarks/memory_tier.py [--parts cost,failure,rates] [--mb 100,1000] [--ways none,default]
+                                     [--faults worker,spare,fewer,node] [--repeat 3] [--steps 150] [--step-ms 50]
 
 All of it on this machine, on the CPU, over loopback. Each part takes its ways in turns.
 
 cost      One worker under an agent trains so many steps, and its state is saved in one of these ways. Throughput: its steps per
           second, as a share of those without any save. Stall: the median time until the call returns.
 failure   Two and three agents with a worker each, the state sharded over them, and etcd (lease_ttl=2). A worker, or all processes
-          of a node, get SIGKILL; a new agent takes the place of the node at once. The time until all ranks have done the step
-          after the last one before the fault, and the steps that were done twice. With copies in memory after each step, and with
-          elastic_ext's checkpoints on disk every 20 steps; warm standbys on.
+          of a node, get SIGKILL. The node's place is taken by a spare that has waited (spare), by a new agent that is started at
+          once (node), or by none: the others share its part of the state (fewer). The time until all ranks have done the step
+          after the last one before the fault, and the steps that were done twice. With copies in memory after each step, and
+          with elastic_ext's checkpoints on disk every 20 steps; warm standbys on.
 rates     Gigabytes per second: out of the state into the buffer, and back with its checksum, as a share of a plain copy in
           memory; from agent to agent, with checksums, as a share of a plain socket.
 """
@@ -19,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -54,16 +55,17 @@ from tests.etcd_server import EtcdServer
 
 WORKER = Path(__file__).with_name("workers") / "memory_job.py"
 PARTS = ("cost", "failure", "rates")
-# (way, mode of the worker, memory_every)
+# (name for --ways, way, mode of the worker, memory_every)
 WAYS = (
-    ("no saves", "none", 0),
-    ("memory, every step", "memory", 1),
-    ("memory, every 10 steps", "memory", 10),
-    ("memory, default", "memory", None),
-    ("elastic_ext to disk, every 10 steps", "disk:10", 0),
-    ("dcp.async_save, every 10 steps", "async:10", 0),
-    ("torch.save, every 10 steps", "torch:10", 0),
+    ("none", "no saves", "none", 0),
+    ("1", "memory, every step", "memory", 1),
+    ("10", "memory, every 10 steps", "memory", 10),
+    ("default", "memory, default", "memory", None),
+    ("disk", "elastic_ext to disk, every 10 steps", "disk:10", 0),
+    ("async", "dcp.async_save, every 10 steps", "async:10", 0),
+    ("torch", "torch.save, every 10 steps", "torch:10", 0),
 )
+FAULTS = ("worker", "spare", "fewer", "node")
 DISK_EVERY = 20  # steps, in the part "failure"
 FAULT_STEP = 50  # of the part "failure"
 MEMORY = "/dev/shm"
@@ -101,7 +103,6 @@ class Events:
 def job_folder() -> Iterator[tuple[Path, Events]]:
     """A folder for one job. Neither a process of the job nor the memory of a node that was killed whole survives the block."""
     jobs.adopt_orphans()
-    before = set(os.listdir(MEMORY))
     with tempfile.TemporaryDirectory(prefix="memory_tier_") as name:
         events = Events(Path(name, "events"))
         try:
@@ -109,9 +110,6 @@ def job_folder() -> Iterator[tuple[Path, Events]]:
         finally:
             jobs.kill_children()
             events.close()
-            for left in set(os.listdir(MEMORY)) - before:
-                if left.startswith("elastic_ext_"):
-                    shutil.rmtree(Path(MEMORY, left))
 
 
 def start(
@@ -165,10 +163,11 @@ def cost(mode: str, every: int | None, megabytes: int, step_ms: int, steps: int)
 
 def measure_cost(sizes: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
     records = []
+    ways = [way for name, *way in WAYS if name in ("none", *args.ways.split(","))]
     for megabytes in sizes:
-        found: dict[str, list[tuple[float, float, int]]] = {way: [] for way, _, _ in WAYS}
+        found: dict[str, list[tuple[float, float, int]]] = {way: [] for way, _, _ in ways}
         for _ in range(args.repeat):
-            for way, mode, every in WAYS:
+            for way, mode, every in ways:
                 found[way].append(cost(mode, every, megabytes, args.step_ms, args.steps))
                 print(f"cost, {megabytes} MB, {way}: {found[way][-1]}", file=sys.stderr, flush=True)
         rates = {way: measure.median([rate for rate, _, _ in each]) for way, each in found.items()}
@@ -197,10 +196,11 @@ def fail(fault: str, nodes: int, tier: str, megabytes: int, step_ms: int) -> Los
     with ExitStack() as stack:
         folder, events = stack.enter_context(job_folder())
         server = stack.enter_context(EtcdServer(folder / "etcd"))
-        conf = "--rdzv-conf=lease_ttl=2,last_call=0.5,stop_grace=2,backoff=0"
-        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nodes}", conf]
+        least = nodes - (fault == "fewer")
+        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={least}:{nodes}"]
+        where.append("--rdzv-conf=lease_ttl=2,last_call=0.5,stop_grace=2,backoff=0")
         arguments = [events.path, mode, str(megabytes), str(step_ms)]
-        agents = {name: start(folder, name, where, arguments, every) for name in "abc"[:nodes]}
+        agents = {name: start(folder, name, where, arguments, every) for name in "abcd"[: nodes + (fault == "spare")]}
         if not events.until(lambda: any(each["step"] >= FAULT_STEP for each in events.of("step"))):
             raise SystemExit(f"{tier}, {fault}: the job does not train\n{tail(folder)}")
         for agent in agents.values():
@@ -212,6 +212,7 @@ def fail(fault: str, nodes: int, tier: str, megabytes: int, step_ms: int) -> Los
             os.kill(victim["pid"], signal.SIGKILL)
         else:
             jobs.kill_whole(agents[victim["node"]].pid)
+        if fault == "node":
             start(folder, "new", where, arguments, every)
         old = {each["pid"] for each in events.of("resumed")}
 
@@ -223,7 +224,7 @@ def fail(fault: str, nodes: int, tier: str, megabytes: int, step_ms: int) -> Los
                     again.setdefault(each["rank"], each["ns"])
             return again
 
-        if not events.until(lambda: len(past()) == nodes):
+        if not events.until(lambda: len(past()) == least):
             raise SystemExit(f"{tier}, {fault}: the job does not train again\n{tail(folder)}")
         last = max(each["step"] for each in events.of("step") if each["pid"] in old)
         resumed = next(each["step"] for each in events.of("resumed") if each["pid"] not in old)
@@ -234,7 +235,7 @@ def measure_failure(sizes: list[int], args: argparse.Namespace) -> list[dict[str
     records = []
     for megabytes in sizes:
         for nodes in (int(each) for each in args.nodes.split(",")):
-            for fault in ("worker", "node"):
+            for fault in args.faults.split(","):
                 found: dict[str, list[Loss]] = {"memory": [], "disk": []}
                 for _ in range(args.repeat):
                     for tier, each in found.items():
@@ -346,7 +347,7 @@ MEASURES = {"cost": measure_cost, "failure": measure_failure, "rates": measure_r
 
 def draw(figure: Any, found: Mapping[str, list[dict[str, Any]]]) -> None:
     left, right = figure.subplots(1, 2)
-    for megabytes in {record["mb"] for record in found.get("cost", [])}:
+    for megabytes in dict.fromkeys(record["mb"] for record in found.get("cost", [])):
         of_size = [record for record in found["cost"] if record["mb"] == megabytes]
         left.plot(
             [record["throughput"] for record in of_size], [record["way"] for record in of_size], "o", label=f"{megabytes} MB"
@@ -380,7 +381,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, from: {', '.join(PARTS)}")
     parser.add_argument("--mb", default="100,1000", help="megabytes of state, comma-separated")
+    names = ",".join(name for name, *_ in WAYS)
+    parser.add_argument("--ways", default=names, help="to save in the part cost, comma-separated; without any is always one")
     parser.add_argument("--nodes", default="2,3", help="numbers of nodes of the part failure, comma-separated")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="of the part failure, comma-separated")
     parser.add_argument("--repeat", type=int, default=3, help="tries of each way")
     parser.add_argument("--steps", type=int, default=150, help="of each job in the part cost")
     parser.add_argument("--step-ms", type=int, default=50, help="about what a step takes, in milliseconds")
@@ -389,6 +393,10 @@ def main() -> None:
     parts = args.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"unknown {unknown[0]!r}; expected some of {', '.join(PARTS)}")
+    if unknown := [way for way in args.ways.split(",") if way not in names.split(",")]:
+        parser.error(f"unknown {unknown[0]!r}; expected some of {names}")
+    if unknown := [fault for fault in args.faults.split(",") if fault not in FAULTS]:
+        parser.error(f"unknown {unknown[0]!r}; expected some of {', '.join(FAULTS)}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sizes = [int(each) for each in args.mb.split(",")]
     found = {part: MEASURES[part](sizes, args) for part in parts}

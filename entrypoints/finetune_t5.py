@@ -161,8 +161,13 @@ def main() -> None:
         print(f"done at step {trainer.state.global_step}, epoch {trainer.state.epoch:g} ({wrapped})", flush=True)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """What the process of a worker does."""
     main()
     if not torch.cuda.is_initialized():  # gloo's threads may abort an interpreter that ends beside them (pytorch issue 190489)
         sys.stdout.flush()
         os._exit(0)
+
+
+if __name__ == "__main__":
+    run()

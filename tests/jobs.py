@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 SCRIPTS = ROOT / "tests" / "scripts"
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STOCK = [*TORCHRUN, "--standalone"]
@@ -208,6 +208,22 @@ def open_files(pid: int) -> list[str]:
             with contextlib.suppress(FileNotFoundError):
                 links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     return links
+
+
+def children(pid: int) -> list[int]:
+    """Of any of its threads."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Its arguments, each with a zero byte after it; of a process that has ended nothing."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 def descendants(pid: int) -> list[int]:

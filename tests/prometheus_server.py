@@ -20,7 +20,7 @@ from tests.programs import needs
 MONITORING = ROOT / "entrypoints" / "monitoring"
 RULES = ("recording_rules.yml", "alert_rules.yml")
 LOOK_S = 0.2  # between two looks at what Prometheus has; it tells of no change
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 Samples = dict[tuple[tuple[str, str], ...], float]
 

@@ -29,13 +29,14 @@ MAY_IMPORT = {
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
+    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/late_joins.py", "rendezvous/rounds.py"),
     *("own_etcd/early.py", "own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
     *(
         f"observe/timeline/{name}.py"
         for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
     ),
     *("checkpoints/choice/in_memory.py", "checkpoints/memory/interval.py", "checkpoints/memory/peers/plan.py"),
+    "checkpoints/memory/steps_seen.py",
     *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
 )
 

@@ -6,6 +6,7 @@ import time
 PROGRAM = "/workers/standby/"  # in the command line of the server and of the standbys that it forks
 STAY_S = 1.5  # an import that the agent learns late ends the waiting standbys, and others take their place
 CHECK_S = 0.05
+LIMIT_S = 100.0  # most of it is imports, beside other jobs
 
 
 def standbys(agent: int) -> int:
@@ -14,7 +15,7 @@ def standbys(agent: int) -> int:
     for task in os.listdir(f"/proc/{agent}/task"):
         for pid in _text(f"/proc/{agent}/task/{task}/children").split():
             found += PROGRAM in _text(f"/proc/{pid}/cmdline")
-    return found - 1
+    return max(0, found - 1)
 
 
 def _text(path: str) -> str:
@@ -26,9 +27,11 @@ def _text(path: str) -> str:
 
 
 def await_standbys(agent: int, wanted: int) -> None:
-    """Wait until the agent has had this many for STAY_S."""
-    since = time.monotonic()
+    """Wait until the agent has had this many for STAY_S. Raises TimeoutError: it has not, after LIMIT_S."""
+    since = began = time.monotonic()
     while time.monotonic() - since < STAY_S:
-        if standbys(agent) < wanted:
+        if (found := standbys(agent)) < wanted:
             since = time.monotonic()
+            if since - began > LIMIT_S:
+                raise TimeoutError(f"the agent (pid {agent}) has {found} warm standbys, expected {wanted}; see its log for why")
         time.sleep(CHECK_S)

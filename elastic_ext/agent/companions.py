@@ -165,9 +165,7 @@ class JobCompanions:
         well, limit_s = False, HURRIED_S  # if a signal ends a wait
         try:
             try:
-                self.warm_starts.close()
-                if self.copier is not None:  # before the reaper is closed, which would end the copier
-                    left = self.copier.close(copy_s)
+                left = self._end_starts_and_copies(copy_s)  # before the reaper is closed, which would end the copier
                 well, limit_s = clean and not left, LAST_WORDS_S if copy_s is None else HURRIED_S
             finally:
                 self.reaper.close(clean)
@@ -175,6 +173,18 @@ class JobCompanions:
             with held() as told:
                 self._say_last_words(well, min(limit_s, kill_at - time.monotonic()))
         raise_again(told)  # unless this agent ends by an exception anyway
+        return left
+
+    def _end_starts_and_copies(self, copy_s: float | None) -> tuple[str, ...]:
+        left: tuple[str, ...] = ()
+        try:
+            self.warm_starts.close()
+        except BaseException:
+            copy_s = 0.0  # a signal: what is not copied is named only
+            raise
+        finally:
+            if self.copier is not None:
+                left = self.copier.close(copy_s)
         return left
 
     def _say_last_words(self, well: bool, limit_s: float) -> None:

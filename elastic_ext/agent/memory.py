@@ -7,19 +7,22 @@ agent lives: the agent holds it from before there are copies, and the kernel let
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from elastic_ext.agent import launch
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice.in_memory import NONE_SAVED, Saved
 from elastic_ext.checkpoints.choice.messages import MAX_OFFERS
 from elastic_ext.checkpoints.choice.peering import PeerPlan
 from elastic_ext.checkpoints.choice.resolution import Resumption
@@ -42,6 +45,7 @@ class MemoryCopies:
 
     Attributes:
         refused: names of copies that no round may resume from.
+        saved: the newest checkpoint that this agent knows of; None: it cannot know.
     """
 
     def __init__(self, settings: Settings, run_dir: str, address: Callable[[], str], metrics: PeerMetrics) -> None:
@@ -50,6 +54,7 @@ class MemoryCopies:
         self._service: PeerService | None = None
         self._lock: int | None = None  # a descriptor
         self.refused: tuple[str, ...] = ()
+        self.saved: Saved | None = NONE_SAVED
 
     def __enter__(self) -> MemoryCopies:
         return self
@@ -58,6 +63,8 @@ class MemoryCopies:
         if self._service is not None:
             self._service.close()
         if self._lock is not None:
+            with contextlib.suppress(OSError):  # first, or another agent would take these copies for orphans before they go
+                os.unlink(os.path.join(self._run_dir, LOCK))
             os.close(self._lock)
 
     def open(self, nodes: int) -> Room | None:
@@ -108,13 +115,13 @@ class MemoryCopies:
         """Where the agents of other nodes reach this one, as `host:port`; "" if they cannot."""
         return f"{_bracketed(self._address())}:{self._service.port}" if self._service is not None else ""
 
-    def exchange(self, room: Room, resumed: Resumption, own: range) -> Room:
+    def exchange(self, room: Room, resumed: Resumption, own: range, over: Callable[[], bool]) -> Room:
         """Begin a round's exchange; return the room that is left for this node's own copies.
 
-        This gets the parts that this node lacks of the copy that the round resumes from. A failure is logged, and costs that
-        copy: the workers of all nodes then load an older checkpoint.
+        This gets the parts that this node lacks of the copy that the round resumes from. A failure is logged: the workers then
+        send each other what they lack, or load an older checkpoint.
 
-        own: the ranks of this node.
+        own: the ranks of this node. over: returns whether the round is over.
         """
         plan, service = resumed.peers, self._service
         if service is None:
@@ -125,7 +132,7 @@ class MemoryCopies:
             if plan is None:
                 return room
             if plan.fetch:
-                _fetch(service, resumed, plan)
+                _fetch(service, resumed, plan, over)
         except (ElasticExtError, OSError, ValueError) as error:
             logger.warning("copies in memory cannot be had from other nodes: %s", error)
         return replace(room, limit=half, peer=service.socket_path)
@@ -140,27 +147,47 @@ def _locked(run_dir: str) -> int:
 
 
 def remove_orphans() -> None:
-    """Remove the copies of agents of this user that live no more. Raises OSError."""
-    for lock in glob.glob(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*/{LOCK}"):
-        try:
-            descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # it has just gone, or is another user's
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = os.path.dirname(lock)
-            logger.warning("removing the copies in memory of an agent that was killed with all its helpers: %s", folder)
-            shutil.rmtree(os.path.join(folder, COPIES), ignore_errors=True)
-            os.unlink(lock)
-        except (BlockingIOError, FileNotFoundError):  # its agent lives, or another agent was faster
-            continue
-        finally:
-            os.close(descriptor)
+    """Remove the private directories, with copies, of agents of this user that live no more.
+
+    Anybody can put anything under such a name. So nothing is followed, waited for or removed that is not this user's, and what
+    cannot be opened or removed is left.
+    """
+    for folder in glob.glob(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*"):
+        with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as inside:
+            if os.fstat(inside).st_uid == os.geteuid():
+                _remove_if_orphaned(folder, inside)
 
 
-def _fetch(service: PeerService, resumed: Resumption, plan: PeerPlan) -> None:
+def _remove_if_orphaned(folder: str, inside: int) -> None:
+    """Remove a directory of this user if it has the lock of an agent that lives no more. inside: its descriptor. Raises OSError.
+
+    The name still leads to it: in a directory with the sticky bit nobody else can put another in its place.
+    """
+    with _opened(LOCK, os.O_NONBLOCK, inside) as lock:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # its agent lives, or another agent was faster
+        logger.warning("removing the copies in memory of an agent that was killed with all its helpers: %s", folder)
+        shutil.rmtree(os.path.join(folder, COPIES), ignore_errors=True)  # most of it; the lock goes with the rest
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(name: str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """Give the descriptor of what has this name, which is no link. Raises OSError. folder: descriptor of its directory."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _fetch(service: PeerService, resumed: Resumption, plan: PeerPlan, over: Callable[[], bool]) -> None:
     began = time.monotonic()
-    service.fetch(split_path(resumed.path)[1], plan.digest, {rank: split_address(source) for rank, source in plan.fetch})
+    service.fetch(split_path(resumed.path)[1], plan.digest, {rank: split_address(source) for rank, source in plan.fetch}, over)
     logger.info("%s parts of %s came from other nodes in %.3g s", len(plan.fetch), resumed.path, time.monotonic() - began)
 
 
@@ -176,4 +203,12 @@ def _bracketed(host: str) -> str:
 
 def _used(directory: str) -> int:
     """Return the bytes that the copies have."""
-    return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
+    return sum(_size(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
+
+
+def _size(path: str) -> int:
+    """Return the bytes of a file; 0 if it has gone: parts of other nodes arrive, and replace older ones, at any moment."""
+    try:
+        return os.path.getsize(path)
+    except FileNotFoundError:
+        return 0

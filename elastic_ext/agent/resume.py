@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -14,11 +14,13 @@ from elastic_ext.base import checkpoint_variables, kinds
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import blame, discovery, resolution
+from elastic_ext.checkpoints.choice.in_memory import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ class ResumePoint(Companion):
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.release()
+        if self._copies is not None:
+            self._copies.saved = after_round(self._copies.saved, workers.read_progress())
 
     def release(self) -> None:
         """Let the copier prune the checkpoint. A second call does nothing."""
@@ -103,6 +107,13 @@ class ResumePoint(Companion):
             logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
 
 
+def after_round(known: Saved | None, workers: Sequence[Progress]) -> Saved | None:
+    """Return the newest checkpoint that is known after a round; None if it cannot be, because no worker has told anything."""
+    if known is None or not any(worker.pid for worker in workers):
+        return None
+    return replace(known, step=max([known.step, *(worker.saved_step for worker in workers if worker.saved_step is not None)]))
+
+
 def place_of(group: WorkerGroup) -> Place:
     """Return this node's place in a round that it has joined."""
     return Place(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
@@ -122,9 +133,14 @@ def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopie
         room = copies.open(place.nodes)
         if room is not None:
             place = replace(place, memory=room.directory, peer=copies.peer_address, refused=copies.refused)
+        place = replace(place, saved=copies.saved)
+        if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
+            copies.saved = replace(copies.saved, round=job.round)
         checkpoint = resolution.agree(settings, job.get_run_id(), job.exchange, place)
+        copies.saved = Saved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
         if room is not None:
-            room = copies.exchange(room, checkpoint, range(place.base_rank, place.base_rank + place.workers))
+            own = range(place.base_rank, place.base_rank + place.workers)
+            room = copies.exchange(room, checkpoint, own, lambda: job.round_over() is not None)
         memory = room.variables(place.workers) if room is not None else {}
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])

@@ -186,9 +186,10 @@ class SaveOnDemand(Companion):
             self._acks.put(each)
         self._shown = number
         if self._thread is None:  # a store that hangs must not block the loop
-            self._thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
+            thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
             with held() as told:  # an exception of a signal handler inside `start` would come out of it as a KeyError
-                self._thread.start()
+                thread.start()
+                self._thread = thread  # here: whoever sees it may join it
             raise_again(told)
 
     def _acknowledge(self) -> None:

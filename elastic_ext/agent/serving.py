@@ -52,7 +52,8 @@ class Serving:
 
     def close(self) -> Sequence[int]:
         """Serve no more, if need be after a last scrape. Return the signals that came meanwhile; they have done nothing."""
-        told = self._last_scrape.wait(self._linger_s, self._wakeup) if self.lingers else ()
-        self._unannounce()
-        self._server.close()
-        return told
+        try:
+            return self._last_scrape.wait(self._linger_s, self._wakeup) if self.lingers else ()
+        finally:
+            self._unannounce()
+            self._server.close()

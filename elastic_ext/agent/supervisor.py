@@ -16,8 +16,9 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, launch, node_commands, notices, observation, postmortem, report, resume, saves
+from elastic_ext.agent import exits, launch, node_commands, notices, postmortem, report, resume, saves
 from elastic_ext.agent.companions import JobCompanions
+from elastic_ext.agent.observation import make_metrics
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound, StopLimit
@@ -28,7 +29,7 @@ from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, taken_for_sigterm
-from elastic_ext.base.wakeup import readable
+from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
@@ -70,7 +71,7 @@ class Supervisor(TorchAgent):
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         self._verdicts = Verdicts(self._settings, self._handler)
-        self._metrics = observation.make_metrics(self._settings, handler.get_run_id(), spec.local_world_size, self._progress)
+        self._metrics = make_metrics(self._settings, handler.get_run_id(), spec.local_world_size, lambda: _rows(self._round))
         self._companions: JobCompanions  # set while run() is under way
         self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
@@ -92,16 +93,21 @@ class Supervisor(TorchAgent):
                 result = super().run(role)
                 clean = result is not None and not result.is_failed()
             except (SignalException, NodeDrained) as error:
-                self._verdicts.publish_leaving(error, self._companions.host)
-                self._close_round()
-                # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._companions.leave(self._handler, error)
+                try:
+                    self._verdicts.publish_leaving(error, self._companions.host)
+                    self._close_round()
+                finally:  # even if another signal comes
+                    # The job stays open: the others form a round without this node at once, not only when its lease expires.
+                    self._companions.leave(self._handler, error)
                 raise
             finally:
                 self._handler.on_event = self._handler.on_wait = lambda: None
-                self._close_round()
-                copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
-                left = self._companions.finish(clean, copy_s)
+                copy_s: float | None = 0.0  # if a signal interrupts what follows
+                try:
+                    self._close_round()
+                    copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
+                finally:
+                    left = self._companions.finish(clean, copy_s)
             result = self._verdicts.stop_not_copied(left) if clean and left else result
             self._companions.observation.linger_at_close()
             return result
@@ -126,7 +132,12 @@ class Supervisor(TorchAgent):
             self._handler.leave()  # the others continue without this node
             return self._stop_for(self._verdicts.of_this_host(error))
         except SignalException as error:
-            self._save_before_leaving(error)
+            try:
+                self._save_before_leaving(error)
+            except SignalException as again:
+                if again.sigval in exits.USER_SIGNALS or self._leave_by is not None:
+                    raise
+                self._save_before_leaving(error)  # timeout(1) sends two at once, before they are taken as one
             self._handler.announce_leaving(f"its agent received {error.sigval.name}")
             raise
 
@@ -141,7 +152,8 @@ class Supervisor(TorchAgent):
                     logger.info("all workers of all nodes have succeeded")
                     return result
             if result is None or result.state is WorkerState.SUCCEEDED:
-                self._restart(families.MEMBERSHIP)
+                self._metrics.restarted(families.MEMBERSHIP)
+                self.next_round()
                 continue
             cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
@@ -151,7 +163,8 @@ class Supervisor(TorchAgent):
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, report.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
-            self._restart(decision.kind)
+            self._metrics.restarted(decision.kind)
+            self.next_round()
 
     # Classify a failure, carry out the verdict.
 
@@ -178,14 +191,7 @@ class Supervisor(TorchAgent):
         if decision.checkpoints_back and verdict.node == self._handler.node_id:
             self._running.resume.quarantine(decision, self._handler.round)
         self._metrics.enter(families.BACKOFF)
-        deadline = time.monotonic() + decision.delay_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            readable(self._companions.wakeup, left_s)
-            reraise_signals(self._companions.wakeup.clear())
-
-    def _restart(self, kind: str) -> None:
-        self._metrics.restarted(kind)
-        self.next_round()
+        _wait(decision.delay_s, self._companions.wakeup)
 
     def _stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
         self._count_workers("failed")
@@ -280,11 +286,6 @@ class Supervisor(TorchAgent):
         assert self._round is not None, "between two rounds"
         return self._round
 
-    def _progress(self) -> list[WorkerProgress]:
-        """Return the rows of the metrics. The threads of the metrics server call this."""
-        round_ = self._round
-        return round_.progress_rows() if round_ is not None else []
-
     def _count_workers(self, state: str) -> None:
         self._metrics.workers(**{state: self.spec.local_world_size})
 
@@ -296,3 +297,16 @@ class Supervisor(TorchAgent):
         yield
         if name == "stop" or self._handler.round > 1:
             self._metrics.phase(name, time.monotonic() - start)
+
+
+def _rows(round_: RunningRound | None) -> list[WorkerProgress]:
+    """Return the rows of the metrics. The threads of the metrics server call this."""
+    return round_.progress_rows() if round_ is not None else []
+
+
+def _wait(delay_s: float, wakeup: Wakeup) -> None:
+    """Wait, unless a signal tells this agent to end."""
+    deadline = time.monotonic() + delay_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        readable(wakeup, left_s)
+        reraise_signals(wakeup.clear())

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import logging
 import numbers
+import os
 from collections.abc import Mapping
+from typing import Any
 
 from elastic_ext.base.printable import Block, shown, shown_block
 
 ROOT = "elastic_ext"
+_WORKER = "ELASTIC_EXT_WORKER"  # which the agent sets for its workers
+MARK = "elastic_ext: "
+"""In each line that this package logs on a worker's stderr: it begins the message, whatever format the script has configured.
+Also in the lines of `workers.bootstrap`. Such lines are no evidence about the script."""
 
 
 def install() -> None:
-    """Clean the records of all loggers of this package in this process; further calls do nothing."""
+    """Clean the records of all loggers of this package in this process; further calls do nothing. In a worker, also mark them."""
     logger = logging.getLogger(ROOT)
     if not any(isinstance(handler, _Cleaner) for handler in logger.handlers):
         logger.handlers.insert(0, _Cleaner())
@@ -27,6 +33,8 @@ class _Cleaner(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         clean(record)
+        if _WORKER in os.environ:  # read only now: on import, a warm standby does not know yet which worker it will be
+            mark(record)
         # If nobody has configured logging, this handler would keep logging from using its handler of last resort.
         if _has_no_other(record.name) and logging.lastResort and record.levelno >= logging.lastResort.level:
             logging.lastResort.handle(record)
@@ -50,6 +58,23 @@ def clean(record: logging.LogRecord) -> None:
         record.args = tuple(map(_cleaned, record.args))
     if record.exc_info and not record.exc_text:
         record.exc_text = shown_block(logging.Formatter().formatException(record.exc_info))
+
+
+def mark(record: logging.LogRecord) -> None:
+    """Mark each line of a clean record in place, once. Only the message, a `Block` in it and the traceback have more than one."""
+    if str(record.msg).startswith(MARK):
+        return
+    record.msg = MARK + _marked(record.msg)
+    if isinstance(record.args, Mapping):
+        record.args = {name: _marked(value) for name, value in record.args.items()}
+    elif record.args:
+        record.args = tuple(map(_marked, record.args))
+    if record.exc_text:
+        record.exc_text = MARK + _marked(record.exc_text)
+
+
+def _marked(value: Any) -> Any:
+    return value.replace("\n", f"\n{MARK}") if isinstance(value, str) else value
 
 
 def _cleaned(value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,21 @@ def _text(text: str) -> str:
     return text
 
 
+_LOCAL_URLS = ("file://", "local://")  # of fsspec, which also takes relative paths in them
+
+
+def _directory(text: str) -> str:
+    """Make a path absolute, once for the agent and all it starts: a script may change its directory. URLs stay as they are."""
+    scheme = next((scheme for scheme in _LOCAL_URLS if text.startswith(scheme)), "")
+    path = text.removeprefix(scheme)
+    if not path or "://" in path:
+        return _text(text)
+    try:
+        return scheme + os.path.abspath(os.path.expanduser(path))
+    except FileNotFoundError as error:
+        raise ValueError(text) from error
+
+
 def _name(text: str) -> str:
     """Check a name that becomes part of etcd keys, followed by a number and a process id."""
     if not is_name(text) or len(text) > MAX_NAME // 2:
@@ -131,5 +147,8 @@ PATTERN = SettingType(
     _pattern, "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, e.g. model_{step}.pt"
 )
 TEXT = SettingType(_text, "a non-empty text")
+DIRECTORY = SettingType(
+    _directory, "a non-empty text: a URL or a path, which must be absolute if the working directory has been removed"
+)
 SECRET = SettingType(_text, "a non-empty text", secret=True)
 NAME = SettingType(_name, f"1 to {MAX_NAME // 2} printable characters without a /")

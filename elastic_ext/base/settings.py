@@ -15,6 +15,7 @@ from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 from elastic_ext.base.setting_types import (
     BOOLEAN,
     BYTES,
+    DIRECTORY,
     KIND_LIMITS,
     LINGER_SECONDS,
     MB_PER_SECOND,
@@ -73,7 +74,7 @@ class Settings:
         WHOLE_SECONDS,
         "a restart counts against --max-restarts for this many seconds; default: for the whole job",
     )
-    checkpoint_dir: str | None = _setting(None, TEXT, "where the job's checkpoints are: a path or an fsspec URL")
+    checkpoint_dir: str | None = _setting(None, DIRECTORY, "where the job's checkpoints are: a path or an fsspec URL")
     checkpoint_pattern: str = _setting(
         "",
         PATTERN,
@@ -158,15 +159,15 @@ class Settings:
     lease_ttl: int = _setting(10, WHOLE_SECONDS, "ext_etcd: a node that is silent for this long counts as dead; 2 or more")
     local_dir: str | None = _setting(
         None,
-        TEXT,
+        DIRECTORY,
         "directory on a fast disk of each node; `elastic_ext.Checkpointer` saves there first, and the agent copies to "
         "checkpoint_dir in the background",
     )
     max_rejoins: int = _setting(
         20,
         RESTARTS,
-        "ext_etcd: how often a host may join a job that is under way within an hour; if it comes once more it is refused, as it "
-        "restarts all nodes each time; -1: no limit",
+        "how often a host may join a job that is under way within an hour; if it comes once more it is refused, as it restarts "
+        "all nodes each time; -1: no limit",
     )
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(

@@ -243,11 +243,13 @@ class Endpoints:
     def failed(self, connection: Connection, silent: bool) -> None:
         """Use the next endpoint from now on. silent: there was no answer at all."""
         with self._lock:
+            news = connection.answered_at > -math.inf  # not again and again through an outage of all
             connection.answered_at = -math.inf
             if self._connections[self._index] is connection:
                 self._index = (self._index + 1) % len(self._connections)
                 if len(self.endpoints) > 1:
-                    logger.info("etcd endpoint %s failed, %s is next", connection.name, self._connections[self._index].name)
+                    level, follows = logging.INFO if news else logging.DEBUG, self._connections[self._index].name
+                    logger.log(level, "etcd endpoint %s failed, %s is next", connection.name, follows)
         if silent:
             self._note_silent(connection)
 

@@ -143,7 +143,7 @@ class LeaseRenewer:
             return
         except EtcdError as error:
             self._note(str(error))
-            self._retry(due, shortest)
+            self._retry(due, shortest, now)
             return
         self._note(None)
         gone = [lease_id for lease_id, ttl_s in kept.ttl_s.items() if ttl_s <= 0]
@@ -151,13 +151,14 @@ class LeaseRenewer:
             ttl_s = kept.ttl_s.get(session.lease_id, 0)
             if ttl_s > 0:
                 session.renewed(kept.sent_at, ttl_s)
-        self._retry([session for session in due if session.lease_id not in kept.ttl_s], shortest)
+        self._retry([session for session in due if session.lease_id not in kept.ttl_s], shortest, now)
         for session in self._forget(gone):
             session.end("etcd says that it has expired or was revoked")
 
     @staticmethod
-    def _retry(sessions: list[LeaseSession], ttl_s: int) -> None:
-        at = time.monotonic() + min(_MAX_RETRY_S, ttl_s / 6)
+    def _retry(sessions: list[LeaseSession], ttl_s: int, began: float) -> None:
+        """Have them renewed again: at once, if the attempt that began then has taken its time. Little of the TTL may be left."""
+        at = began + min(_MAX_RETRY_S, ttl_s / 6)
         for session in sessions:
             session.retry_at(at)
 

@@ -70,7 +70,7 @@ EVIDENCE: Fields = {
     "history": ("a list of objects", _optional(_list_of(_is_object))),
     "expect": ("an object", lambda value: True),  # for tests of the table; ignored here
 }
-EXCEPTION: Fields = {"type": ("a string", _is_text), "message": _TEXT, "frames": _TEXTS}
+EXCEPTION: Fields = {"type": ("a string", _is_text), "message": _TEXT, "frames": _TEXTS, "causes": _TEXTS}
 PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
 PAST: Fields = {
     "same_fingerprint": ("true or false", _is_flag),
@@ -96,7 +96,8 @@ def parse_evidence(case: object) -> Evidence:
         _check(exception, EXCEPTION, "exception.")
         if "type" not in exception:
             raise UsageError("exception.type is missing")
-        exception = RaisedException(exception["type"], exception.get("message") or "", tuple(exception.get("frames") or ()))
+        frames, causes = (tuple(exception.get(name) or ()) for name in ("frames", "causes"))
+        exception = RaisedException(exception["type"], exception.get("message") or "", frames, causes)
     return Evidence(
         rank=case.get("rank") or 0,
         exit_code=case.get("exit_code"),

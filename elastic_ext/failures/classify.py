@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.kinds import CASCADE, NETWORK, USER_STOP, Kind, Response
+from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
 from elastic_ext.failures import fingerprint, tracebacks
@@ -33,6 +34,7 @@ MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
+_BESIDE_AN_EXCEPTION = tuple(rule for rule in _BY_TIER[PROGRAM_OUTPUT] if not rule.survivable)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Diagnosis:
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
     """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
+    recorded = evidence.exception is not None
     evidence = _completed(evidence)
-    rule = _first_match(evidence, user_rules)
+    rule = _first_match(evidence, recorded, user_rules)
     return Diagnosis(
         rule.kind,
         rule.response,
@@ -91,30 +94,47 @@ def _fingerprint(evidence: Evidence, rule: str) -> str:
     return fingerprint.of_exit(rule, ended_by(evidence))
 
 
-def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | UserRule:
+def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRule]) -> Rule | UserRule:
+    """recorded: the script's exception is known for sure, rather than found on stderr."""
     exception = evidence.exception
     names = exception_names(exception)
     signal_name = worker_signal(evidence)
     message = _ends(exception.message) if exception else ""
-    tail = evidence.stderr_tail[len(message) - MAX_TEXT :]
-    everything = EvidenceView(evidence, names, SearchText(f"{message}\n{tail}" if message else tail), signal_name)
+    printed = evidence.stderr_tail[len(message) - MAX_TEXT :]
+    tail = _of_script(printed)
+
+    def view(names: frozenset[str], *texts: str) -> EvidenceView:
+        return EvidenceView(evidence, names, SearchText("\n".join(filter(None, texts))), signal_name)
+
+    everything = view(names, message, tail)
     for rule in _BY_TIER[STOP_REQUESTED]:
         if rule.matches(everything):
             return rule
+    for_users = everything if tail == printed else view(names, message, printed)
     for user_rule in user_rules:
-        if user_rule.matches(everything):
+        if user_rule.matches(for_users):
             return user_rule
-    # The exception comes first: the rest of stderr counts only if no rule matches the exception.
-    program = [EvidenceView(evidence, names, SearchText(message), signal_name)] if exception else []
+    # The exception comes first, then its causes: the rest of stderr counts only if no rule matches them.
+    program = [(view(names, message), _BY_TIER[PROGRAM_OUTPUT])] if exception else []
+    if exception and exception.causes:
+        program.append((view(frozenset(), *exception.causes), _BY_TIER[PROGRAM_OUTPUT]))
     if tail:
-        program.append(EvidenceView(evidence, frozenset(), everything.text, signal_name))
-    whole = [everything]
-    for tier, views in ((HARDWARE_EVIDENCE, whole), (PROGRAM_OUTPUT, program or whole), (EXIT_STATUS, whole)):
-        for view in views:
-            for rule in _BY_TIER[tier]:
-                if rule.matches(view):
-                    return rule
+        rules = _BESIDE_AN_EXCEPTION if recorded else _BY_TIER[PROGRAM_OUTPUT]
+        program.append((replace(everything, exception_names=frozenset()), rules))
+    for seen, rules in (
+        (everything, _BY_TIER[HARDWARE_EVIDENCE]),
+        *(program or [(everything, _BY_TIER[PROGRAM_OUTPUT])]),
+        (everything, _BY_TIER[EXIT_STATUS]),
+    ):
+        for rule in rules:
+            if rule.matches(seen):
+                return rule
     raise AssertionError("the last rule of the table matches everything")
+
+
+def _of_script(tail: str) -> str:
+    """Return stderr without this package's own lines. They are about its threads, often about what the failure caused."""
+    return "\n".join(line for line in tail.split("\n") if MARK not in line) if MARK in tail else tail
 
 
 def _ends(message: str) -> str:
@@ -126,7 +146,7 @@ def _completed(evidence: Evidence) -> Evidence:
     if evidence.exit_code is not None and evidence.exit_code < 0 and evidence.signal is None:
         evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
     if evidence.exception is None and worker_signal(evidence) not in _NOT_RAISED:
-        found = tracebacks.last_exception(evidence.stderr_tail[-MAX_TEXT:])
+        found = tracebacks.last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
         evidence = replace(evidence, exception=found) if found else evidence
     return evidence
 
@@ -157,9 +177,10 @@ def worker_signal(evidence: Evidence) -> str | None:
 def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     """Return the diagnosis that explains the others, over all known ranks and nodes.
 
-    A cascade never outvotes a real cause. A request to stop comes first, then evidence of a bug that would recur on every try;
-    then, of the workers that hung, the one that is behind; then the earliest failure: by `order` across nodes, by time within
-    one node, because the clocks of two nodes cannot be compared.
+    A cascade never outvotes a real cause, and what the agent stopped explains least: another failure made it do so. A request to
+    stop comes first, then evidence of a bug that would recur on every try; then, of the workers that hung, the one that is
+    behind; then the earliest failure: by `order` across nodes, by time within one node, because the clocks of two nodes cannot be
+    compared.
     """
     cause = min(diagnoses, key=_precedence)
     if cause.response is not Response.FOLLOW:
@@ -172,11 +193,12 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     )
 
 
-def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, tuple[int, ...], int, int]:
+def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, bool, tuple[int, ...], int, int]:
     cascade = diagnosis.kind == CASCADE
+    stopped = cascade and diagnosis.evidence.stopped_by_agent
     requested = diagnosis.tier == STOP_REQUESTED or diagnosis.kind == USER_STOP
     evidence = diagnosis.evidence
-    return cascade, not requested, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
+    return cascade, stopped, not requested, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:

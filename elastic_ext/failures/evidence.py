@@ -18,16 +18,23 @@ MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
 MAX_NAME = 500  # characters of a class name or of a frame
 MAX_FRAMES = 100  # the innermost are kept
+MAX_CAUSES, MAX_CAUSE = 8, 2 * 1024  # the nearest are kept; characters of one
 CERTAIN = 0  # the first number of Evidence.hang_blame, if the others surely waited for this worker
 
 
 @dataclass(frozen=True)
 class RaisedException:
-    """An uncaught exception of the script. frames: "file.py:line in function", outermost first."""
+    """An uncaught exception of the script.
+
+    Attributes:
+        frames: "file.py:line in function", outermost first.
+        causes: "type: message" of the exceptions that Python shows above it in the traceback, nearest first.
+    """
 
     type: str
     message: str
     frames: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,15 +222,24 @@ def _exception(data: dict[str, Any]) -> tuple[RaisedException | None, int | None
     """Return the exception from the bootstrap's fields, else from the text of torch's `@record`: "KeyError: 'x'"."""
     ours = data.get("elastic_ext")
     if isinstance(ours, dict) and isinstance(ours.get("type"), str):
-        frames = ours.get("frames")
-        frames = tuple(str(frame) for frame in frames[-MAX_FRAMES:]) if isinstance(frames, list) else ()
         raised_ns = ours.get("monotonic_ns")
-        return _bounded(ours["type"], str(ours.get("message", "")), frames), raised_ns if type(raised_ns) is int else None
+        frames, causes = _texts(ours.get("frames"))[-MAX_FRAMES:], _texts(ours.get("causes"))[:MAX_CAUSES]
+        raised = _bounded(ours["type"], str(ours.get("message", "")), frames, causes)
+        return raised, raised_ns if type(raised_ns) is int else None
     message = data["message"]
     text = message.get("message", "") if isinstance(message, dict) else message
     name, _, rest = text.partition(": ")
     return (_bounded(name, rest), None) if name.replace(".", "").isidentifier() else (None, None)
 
 
-def _bounded(name: str, message: str, frames: tuple[str, ...] = ()) -> RaisedException:
-    return RaisedException(name[:MAX_NAME], message[:MAX_MESSAGE], tuple(frame[-MAX_NAME:] for frame in frames))
+def _texts(values: object) -> tuple[str, ...]:
+    return tuple(map(str, values)) if isinstance(values, list) else ()
+
+
+def _bounded(name: str, message: str, frames: tuple[str, ...] = (), causes: tuple[str, ...] = ()) -> RaisedException:
+    return RaisedException(
+        name[:MAX_NAME],
+        message[:MAX_MESSAGE],
+        tuple(frame[-MAX_NAME:] for frame in frames),
+        tuple(cause[:MAX_CAUSE] for cause in causes),
+    )

@@ -134,7 +134,7 @@ def encode_report(report: Report) -> str:
     diagnosis = report.diagnosis
     evidence = replace(diagnosis.evidence, stderr_tail="", history=())
     if (exception := evidence.exception) is not None:
-        exception = replace(exception, message=exception.message[:MAX_TEXT], frames=exception.frames[-MAX_FRAMES:])
+        exception = replace(exception, message=exception.message[:MAX_TEXT], frames=exception.frames[-MAX_FRAMES:], causes=())
         evidence = replace(evidence, exception=exception)
     diagnosis = replace(diagnosis, evidence=evidence, reason=diagnosis.reason[:MAX_TEXT])
     return _json(records.plain(replace(report, diagnosis=diagnosis, stacks=report.stacks[:MAX_STACKS])))

@@ -46,6 +46,8 @@ class Rule:
     Attributes:
         because: the end of the reason that users read.
         checkpoints_back: 1 to resume from the checkpoint before the newest.
+        survivable: scripts print such texts and go on (a library tries again, a thread loses a peer that is being stopped), so on
+            stderr they say nothing beside an exception that ended the script.
     """
 
     tier: int
@@ -62,6 +64,7 @@ class Rule:
     xids: frozenset[int] = frozenset()
     when: Condition | None = None
     checkpoints_back: int = 0
+    survivable: bool = False
 
     def matches(self, view: EvidenceView) -> bool:
         """Return whether at least one of the named conditions holds, and also `when`."""

@@ -146,6 +146,11 @@ def _loading(view: EvidenceView) -> bool:
     return view.evidence.checkpoint_load is True
 
 
+def _saved_by_a_launch(view: EvidenceView) -> bool:
+    """Return whether others train there now. Who has only loaded from there may be an evaluation, which is soon over."""
+    return contains(view.text, (("another launch", "saves to the directory"),))
+
+
 def _eof_of_data(view: EvidenceView) -> bool:
     """Return whether "unexpected EOF" is about a checkpoint; a parser's "unexpected EOF while ..." is about a script."""
     return "unexpected eof while" not in view.text
@@ -256,6 +261,9 @@ TIER_3 = (
          when=_shared_object),
     _program("import-file-system", STORAGE, RESTART, "an import failed because of the file system", "",
          texts=_FILE_SYSTEM_ILL, when=_is_import_error),
+    _program("directory-taken", CODE, STOP,
+         "the checkpoints belong to another launch now, and a restart would take them from it: give each its own checkpoint_dir",
+         exceptions=_names("elastic_ext.checkpoints.directory.generations.StaleGroup"), when=_saved_by_a_launch),
     _program("code-always", CODE, STOP, "an error of this type would recur on every try", "A", exceptions=_ALWAYS),
     _program("argparse", CODE, STOP, "the script rejected its arguments", "A", exit_codes=frozenset({2}),
          when=lambda view: contains(view.text, ("usage:",))),
@@ -263,11 +271,12 @@ TIER_3 = (
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
     _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL),
     _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
-    _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER),
+    _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
+         survivable=True),
     _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
          exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
     _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
-         texts=("connection reset",), when=_in_a_storage_client),
+         texts=("connection reset",), when=_in_a_storage_client, survivable=True),
     _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the previous one is tried",
          exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
          texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file")),
@@ -302,12 +311,12 @@ TIER_3 = (
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"))),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
-         when=_peer_connection),
+         when=_peer_connection, survivable=True),
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
          exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
     _program("network", NETWORK, RESTART, "the network failed",
          exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
-         texts=("name or service not known", "temporary failure in name resolution")),
+         texts=("name or service not known", "temporary failure in name resolution"), survivable=True),
     _program("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
          when=_before_first_step),
     _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT),

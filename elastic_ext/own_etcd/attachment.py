@@ -105,8 +105,7 @@ class Attachment:
         self._thread.join(END_S)
         self._connection.close()
         self._hold(None)
-        for keeper in self._keepers:
-            keeper.poll()
+        self._reap()
 
     # Entering: on the thread of the constructor, then on our own.
 
@@ -152,7 +151,9 @@ class Attachment:
                 pass
             word = stdout.readline()
         self._keepers.append(keeper)
-        if word not in (UP, BUSY):
+        if word == BUSY:
+            keeper.wait()
+        elif word != UP:
             raise NoEtcd(
                 f"the keeper of the job's etcd cannot be started: exit code {keeper.wait()}; its log was {self._job.folder}/log"
             )
@@ -175,6 +176,12 @@ class Attachment:
                 logger.error("%s", error)
                 self._take({"say": "failed", "text": str(error)})
                 return
+            self._reap()
+
+    def _reap(self) -> None:
+        """Let no keeper that has ended stay as a zombie for as long as this agent runs."""
+        for keeper in self._keepers:
+            keeper.poll()
 
     def _take(self, message: Message) -> None:
         say, text = text_of(message, "say"), text_of(message, "text")

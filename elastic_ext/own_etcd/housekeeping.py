@@ -18,6 +18,7 @@ from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
 from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.job import KeeperJob
+from elastic_ext.own_etcd.lifetime import NO_MAJORITY_S
 from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
 from elastic_ext.own_etcd.runner import MemberRunner, State
 from elastic_ext.own_etcd.saved_keys import SavedKeys
@@ -76,6 +77,18 @@ class Housekeeping:
         if program is not None and program.may_lose_writes:
             text = f"{program}: a member that is killed may lose writes (fixed in 3.5.3); its corruption checks are on; "
             self._door.say({"say": "info", "text": text + "better put a newer etcd on PATH"})
+
+    def begins_anew(self) -> None:
+        """Note that this host's member begins again without its data, which no longer had a majority."""
+        text = f"the job's etcd has had no majority for {NO_MAJORITY_S:g} s: a new one begins; nodes write their records again"
+        logger.warning("%s", text)
+        self._door.say({"say": "warning", "text": text})
+        if self._saved is not None:
+            self._saved.stop()
+        self._saved = self._record = None
+        self._called = False
+        self._patient_until = time.monotonic() + PATIENCE_S
+        self.cluster.silent = None
 
     def member_lost(self) -> None:
         """Note that this host has no member any more, and can get a new one."""

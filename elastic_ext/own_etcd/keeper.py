@@ -29,8 +29,8 @@ from elastic_ext.own_etcd.runner import MemberFailed, MemberRunner, State
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 1.0  # without an agent here nothing tells that etcd no longer answers
-TELL_SILENT_S = 5.0  # an agent that waits learns for whom
+TICK_S = 1.0  # nothing tells that etcd no longer answers; without an agent here that decides when the keeper ends
+AGENT_TICK_S = 5.0  # with one; and an agent that waits learns for whom
 DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
 MAKE_WAY_S = lifetime.LAST_S + 5.0  # for the keeper of an earlier run, which is told to end
 GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
@@ -85,6 +85,10 @@ class Keeper:
 
     def _begin(self) -> None:
         """Start the member, if this host has one from the beginning, and connect."""
+        self._begin_member()
+        self._house.connect()  # loads gRPC while etcd starts
+
+    def _begin_member(self) -> None:
         job, runner = self._job, self._runner
         if job.is_first_member and runner.has_data:
             runner.start_new()
@@ -92,7 +96,6 @@ class Keeper:
             alone = len(job.plan.hosts) == 1
             if alone or not runner.others_serve() or self._house.may_begin():
                 runner.start_new()
-        self._house.connect()  # loads gRPC while etcd starts
 
     def _look(self) -> Lifetime:
         now = time.monotonic()
@@ -110,6 +113,11 @@ class Keeper:
             told=self._told,
         )
         life = lifetime.decide(seen, now)
+        if lifetime.begins_anew(seen, len(self._job.plan.hosts), now):
+            self._runner.stop()
+            self._runner.forget_data()
+            self._house.begins_anew()
+            self._begin_member()
         if not life.ends and not over and not self._door.agents:
             self._door.stays(f"the job's etcd stays on this host: {life.reason}")
         steps = [at for at in (next_step, life.look_again) if at is not None]
@@ -117,10 +125,9 @@ class Keeper:
 
     def _wait(self, life: Lifetime) -> None:
         """Wait for an event, and take it."""
-        limit = TICK_S if not self._door.agents else TELL_SILENT_S if not self._house.ready else None
+        limit = AGENT_TICK_S if self._door.agents else TICK_S
         if life.look_again is not None:
-            left = max(0.0, life.look_again - time.monotonic())
-            limit = left if limit is None else min(limit, left)
+            limit = min(limit, max(0.0, life.look_again - time.monotonic()))
         running = self._runner.running
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._wakeup[0], *self._door.descriptors):

@@ -1,4 +1,4 @@
-"""When the keeper of a host ends. Pure: takes what it knows, and the time."""
+"""When the keeper of a host ends, and when its member begins anew. Pure: takes what it knows, and the time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 FIRST_AGENT_S = 30.0  # an agent that has started a keeper comes in as soon as that listens
 NO_ETCD_S = 30.0  # without an agent here and without an answer of etcd
+NO_MAJORITY_S = 60.0  # with an agent here: a host that was paused or cut off for longer is lost for the job as well
 LAST_S = 10.0  # told to end: for the agents of other hosts, which end at the same time
 
 
@@ -43,6 +44,18 @@ class Lifetime:
     ends: bool
     reason: str
     look_again: float | None = None
+
+
+def begins_anew(seen: Situation, members: int, now: float) -> bool:
+    """Return whether the member is to forget its data: it has had no majority for so long that the other members' data, which
+    is in memory, is gone with their hosts. Else it would hold up those for ever: etcd takes nobody back without his data.
+
+    Args:
+        members: number that the job began with. One alone is its own majority.
+
+    Where the others live on, and only this host is cut off, etcd does not let it in as it comes back, and it is replaced.
+    """
+    return members > 1 and seen.is_member and seen.agents > 0 and seen.silent is not None and now >= seen.silent + NO_MAJORITY_S
 
 
 def decide(seen: Situation, now: float) -> Lifetime:

@@ -177,10 +177,14 @@ class SavedKeys:
         key = kv.key.decode(errors="replace").removeprefix(self._job.prefix)
         return SavedKey(key, base64.b64encode(kv.value).decode(), left[kv.lease_id] if kv.lease_id else 0)
 
-    def end(self, header: Header | None) -> None:
-        """Write the last state; or remove all files if the job needs none: it is done, or not to be started again."""
+    def stop(self) -> None:
+        """Leave the file as it is."""
         for watch in self._watches.values():
             watch.close()
+
+    def end(self, header: Header | None) -> None:
+        """Write the last state; or remove all files if the job needs none: it is done, or not to be started again."""
+        self.stop()
         if header is not None and _is_for_good(header):
             for path in _paths(self._directory, self._run_id):
                 try:

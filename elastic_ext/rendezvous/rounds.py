@@ -207,14 +207,14 @@ def incomplete(view: View) -> bool:
 
 
 def _awaits_members(view: View, now: float) -> Wait | None:
-    """After an outage, wait for missing members and assignments."""
+    """After an outage, wait for missing members and assignments; not for the member whose loss has ended the round."""
     until = view.returning_until
     if until is None or now >= until:
         return None
     if incomplete(view):
         missing = f"the assignments of {_count(view.header.nodes - len(view.members))} in round {view.header.round}"
         return Wait(f"{missing} are being written again", min(until, now + ASSIGNMENTS_POLL_S))
-    absent = [id_ for id_ in view.members if id_ not in view.nodes]
+    absent = [id_ for id_ in view.members if id_ not in view.nodes and id_ != view.header.lost]
     return Wait(f"{_named(absent)} may come back after the outage", until) if absent else None
 
 

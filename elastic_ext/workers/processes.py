@@ -157,10 +157,10 @@ class WorkerProcesses:
             if exitcode == -signal.SIGKILL and local_rank in self._cut_short:
                 exitcode = self._cut_short[local_rank]
                 stop_sent_ns = None if local_rank in self._only_cut_short else stop_sent_ns
+            elif local_rank in self._ending_before:
+                stop_sent_ns = None  # a signal of ours that it died of was another one's, too
             elif exitcode is not None and exitcode < 0:
                 stop_sent_ns = stop_sent_ns if -exitcode in self._sent.get(local_rank, ()) else None
-            elif local_rank in self._ending_before:
-                stop_sent_ns = None
             self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, stop_sent_ns, time.monotonic_ns())
 
     def stop(

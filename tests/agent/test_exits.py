@@ -101,6 +101,7 @@ threading._register_atexit(release.set)
 """
 
 
+@pytest.mark.long("alone")
 @pytest.mark.parametrize("more", ["", THREAD], ids=["alone", "with a thread that the interpreter waits for"])
 @pytest.mark.parametrize("main", ["", "/bin/torchrun"], ids=["program", "torchrun"])
 def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(main, more):
@@ -128,6 +129,7 @@ exits.set_succeeded()
 """
 
 
+@pytest.mark.long("a code")
 @pytest.mark.parametrize(
     ("main", "more", "code", "taken_apart"),
     [

@@ -121,7 +121,10 @@ def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
                 break  # it ends
         done = job.finish()
     assert done.returncode == 0, done.err
-    for one, other in pairwise(scrapes):
+    # A busy agent answers with the page that it has made last; and at the end the sum stays as it is.
+    made = list({each.total_s: each for each in reversed(scrapes)}.values())[::-1]
+    assert len(made) > 10
+    for one, other in pairwise(made[:-1]):
         assert other.after - one.before < other.total_s - one.total_s + 1e-6
         assert other.total_s - one.total_s < other.before - one.after + 1e-6
         assert {state for state in goodput.STATES if other.values[state] < one.values[state]} == set()
@@ -201,6 +204,10 @@ class Night:
     def last(self, agent: str) -> dict[str, float]:
         return series((self.folder / f"last-{agent}").read_text())
 
+    def longest_start_s(self, agent: str) -> float:
+        events = map(json.loads, self.events(agent).read_text().splitlines())
+        return max(each["seconds"] for each in events if each["event"] == "first_step")
+
     def wall_s(self, first: str, last: str) -> float:
         """From the start of the first agent of a host to the end of its last, by their events."""
         lines = [json.loads(self.events(agent).read_text().splitlines()[at]) for agent, at in ((first, 0), (last, -1))]
@@ -210,7 +217,7 @@ class Night:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, server: EtcdServer):
     with ExitStack() as stack:
         night = Night(tmp_path, server.endpoint, stack)
@@ -235,6 +242,6 @@ def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, serv
     with EtcdClient(server.endpoint) as client:
         kept = client.get_prefix(JobKeys("night").goodput).kvs
     hosts = {kv.key.decode()[-1]: goodput.decode(kv.value, "").spent for kv in kept}
-    walls = {"a": night.wall_s("a", "a2"), "b": night.wall_s("b", "b2")}
-    for host, spent in hosts.items():
-        assert spent.total_s == pytest.approx(walls[host], rel=0.01)
+    assert hosts["a"].total_s == pytest.approx(night.wall_s("a", "a2"), rel=0.01)
+    wall_s = night.wall_s("b", "b2")  # less what was not settled when the agent that was killed has told last: part of a start
+    assert 0.99 * wall_s - night.longest_start_s("b") < hosts["b"].total_s < 1.01 * wall_s

@@ -18,7 +18,7 @@ from elastic_ext.agent.companion import Companion
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.last_words import LAST_WORDS_S, LEAST_S, LastWords
 from tests.etcd.conftest import until
-from tests.jobs import AGENT, Gate, Job
+from tests.jobs import AGENT, Gate, Job, children, command_of
 from tests.observe.trainer_server import TrainerServer, make_certificates
 
 
@@ -147,6 +147,7 @@ def test_a_signal_skips_none_of_them_and_then_does_what_it_would_have_done(when,
         round_companions=[Reports()],
         observation=SimpleNamespace(goodput=goodput, show_last=lambda left_s: said.append("shown")),
     )
+    companions._end_starts_and_copies = lambda *of: JobCompanions._end_starts_and_copies(cast("JobCompanions", companions), *of)
     companions._say_last_words = lambda *of: JobCompanions._say_last_words(cast("JobCompanions", companions), *of)
     before = signal.signal(signal.SIGTERM, raises)
     try:
@@ -200,8 +201,7 @@ signal.pause()
 
 
 def copier_of(agent: int) -> int:
-    children = [pid for task in Path(f"/proc/{agent}/task").iterdir() for pid in (task / "children").read_text().split()]
-    (found,) = [int(pid) for pid in children if b"copying" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (found,) = [pid for pid in children(agent) if "copying" in command_of(pid)]
     return found
 
 

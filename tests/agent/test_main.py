@@ -13,6 +13,7 @@ from elastic_ext.base.errors import UsageError
 from tests.jobs import AGENT, EXT, SCRIPTS, Job, run
 
 GLOO = str(SCRIPTS / "gloo_job.py")
+PLAIN = str(SCRIPTS / "plain_job.py")
 
 
 def settled(*argv: str):
@@ -58,6 +59,7 @@ def test_options_that_cannot_be(argv):
     assert argv[0].partition("=")[2] in str(error.value)
 
 
+@pytest.mark.long("argv1", "argv3", "argv5", "argv6")
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -108,9 +110,6 @@ def test_an_unreadable_checkpoint_directory(tmp_path):
 
 
 def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_path):
-    job = run([*AGENT, "--nproc-per-node=2", "--max-restarts=3", GLOO, "kill:1"], tmp_path)
-    assert job.returncode == 0, job.all
-    assert "restart 1 of 3" in job.err
     job = run([*AGENT, "--standalone", "--nproc-per-node=2", GLOO, "key:0"], tmp_path)
     assert job.returncode == 65
     assert "Root Cause (first observed failure)" in job.err
@@ -118,6 +117,7 @@ def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_
     assert "torch/distributed/run.py" not in job.err.partition("gloo_job.py FAILED")[2]
 
 
+@pytest.mark.long
 def test_module_no_python_and_run_path(tmp_path):
     (tmp_path / "tool.py").write_text("import sys; print('ran', __name__, sys.argv[1:])")
     assert "ran __main__ ['x']" in run([*AGENT, "-m", "tool", "x"], tmp_path).out
@@ -148,17 +148,18 @@ def test_slurm_says_whether_the_user_or_the_platform_ends_the_job(tmp_path, stat
     tool.write_text(f"#!/bin/sh\necho 'JobId=7 JobName=train JobState={state} Restarts=0'\n")
     tool.chmod(0o755)
     with Job(
-        [*AGENT, "--nproc-per-node=2", GLOO, "hang:0"], tmp_path, SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}"
+        [*AGENT, "--nproc-per-node=1", PLAIN, "hang:0"], tmp_path, SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}"
     ) as job:
-        job.wait_for(r"\"rank\"", 2)
+        job.wait_for(r"\"rank\"")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish().returncode == code, job.err
 
 
+@pytest.mark.long("2-130")
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_signals(tmp_path, sig, code):
-    with Job([*AGENT, "--nproc-per-node=2", GLOO, "hang:0"], tmp_path) as job:
-        job.wait_for(r"\"rank\"", 2)
+    with Job([*AGENT, "--nproc-per-node=1", PLAIN, "hang:0"], tmp_path) as job:
+        job.wait_for(r"\"rank\"")
         job.process.send_signal(sig)
         assert job.finish().returncode == code
         assert f"stopped by {sig.name}" in job.err

@@ -10,17 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_ext.agent.memory import MemoryCopies, split_address
+from elastic_ext.agent import launch, resume
+from elastic_ext.agent.memory import MemoryCopies, remove_orphans, split_address
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base import checkpoint_variables, kinds, settings
 from elastic_ext.base.checkpoint_variables import resume_variables
+from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.checkpoints.choice.in_memory import Saved
+from elastic_ext.checkpoints.choice.messages import read_offers
+from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
 from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.workers.progress import Progress
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 from tests.checkpoints.formats.test_formats import save_own
 
@@ -44,10 +49,49 @@ def test_the_room_and_its_limit(tmp_path, run_dir):
         room = copies.open(1)
         assert room is not None
         assert (room.directory, room.limit, copies.peer_address) == (f"{run_dir}/memory", 1000, "")
-        assert copies.exchange(room, Resumption(), range(2)) == room
+        assert copies.exchange(room, Resumption(), range(2), lambda: False) == room
     assert copies_of(Settings(checkpoint_dir=str(tmp_path), memory_every=0), run_dir).open(1) is None
     assert copies_of(Settings(), run_dir).open(1) is None
     assert copies_of(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
+
+
+def test_a_part_that_goes_while_the_copies_are_measured_costs_no_copies(tmp_path, run_dir):
+    """Parts of another node arrive at any moment, and replace older ones."""
+    folder = Path(run_dir, "memory", directory_name(8, 1))
+    folder.mkdir(parents=True)
+    (folder / memory_file(0)).write_bytes(b"part")
+    (folder / memory_file(1)).symlink_to("gone")  # its size cannot be told either
+    with copies_of(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
+        assert copies.open(1) is not None
+
+
+def worker(pid: int = 1, saved: int | None = None) -> Progress:
+    return Progress(pid, 0, 0, 0, False, saved_step=saved)
+
+
+@pytest.mark.parametrize(
+    ("workers", "known"),
+    [
+        ([worker(), worker()], Saved(3, 5)),  # what the round resumed from
+        ([worker(saved=6), worker(saved=8)], Saved(3, 8)),
+        ([worker(pid=0), worker(pid=0)], None),  # they do not run through the bootstrap
+        ([], None),
+    ],
+)
+def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, workers, known):
+    """It goes with the offers of the next round; see `needs_no_storage`."""
+    save_own(tmp_path, 5)
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    with copies_of(settings, run_dir) as copies:
+        for number in (3, 4):
+            exchange = SingleNode()
+            job = SimpleNamespace(round=number, exchange=exchange, get_run_id=lambda: "run")
+            point = resume.agree(settings, job, Place(), copies)
+            (offers,) = map(read_offers, exchange.offers(0))
+            assert offers.has_memory
+            assert offers.saved == (Saved() if number == 3 else known)
+            assert copies.saved == Saved(number, 5)
+            point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
 
 
 def test_with_several_nodes_it_has_an_address_until_its_end(tmp_path, run_dir):
@@ -95,8 +139,66 @@ def test_copies_of_an_agent_that_was_killed_with_its_reaper_go_with_the_next_age
         with copies_of(settings, run_dir) as copies:
             assert copies.open(1) is not None
             assert copies.open(1) is not None, "in the next round"
-            assert os.listdir(other) == []
+            assert not os.path.exists(other)
             assert os.path.isdir(f"{run_dir}/memory")
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(launch, "IN_MEMORY", str(folder))
+    return folder
+
+
+def planted(folder: Path) -> Path:
+    """What looks like a dead agent's private directory; return the part of a copy in it."""
+    part = folder / "memory" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"part")
+    (folder / "memory.lock").touch()
+    return part
+
+
+def test_a_dead_agents_directory_goes_as_a_whole(shared_memory):
+    folder = shared_memory / "elastic_ext_dead"
+    planted(folder)
+    (folder / "progress").touch()
+    remove_orphans()
+    assert not folder.exists()
+
+
+def test_what_others_plant_neither_holds_up_an_agent_nor_leads_it_elsewhere(shared_memory, tmp_path):
+    (shared_memory / "elastic_ext_file").touch()
+    (shared_memory / "elastic_ext_pipe").mkdir()
+    os.mkfifo(shared_memory / "elastic_ext_pipe" / "memory.lock")
+    left = [planted(tmp_path / "elsewhere"), planted(tmp_path / "locked")]
+    (shared_memory / "elastic_ext_link").symlink_to(tmp_path / "elsewhere")
+    left.append(planted(shared_memory / "elastic_ext_lock"))
+    (shared_memory / "elastic_ext_lock" / "memory.lock").unlink()
+    (shared_memory / "elastic_ext_lock" / "memory.lock").symlink_to(tmp_path / "locked" / "memory.lock")
+    remove_orphans()
+    assert all(part.exists() for part in left)
+    assert len(list(shared_memory.iterdir())) == 4
+
+
+def test_what_another_user_has_is_left_even_by_root(shared_memory, monkeypatch):
+    part = planted(shared_memory / "elastic_ext_other")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    remove_orphans()
+    assert part.exists()
+
+
+def test_an_agent_that_ends_well_is_not_taken_for_a_killed_one(tmp_path, shared_memory, caplog):
+    """Its directory is still there for a moment."""
+    folder = shared_memory / "elastic_ext_ending"
+    folder.mkdir()
+    with copies_of(Settings(checkpoint_dir=str(tmp_path)), str(folder)) as copies:
+        assert copies.open(1) is not None
+    remove_orphans()
+    assert folder.exists()
+    assert "was killed" not in caplog.text
 
 
 @pytest.mark.parametrize(

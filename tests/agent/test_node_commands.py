@@ -32,7 +32,7 @@ def test_what_makes_a_node_unfit(code, why):
 
 def test_a_command_is_killed_with_what_it_started(tmp_path):
     pids = tmp_path / "pids"
-    ended = run(f"sleep 100 & echo $! $$ > {pids}; echo before; wait", 1, os.environ)
+    ended = run(f"sleep 100 & echo $! $$ > {pids}; echo before; wait", 3, os.environ)
     assert ended == Ended(None, "before")
     assert not wait_gone([int(pid) for pid in pids.read_text().split()])
 
@@ -49,7 +49,7 @@ def test_what_outlives_a_command_is_not_waited_for(tmp_path):
 def test_an_unfit_node_starts_no_worker(tmp_path, command):
     (tmp_path / "job.py").write_text("print('started')")
     done = run_job(
-        [*AGENT, "--nproc-per-node=1", "--rdzv-conf=health_timeout=1,node_name=here", "job.py"],
+        [*AGENT, "--nproc-per-node=1", "--rdzv-conf=health_timeout=3,node_name=here", "job.py"],
         tmp_path,
         ELASTIC_EXT_HEALTH_COMMAND=command,
         ELASTIC_EXT_BAD_NODE_COMMAND='echo "$ELASTIC_EXT_NODE: $ELASTIC_EXT_REASON" > told',
@@ -80,7 +80,8 @@ def test_a_signal_ends_a_health_check(tmp_path):
 def test_the_others_go_on_without_an_unfit_node(tmp_path, server):
     """It was fit in the first round, and is not in the second."""
     gate = Gate(tmp_path / "gate")
-    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=unfit", "--nnodes=1:2"]
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=unfit"]
+    command += ["--nnodes=1:2", "--rdzv-conf=last_call=60"]
 
     def start(name: str, health: str) -> Job:
         variables = {"NODE": name, "ELASTIC_EXT_NODE_NAME": name, "GATE": str(gate.path), "ELASTIC_EXT_HEALTH_COMMAND": health}

@@ -7,19 +7,21 @@ import os
 import re
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import notices, saves
-from elastic_ext.base import torch_private
+from elastic_ext.base import held_signals, torch_private
 from elastic_ext.failures import sources
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
+from tests.interrupted import told_at_line
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, descendants, run
 
 JOB = SCRIPTS / "saving_job.py"
@@ -162,7 +164,7 @@ def test_only_the_user_ends_the_wait_for_a_save(tmp_path, last):
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
         job.wait_for("steps", 2)
         job.process.send_signal(signal.SIGTERM)
-        job.wait_for("saves", 2)
+        job.wait_for(r"saves \d", 2)
         job.process.send_signal(last)
         if last == signal.SIGTERM:
             job.wait_for("SIGTERM again: waiting for the checkpoint")
@@ -171,6 +173,32 @@ def test_only_the_user_ends_the_wait_for_a_save(tmp_path, last):
     assert done.returncode == (75 if last == signal.SIGTERM else 130), done.err
     assert ("checkpoint before leaving: saved" in done.err) == (last == signal.SIGTERM)
     assert len(list(tmp_path.glob("saved.*"))) == (2 if last == signal.SIGTERM else 0)
+
+
+def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
+    """The user's SIGINT comes between any two lines from the request to the thread that acknowledges it."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    workers = SimpleNamespace(ranks={0: 0})
+    progress = SimpleNamespace(want_save=lambda local_rank, number: None, read_all=lambda: [])
+    files = {saves.__file__, held_signals.__file__}
+
+    def interrupted(line: int) -> bool:
+        on_demand = saves.SaveOnDemand(SimpleNamespace(save_wanted=1), progress, 1, ("localhost", store.port))
+        with suppress(KeyboardInterrupt), told_at_line(line, files, signal.SIGINT) as told:
+            on_demand.update(workers)
+        on_demand.workers_ended(workers)
+        on_demand.workers_ended(workers)  # as a round that is closed again
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return told()
+
+    lines = 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+    try:
+        while interrupted(lines + 1):
+            lines += 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert lines > 10
 
 
 def test_told_again_after_its_time_an_agent_ends_at_once():
@@ -191,12 +219,14 @@ def test_told_again_after_its_time_an_agent_ends_at_once():
 @pytest.mark.long("slow")
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("deaf", "has not called save_requested()"), ("slow", "checkpoint before leaving: not finished")],
+    [(["deaf"], "has not called save_requested()"), ([], "checkpoint before leaving: not finished")],
+    ids=["deaf", "slow"],
 )
 def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
-    conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=1.2", "--shutdown-timeout=1"]
+    conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=5", "--shutdown-timeout=1"]
     variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
-    with Job([*AGENT, "--nproc-per-node=2", *conf, JOB, tmp_path, how], tmp_path, **variables) as job:
+    variables["SAVE_WHEN"] = str(tmp_path / "never")
+    with Job([*AGENT, "--nproc-per-node=2", *conf, JOB, tmp_path, *how], tmp_path, **variables) as job:
         job.wait_for("steps", 2)
         job.process.send_signal(signal.SIGTERM)
         done = job.finish()
@@ -213,9 +243,16 @@ def test_the_users_interrupt_waits_for_no_save(tmp_path):
 
 
 def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
-    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=8", JOB, tmp_path, "stall"]
-    with Job(command, tmp_path, STOP=str(tmp_path / "stop"), STALL="7") as job:
-        job.wait_for("steps", 2)
+    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=12", JOB, tmp_path, "stall"]
+    variables = {
+        "STOP": str(tmp_path / "stop"),
+        "STALL": str(tmp_path / "on"),
+        "TORCHELASTIC_LOG_LEVEL": "INFO",
+        "LOGLEVEL": "INFO",
+    }
+    with Job(command, tmp_path, **variables) as job:
+        job.wait_for("asking for a checkpoint because the workers may hang")
+        (tmp_path / "on").touch()
         job.wait_for("saved by", 2)
         (tmp_path / "stop").touch()
         done = job.finish()
@@ -231,10 +268,10 @@ def test_one_node_is_told_to_leave_and_all_nodes_save(request, tmp_path, backend
     """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""
     with ExitStack() as stack:
         if backend == "ext_etcd":
-            endpoint, conf = request.getfixturevalue("server").endpoint, "last_call=1"
+            endpoint, conf = request.getfixturevalue("server").endpoint, "last_call=60"
         else:  # the store must not leave with a node
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            endpoint, conf = f"localhost:{store.port}", "last_call_timeout=1,is_host=0"
+            endpoint, conf = f"localhost:{store.port}", "last_call_timeout=15,is_host=0"
         where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={conf}"]
         command = [*TORCHRUN, f"--rdzv-backend={backend}", *where, "--nproc-per-node=2", JOB, tmp_path]
         jobs = [stack.enter_context(Job(command, tmp_path, STOP=str(tmp_path / "stop"))) for _ in range(2)]

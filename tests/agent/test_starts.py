@@ -1,5 +1,6 @@
 """Jobs on hosts that refuse or lack something: each runs without it, or ends at once with one line and 78."""
 
+import contextlib
 import json
 import os
 import re
@@ -17,10 +18,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.logs import WorkerLogs
 from tests import refusing
-from tests.jobs import AGENT, ROOT, SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone
+from tests.jobs import AGENT, ROOT, SCRIPTS, TORCHRUN, Gate, Job, children, command_of, run, wait_gone
 from tests.ports import free_port
 
-GLOO = str(SCRIPTS / "gloo_job.py")
+PLAIN = str(SCRIPTS / "plain_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
 REPOSITORY = ROOT
 NO_PIDFD = "pidfd_open=ENOSYS"
@@ -43,10 +44,10 @@ def refusing_job(calls: str, command: list[str], tmp_path: Path, **variables: st
 @with_a_filter
 @pytest.mark.parametrize("calls", [NO_PIDFD, NOTHING], ids=["no_pidfd", "nothing"])
 def test_a_job_restarts_where_system_calls_are_refused(tmp_path, calls):
-    with refusing_job(calls, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", GLOO, "runtime:1"], tmp_path) as job:
+    with refusing_job(calls, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", PLAIN, "runtime:1"], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.all
-    assert "restart: rank 1 raised RuntimeError: flaky at gloo_job.py:" in done.err
+    assert "restart: rank 1 raised RuntimeError: flaky at plain_job.py:" in done.err
     assert len(re.findall(r"finished \d", done.out)) == 2
 
 
@@ -64,7 +65,7 @@ def test_without_pidfds_and_named_pipes_the_stderr_of_a_worker_is_kept_and_shown
 
 @with_a_filter
 def test_nothing_outlives_a_killed_agent_without_pidfds(tmp_path):
-    command = [*AGENT, "--nproc-per-node=2", GLOO, "hang:0", "hang:1"]
+    command = [*AGENT, "--nproc-per-node=2", PLAIN, "hang:0", "hang:1"]
     with refusing_job(NO_PIDFD, command, tmp_path) as job:
         pids = [int(each[1]) for each in job.wait_for(r'"pid": (\d+)', 2)]
         job.process.kill()
@@ -105,12 +106,11 @@ sys.exit(agent.main(sys.argv[1:]))
 """
 HANGS = """
 import os, resource, signal, sys
-import torch
+import elastic_ext
 print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
 with open(f"/proc/{os.getppid()}/limits") as limits:
     print("agent's", next(line.split()[3] for line in limits if line.startswith("Max open files")), flush=True)
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-optimizer.step()
+elastic_ext.report_progress()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     signal.pause()
 """
@@ -165,16 +165,17 @@ def limited(most: int, *arguments: str) -> list[str]:
 
 
 def test_with_few_descriptors_a_small_job_runs_without_the_extras(tmp_path):
-    job = run(limited(48, "--nproc-per-node=2", "--max-restarts=1", GLOO, "kill:1"), tmp_path, ELASTIC_EXT_STANDBY="on")
+    job = run(limited(48, "--nproc-per-node=2", "--max-restarts=1", PLAIN, "kill:1"), tmp_path, ELASTIC_EXT_STANDBY="on")
     assert job.returncode == 0, job.all
     assert job.err.count("the limit on open files is low") == 1
+    assert "restart 1 of 1" in job.err
     assert len(re.findall(r"finished \d", job.out)) == 2
 
 
 @pytest.mark.long("96-32")
 @pytest.mark.parametrize(("most", "workers"), [(30, 2), (96, 32)])
 def test_too_few_descriptors_are_said_in_one_line(tmp_path, most, workers):
-    job = run(limited(most, f"--nproc-per-node={workers}", GLOO), tmp_path)
+    job = run(limited(most, f"--nproc-per-node={workers}", PLAIN), tmp_path)
     assert job.returncode == 78, job.all
     (line,) = job.err.splitlines()
     assert re.search(rf"elastic_ext: .*more files, but {workers} workers need \d+: raise the hard limit", line)
@@ -188,7 +189,7 @@ def test_too_few_descriptors_are_said_in_one_line(tmp_path, most, workers):
 @pytest.mark.parametrize("options", ["nr_inodes=1", "nr_inodes=24,size=4k"])
 def test_shared_memory_without_inodes(tmp_path, options):
     shell = f"mount -t tmpfs -o {options} none /dev/shm; exec " + " ".join(
-        [*AGENT, "--nproc-per-node=1", "--max-restarts=1", GLOO, "kill:0"]
+        [*AGENT, "--nproc-per-node=1", "--max-restarts=1", PLAIN, "kill:0"]
     )
     other = tmp_path / "tmp"
     other.mkdir()
@@ -213,7 +214,7 @@ def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, cap
 
 def refused(command: list[str], tmp_path: Path, said: str) -> None:
     begin = time.monotonic()
-    job = run([*command, GLOO], tmp_path)
+    job = run([*command, PLAIN], tmp_path)
     assert job.returncode == 78, job.all
     (line,) = job.err.splitlines()
     assert said in line
@@ -310,10 +311,14 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
         job.wait_for("up 0")
         job.wait_for("1 warm standbys wait")
         agent = job.process.pid
+        forked = [pid for pid in children(agent) if "standby/server" in command_of(pid)]
         before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
-        resource.prlimit(agent, resource.RLIMIT_NOFILE, (8, before[1]))
-        for pid in [pid for pid in _children(agent) if "standby/server" in Path(f"/proc/{pid}/cmdline").read_text()]:
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.ExitStack() as stack:
+            pidfds = [stack.enter_context(os.fdopen(os.pidfd_open(pid))) for pid in forked]
+            resource.prlimit(agent, resource.RLIMIT_NOFILE, (8, before[1]))
+            for pidfd in pidfds:
+                with contextlib.suppress(ProcessLookupError):  # the agent has just ended it itself, for lack of a descriptor
+                    signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
         job.wait_for("a resource has run out")
         resource.prlimit(agent, resource.RLIMIT_NOFILE, before)
         job.wait_for("warm standbys are ready again")
@@ -324,10 +329,6 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
     assert "Traceback" not in done.err
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-
-
 @pytest.mark.long("relay.py")
 @pytest.mark.parametrize("which", ["reaper.py", "relay.py"])
 def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, which):
@@ -336,7 +337,7 @@ def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, whi
     gate = Gate(tmp_path / "gate")
     with Job([*AGENT, "--nproc-per-node=1", str(script), str(gate.path)], tmp_path) as job:
         job.wait_for("(?m)^up$")
-        (helper,) = [pid for pid in _children(job.process.pid) if which in Path(f"/proc/{pid}/cmdline").read_text()]
+        (helper,) = [pid for pid in children(job.process.pid) if which in command_of(pid)]
         os.kill(helper, signal.SIGSTOP)
         begin = time.monotonic()
         gate.open()

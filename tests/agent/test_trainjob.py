@@ -98,7 +98,7 @@ def test_rank_0_moves_and_so_does_who_posts(tmp_path, trainer, server):
 
     def node(name: str) -> Job:
         (tmp_path / name).write_text(name)
-        mine = {"KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / name), "ELASTIC_EXT_LEASE_TTL": "2"}
+        mine = {"KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / name), "ELASTIC_EXT_LEASE_TTL": "5"}
         return job(tmp_path, trainer, *where, "--nproc-per-node=1", *script, GATE=str(gate.path), **mine)
 
     with node("a") as a, node("b") as b:

@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.directory.marks import quarantine
 from elastic_ext.checkpoints.directory.tiers import claim
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
-from tests.jobs import AGENT, EXT, Gate, Job, run
+from tests.jobs import AGENT, EXT, Gate, Job, children, run
 
 ESCAPES = "\x1b]0;title\x07\x9b2J\u202e"
 FORGED = "elastic_ext: stop: forged"
@@ -121,6 +121,20 @@ def test_each_record_is_shown_once_whoever_configures_logging(configured):
     assert_fit(done.stderr)
 
 
+def test_each_line_of_ours_in_a_worker_is_marked(tmp_path):
+    """Also one that imported this package before it knew which worker it is. The arguments stay what they were for handlers."""
+    code = "import logging, os\nfrom elastic_ext import save_requested\nfrom elastic_ext.base.printable import Block\n"
+    code += "logger = logging.getLogger('elastic_ext.a')\nlogger.warning('before')\n"
+    code += "os.environ['ELASTIC_EXT_WORKER'] = '{}'\nlogger.warning('%s and %d\\n100 %%', Block('one\\ntwo'), 3)\n"
+    code += "try:\n    raise ValueError('a\\nb')\nexcept ValueError:\n    logger.exception('failed')\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    first, *others = done.stderr.splitlines()
+    assert first == "before"
+    assert others[:4] == ["elastic_ext: one", "elastic_ext:   two and 3", "elastic_ext:   100 %", "elastic_ext: failed"]
+    assert "elastic_ext: Traceback (most recent call last):" in others
+    assert all(line.startswith("elastic_ext: ") for line in others)
+
+
 @pytest.mark.parametrize("module", ["training.huggingface", "training.lightning", "checkpoints.writing.checkpointer"])
 def test_records_of_what_scripts_import(module):
     code = f"import logging, elastic_ext.{module}\nlogging.getLogger('elastic_ext.a').warning('seen %s', {HOSTILE!r})"
@@ -190,11 +204,7 @@ with open("gate") as gate:
 def commands_of(agent: int) -> str:
     """The arguments of a job's processes, as every user of the machine can read them."""
     as_another = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    pids = [
-        agent,
-        *(int(child) for task in Path(f"/proc/{agent}/task").iterdir() for child in (task / "children").read_text().split()),
-    ]
-    paths = [f"/proc/{pid}/cmdline" for pid in pids]
+    paths = [f"/proc/{pid}/cmdline" for pid in (agent, *children(agent))]
     return subprocess.run(["cat", *paths], capture_output=True, text=True, timeout=60, **as_another).stdout
 
 

@@ -25,6 +25,37 @@ def test_rdzv_conf_wins_over_the_environment_and_that_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "read_as"),
+    [
+        ("rel", "{cwd}/rel"),
+        ("../rel/", "{up}/rel"),
+        ("a:b", "{cwd}/a:b"),
+        ("~/rel", "/home/me/rel"),
+        ("/abs/x", "/abs/x"),
+        ("file://rel", "file://{cwd}/rel"),
+        ("file:///abs", "file:///abs"),
+        ("s3://bucket/../rel", "s3://bucket/../rel"),
+        ("simplecache::file://rel", "simplecache::file://rel"),
+    ],
+)
+@pytest.mark.parametrize("key", ["checkpoint_dir", "local_dir"])
+def test_a_relative_directory_is_that_of_the_agent(tmp_path, monkeypatch, key, given, read_as):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    for read in (settings.read({key: given}, {}), settings.read({}, {f"ELASTIC_EXT_{key.upper()}": given})):
+        assert getattr(read, key) == read_as.format(cwd=tmp_path, up=tmp_path.parent)
+
+
+def test_a_relative_directory_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match=r"checkpoint_dir='rel' .*absolute if the working directory has been removed"):
+        settings.read({"checkpoint_dir": "rel"}, {})
+    assert settings.read({"checkpoint_dir": "/abs"}, {}).checkpoint_dir == "/abs"
+
+
+@pytest.mark.parametrize(
     ("conf", "environ", "said"),
     [
         ({"metrics_prt": "1"}, {}, "did you mean 'metrics_port'"),

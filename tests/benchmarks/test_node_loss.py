@@ -17,7 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 import node_loss  # noqa: E402
 from node_loss import Cell, JobEvents, Outcome, Result, WorkerEvent  # noqa: E402
 
-TIMEOUT_S = 150
+TIMEOUT_S = 300
 
 
 def run(*options: str) -> subprocess.CompletedProcess:

@@ -19,7 +19,7 @@ import etcd_traffic  # noqa: E402
 import rendezvous  # noqa: E402
 import steady_state  # noqa: E402
 
-TIMEOUT_S = 150
+TIMEOUT_S = 300
 AGENTS = 6
 FEW = ("--repeat=1", "--loops=2", "--processes=2", "--stock-processes=1")
 
@@ -76,6 +76,7 @@ def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
     assert record["reached"]["times_the_sketch"] == {str(AGENTS): None}
 
 
+@pytest.mark.long
 def test_steady_state(tmp_path):
     record = result("steady_state.py", tmp_path, f"--agents={AGENTS}", "--seconds=2", "--lease-ttl=2", "--processes=1")
     # A third of the lease time is 0.7 s: each has kept its own alive at least once, and done nothing else.

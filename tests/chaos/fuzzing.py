@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-FEW = 2000
+FEW = 1000
 CASES = int(os.environ.get("ELASTIC_EXT_TEST_FUZZ", FEW))  # of all targets together
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED") or (random.SystemRandom().randrange(10**6) if CASES > FEW else 0))
 CASE_S = 10.0  # the host may be busy; most cases take less than a millisecond

@@ -18,6 +18,7 @@ _ROLES = (
     ("stderr/relay", "relay"),
     ("replicate", "copier"),
     ("standby/server", "standby server"),
+    ("own_etcd.keeper", "keeper"),
     ("chaos_job", "worker"),
 )
 
@@ -50,6 +51,16 @@ def adopt_orphans() -> None:
 
 def descendants(root: int) -> Iterator[Process]:
     """Of a process, without the ones that have ended."""
+    return (each for each in _tree(root) if each.state not in "ZX")
+
+
+def zombies(root: int) -> Iterator[tuple[Process, Process]]:
+    """Descendants that have ended and that nobody has waited for, each with its parent; no children of root itself."""
+    found = {each.pid: each for each in _tree(root)}
+    return ((each, found[each.parent]) for each in found.values() if each.state == "Z" and each.parent in found)
+
+
+def _tree(root: int) -> Iterator[Process]:
     children = defaultdict(list)
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := _read(int(name))) is not None:
@@ -58,8 +69,7 @@ def descendants(root: int) -> Iterator[Process]:
     while waiting:
         process = waiting.pop()
         waiting += children[process.pid]
-        if process.state not in "ZX":
-            yield process
+        yield process
 
 
 def _read(pid: int) -> Process | None:

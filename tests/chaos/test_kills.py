@@ -16,7 +16,7 @@ SHORT = {"etcd": 1405, "c10d": 228}  # seeds whose first cards are a worker, an 
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", FEW))
 SEED = os.environ.get("ELASTIC_EXT_TEST_SEED")
 
-TIMEOUT_S = 170 + 15 * KILLS  # a kill takes 4 s on two cores that have nothing else to do
+TIMEOUT_S = 300 + 15 * KILLS  # a kill takes 4 s on two cores that have nothing else to do
 
 
 @pytest.mark.long("c10d")

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,12 @@ class RankGroups:
 
     def __init__(self, stderr: Path) -> None:
         self.stderr = stderr
-        with open(stderr, "ab") as file:
-            self._process = subprocess.Popen(
+        self._at_work = False  # results are to come
+        self._process = self._begin()
+
+    def _begin(self) -> subprocess.Popen[str]:
+        with open(self.stderr, "ab") as file:
+            return subprocess.Popen(
                 [sys.executable, "-u", str(SCRIPT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -40,8 +46,20 @@ class RankGroups:
             pass
         self._process.communicate()
 
+    @contextmanager
+    def lent(self) -> Iterator[RankGroups]:
+        """For one test, with an empty log. Ranks that it leaves, as it failed, would answer the next one: they are killed."""
+        self.stderr.write_text("")
+        try:
+            yield self
+        finally:
+            if self._at_work:
+                self.__exit__()
+                self._process, self._at_work = self._begin(), False
+
     def start(self, task: str, world: int, args: dict[str, Any], **request: Any) -> None:
         assert self._process.stdin is not None
+        self._at_work = True
         self._process.stdin.write(json.dumps({"task": task, "world": world, "args": args, **request}) + "\n")
         self._process.stdin.flush()
 
@@ -56,6 +74,7 @@ class RankGroups:
         """What each rank returned, None for one that died."""
         while "results" not in (found := self.answer()):
             pass
+        self._at_work = False
         return list(found["results"])
 
     def run(self, task: str, world: int, args: dict[str, Any], **request: Any) -> list[Any]:

@@ -42,11 +42,12 @@ class Drained:
 
     def __init__(self, folder: Path, server: EtcdServer, stack: ExitStack) -> None:
         self.folder, self.server, self.stack = folder, server, stack
+        self.lease_ttl = 5
         self.where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
         (folder / "checkpoints").mkdir()
 
     def start(self, name: str, nnodes: str, how: str) -> Job:
-        conf = f"lease_ttl=5,last_call=60,node_name={name},checkpoint_dir={self.folder}/checkpoints"
+        conf = f"lease_ttl={self.lease_ttl},last_call=60,node_name={name},checkpoint_dir={self.folder}/checkpoints"
         conf += f",verdict_file={self.folder}/{name}.json,events_file={self.folder}/{name}.events"
         job = ["--rdzv-backend=ext_etcd", *self.where, f"--nnodes={nnodes}", f"--rdzv-conf={conf}", "--max-restarts=3"]
         command = [*TORCHRUN, *job, SCRIPTS / "drained_job.py", self.folder, how]
@@ -180,12 +181,13 @@ def test_a_spare_steps_in(job):
 @pytest.mark.long
 def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
     """The script saves by itself and reports nothing. etcd stands still meanwhile; the host is refused until that is undone."""
+    job.lease_ttl = 15
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="saves")
     with Job(job.command("n2"), job.folder) as asking:
         job.await_drain()
         assert job.server.process is not None
         job.server.process.send_signal(signal.SIGSTOP)
-        threading.Event().wait(2)  # shorter than the lease
+        threading.Event().wait(2)  # much shorter than the leases
         job.server.process.send_signal(signal.SIGCONT)
         done = asking.finish()
     said(done, 0, "round 2 runs with 2 nodes")

@@ -27,7 +27,7 @@ class Nodes:
         self.folder, self.stack = folder, stack
         self.saving, self.finish = folder / "saving", folder / "finish"
         self.saving.touch()
-        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=1,lease_ttl=4,last_call=2,stop_grace=2"
+        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=1,lease_ttl=4,last_call=60,stop_grace=2"
         where = [
             "--rdzv-backend=ext_etcd",
             f"--rdzv-endpoint={etcd}",
@@ -66,7 +66,7 @@ class Nodes:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
     with ExitStack() as stack:
         etcd = stack.enter_context(EtcdServer(tmp_path / "etcd"))

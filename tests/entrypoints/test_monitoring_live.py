@@ -73,7 +73,7 @@ class Nodes:
         self.saving, self.finish, self.sd = folder / "saving", folder / "finish", folder / "sd"
         self.saving.touch()
         self.sd.mkdir()
-        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=0,lease_ttl=4,hang_timeout=4,last_call=1,stop_grace=2"
+        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=0,lease_ttl=4,hang_timeout=4,last_call=60,stop_grace=2"
         conf += ",metrics_linger=10"
         where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={etcd}", "--rdzv-id=night", "--nnodes=2:3", "--nproc-per-node=1"]
         self.command = [*AGENT, *where, "--max-restarts=3", f"--rdzv-conf={conf}", str(SCRIPTS / "monitored_job.py")]
@@ -107,7 +107,7 @@ SHORTER = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_night_of_a_job_is_seen(tmp_path):
     needs("prometheus")
     with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """entrypoints/train_ddp.py: one file, model_latest.pt, on shared storage or on each node's own disk."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -33,8 +34,9 @@ def train() -> ModuleType:
 def a_worker(job: Job) -> int:
     """The pid of the worker of rank 1."""
     for pid in descendants(job.process.pid):
-        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return pid
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
     raise AssertionError("no worker of rank 1")
 
 

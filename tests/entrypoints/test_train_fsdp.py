@@ -104,9 +104,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Output]:
     return directory, output
 
 
+WITH_UNBROKEN = pytest.mark.xdist_group("unbroken")  # all in one process of xdist, which makes it once
+
 # ---------------------------------------------------------------- 2 ranks
 
 
+@WITH_UNBROKEN
 def test_unbroken_run_logs_every_step_and_keeps_the_last_three(unbroken: tuple[Path, Output]) -> None:
     directory, output = unbroken
     assert [step for step, _ in output.losses] == list(range(1, 15))
@@ -123,6 +126,7 @@ def test_unbroken_run_logs_every_step_and_keeps_the_last_three(unbroken: tuple[P
     assert output.text.splitlines()[-1] == "done at step 14 of 14"
 
 
+@WITH_UNBROKEN
 def test_a_resume_in_mid_epoch_after_a_kill_is_exact(unbroken: tuple[Path, Output], tmp_path: Path) -> None:
     """Rank 1 is killed after step 11, by SIGKILL; the commit of step 8 may be under way then."""
     directory = tmp_path / "checkpoints"
@@ -201,9 +205,26 @@ def test_told_to_leave_no_step_is_lost(tmp_path: Path) -> None:
     assert all(dict(first.losses)[each] == dict(again.losses)[each] for each in done_twice)
 
 
+# ---------------------------------------------------------------- object stores
+
+
+@pytest.mark.long
+def test_checkpoints_in_s3(s3: str) -> None:
+    """`--checkpoint-dir=s3://...`: the second run goes on in mid-epoch where the first one stopped, with the same state."""
+    directory = f"{s3}/checkpoints"
+    flags = (f"--checkpoint-dir={directory}", "--stop-after-steps=3")
+    first, again = (run([*ALONE, str(SCRIPT), *TINY, *flags], SCRIPT.parent) for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0), first.err + again.err
+    one, other = Output(0, first.out, first.err), Output(0, again.out, again.err)
+    assert other.resumed == [f"{directory}/step_00000003.g0001 at step 3"]
+    assert other.hashes[0] == one.hashes[-1]
+    assert [step for step, _ in one.losses + other.losses] == [1, 2, 3, 4, 5, 6]
+
+
 # ---------------------------------------------------------------- refusals
 
 
+@WITH_UNBROKEN
 def test_a_checkpoint_of_other_data_is_refused(unbroken: tuple[Path, Output], tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     shutil.copytree(unbroken[0], directory)

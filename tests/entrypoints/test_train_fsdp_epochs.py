@@ -1,5 +1,7 @@
 """entrypoints/train_fsdp.py --save-every=epoch: checkpoint_epoch_N.pt, a file that plain PyTorch reads; and its other options."""
 
+import contextlib
+import os
 import re
 import shlex
 import signal
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.entrypoints.test_train_fsdp import REFUSED, SCRIPT, TINY, Output, agent, imported, launch, stock
-from tests.jobs import Job
+from tests.jobs import ROOT, TORCHRUN, Finished, Job, descendants, run, wait_gone
 
 torch = pytest.importorskip("torch")
 
@@ -27,17 +29,20 @@ def by_step(losses: list[tuple[int, str]]) -> dict[int, set[str]]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Output]:
-    """5 epochs on 2 ranks, one of which is killed in the third. For reading only."""
+    """5 epochs on 2 ranks with all options on, one of which is killed in the third. For reading only."""
     directory = tmp_path_factory.mktemp("epochs") / "checkpoints"
-    flags = (*EPOCHS, "--epochs=5", "--health-every=2")
+    flags = (*EPOCHS, "--epochs=5", "--health-every=2", "--activation-checkpointing", "--gradient-accumulation-steps=2")
     output = launch(agent(2, directory), directory, *flags, TRAIN_FAULT="kill:1:15")
     assert output.status == 0, output.errors
     return directory, output
 
 
+WITH_KILLED = pytest.mark.xdist_group("killed")  # all in one process of xdist, which makes it once
+
 # ---------------------------------------------------------------- files of epochs
 
 
+@WITH_KILLED
 def test_a_killed_job_goes_on_from_the_last_epoch_and_keeps_three_files(killed: tuple[Path, Output]) -> None:
     directory, output = killed
     assert output.resumed == [f"{directory}/checkpoint_epoch_2.pt at step 12"]
@@ -47,6 +52,7 @@ def test_a_killed_job_goes_on_from_the_last_epoch_and_keeps_three_files(killed: 
     assert all(len(losses) == 1 for losses in by_step(output.losses).values())  # steps 13 to 15 were done twice, to the bit
 
 
+@WITH_KILLED
 def test_plain_pytorch_reads_the_file(killed: tuple[Path, Output]) -> None:
     """As people write it by hand: no process group, no FSDP, no elastic_ext."""
     directory, output = killed
@@ -64,6 +70,75 @@ def test_plain_pytorch_reads_the_file(killed: tuple[Path, Output]) -> None:
         moments = optimizer.state[parameter]
         assert moments["step"] == 30
         assert moments["exp_avg"].shape == parameter.shape
+
+
+# ---------------------------------------------------------------- as the document has it
+
+ELASTIC = ROOT / "entrypoints" / "train_pytorch_fsdp_elastic.py"
+_AT = TINY.index("--save-every")  # without it: the script has its own
+# Warm-up to the end: the learning rate of a step does not depend on the number of epochs.
+DOCUMENT = [str(ELASTIC), *TINY[:_AT], *TINY[_AT + 2 :], "--max-steps=0", "--warmup-steps=1000"]
+
+
+@pytest.mark.long
+def test_two_epochs_and_then_more_from_epoch_3(tmp_path: Path) -> None:
+    """Hypothesis: a run of 2 epochs goes on later, with the third, as if it had never stopped.
+
+    Method: `python train_pytorch_fsdp_elastic.py` for 2 epochs, then for 3; another run of 3 epochs is not stopped.
+    Observation: the second run begins with step 13 of epochs of 6, and both have the losses and the state of the third run.
+    """
+    (tmp_path / "other").mkdir()
+    two, more, whole = (
+        document(run([sys.executable, *DOCUMENT, f"--epochs={epochs}"], folder))
+        for epochs, folder in ((2, tmp_path), (3, tmp_path), (3, tmp_path / "other"))
+    )
+    assert NUMBERED.findall(two.text) == ["1", "2"]
+    assert more.resumed == [f"{tmp_path}/checkpoints/checkpoint_epoch_2.pt at step 12"]
+    assert [step for step, _ in more.losses] == list(range(13, 19))
+    assert two.losses + more.losses == whole.losses
+    assert more.hashes[0] == two.hashes[-1]
+    assert more.hashes[-1] == whole.hashes[-1]
+    assert files(tmp_path / "checkpoints") == [f"checkpoint_epoch_{number}.pt" for number in (1, 2, 3)]
+
+
+def document(done: Finished) -> Output:
+    assert done.returncode == 0, done.err
+    return Output(done.returncode, done.out, done.err)
+
+
+@pytest.mark.long
+def test_the_simulated_node_failure_of_the_document(tmp_path: Path) -> None:
+    """Hypothesis: what `pkill -9 -f train_pytorch_fsdp_elastic.py` kills, the agent too, is made good by the same command.
+
+    Method: `torchrun --nproc_per_node=2 train_pytorch_fsdp_elastic.py`, its backend by the environment. All processes of the job
+    with that name in their command lines are killed, as pkill would; the same line is run again.
+    Observation: nothing of the first run is left; the second one goes on from the newest `checkpoint_epoch_N.pt`, to the end, and
+    what both did has the same losses to the bit.
+    """
+    command = [*TORCHRUN, "--nproc_per_node=2", *DOCUMENT, "--epochs=40"]
+    with Job(command, tmp_path, PET_RDZV_BACKEND="ext_c10d") as job:
+        job.wait_for(r"saved checkpoints/checkpoint_epoch_2\.pt")
+        started = descendants(job.process.pid)
+        for pid in filter(is_named, started):
+            with contextlib.suppress(ProcessLookupError):  # the agent is killed first, and its reaper is quick
+                os.kill(pid, signal.SIGKILL)
+        job.process.wait()
+        assert wait_gone(started) == []
+        first = Output(job.process.returncode, job.out, job.err)
+    assert first.status == -signal.SIGKILL
+    again = document(run(command, tmp_path, PET_RDZV_BACKEND="ext_c10d"))
+    last = int(NUMBERED.findall(first.text)[-1])
+    (resumed,) = again.resumed
+    assert resumed in [f"{tmp_path}/checkpoints/checkpoint_epoch_{number}.pt at step {6 * number}" for number in (last, last + 1)]
+    assert again.text.splitlines()[-1] == "done at step 240 of 240"
+    assert all(len(losses) == 1 for losses in by_step(first.losses + again.losses).values())
+
+
+def is_named(pid: int) -> bool:
+    try:
+        return ELASTIC.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 @pytest.mark.long

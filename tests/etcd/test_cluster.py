@@ -13,7 +13,7 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdCluster, EtcdServer
 
 WRITES = 400
-TTL_S = 4
+TTL_S = 10  # the longest wait for a new leader, and the calls after it, must fit in
 
 
 @pytest.fixture
@@ -61,12 +61,13 @@ def history(watch: Watch, last: str) -> list[tuple[bytes, int]]:
 FAULTS: dict[str, Callable[[EtcdServer], None]] = {"killed": EtcdServer.kill, "frozen": EtcdServer.pause}
 
 
+@pytest.mark.long("killed")
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_leader_goes_while_watching(cluster: EtcdCluster, on_leader: tuple[EtcdServer, EtcdClient], prefix: str, fault: str):
     """No event is lost or doubled, no lease is lost."""
     leader, client = on_leader
-    start = client.revision(prefix) + 1
-    session = LeaseSession(client, TTL_S)
+    start = client.revision(prefix, timeout_s=20) + 1
+    session = LeaseSession(client, TTL_S, timeout_s=20)
     with client.watch(prefix, prefix=True, start_revision=start) as watch:
         until(lambda: watch.live)
         with Writer(cluster, prefix) as writer:
@@ -86,14 +87,14 @@ def test_quorum_lost(cluster: EtcdCluster, prefix: str):
     """The watch notices, although its own member lives and its connection stands; all goes on when the others are back."""
     stay, *others = cluster.members
     with EtcdClient(stay.endpoint, timeout_s=1) as client, client.watch(prefix) as watch:
-        session = LeaseSession(client, TTL_S, patient=True)
+        session = LeaseSession(client, TTL_S, patient=True, timeout_s=20)
         until(lambda: watch.live)
         for member in others:
             member.pause()
         until(lambda: not watch.live)
         with pytest.raises(Unavailable):
             client.put(prefix, "lost")
-        assert client.status().version  # this one member answers
+        assert client.status(timeout_s=20).version  # this one member answers
         overdue = session.alive_until
         for member in others:
             member.resume()
@@ -123,13 +124,13 @@ def _put_for_sure(client: EtcdClient, key: str) -> int:
     try:
         return client.put(key, "").revision
     except Unavailable:
-        kv = client.get(key).kv
+        kv = client.get(key, timeout_s=20).kv
         return kv.mod_revision if kv is not None else _put_for_sure(client, key)
 
 
 def test_all_members_down(cluster: EtcdCluster, prefix: str):
     """A patient lease, its key and the watch come through an outage longer than the TTL."""
-    with EtcdClient(cluster.endpoints, timeout_s=1) as client, client.watch(prefix, prefix=True) as watch:
+    with EtcdClient(cluster.endpoints, timeout_s=10) as client, client.watch(prefix, prefix=True) as watch:
         session = LeaseSession(client, 2, patient=True)
         impatient = LeaseSession(client, 2)
         client.put(prefix + "key", "1", lease_id=session.lease_id)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from elastic_ext.etcd import ConfigError, LeaseSession, Unavailable
 from elastic_ext.etcd.race import race
+from elastic_ext.etcd.values import KeptAlive
 from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
 TTL_S = 2
+LONG_TTL_S = 10  # of leases that must not end while this machine or etcd is slow
+
+
+def renew_now(client: EtcdClient, session: LeaseSession) -> None:
+    """Not only after a third of its TTL."""
+    session.retry_at(time.monotonic())
+    client.renewer.add(session)
 
 
 def test_a_session_outlives_its_ttl(client: EtcdClient, prefix: str):
@@ -69,9 +78,10 @@ def test_a_lease_that_is_gone_is_an_event(client: EtcdClient):
 
 def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServer):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
-        session = LeaseSession(client, 4)
+        session = LeaseSession(client, LONG_TTL_S)
         before = session.alive_until
         proxy.stop()
+        renew_now(client, session)
         until(lambda: client.renewer._trouble is not None)
         proxy.start()
         until(lambda: session.alive_until > before)
@@ -82,17 +92,19 @@ def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServe
 def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
     """As TCP does on a link that loses packets: another connection gets through, and the held one may answer later."""
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
-        session = LeaseSession(client, 4)
+        session = LeaseSession(client, LONG_TTL_S)
         for held in (0, 1):
             before = session.alive_until
             proxy.release()
             proxy.hold(but=held, new=False)
+            renew_now(client, session)
             until(lambda before=before: session.alive_until > before or session.lost.is_set())  # type: ignore[misc]
             assert not session.lost.is_set()
         proxy.release()
         session.revoke()
 
 
+@pytest.mark.long("stop")
 @pytest.mark.parametrize("how", ["stop", "deaf"])
 def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
@@ -165,6 +177,28 @@ def test_a_renewer_that_fails_tells_all_sessions(
         later.revoke()
 
 
+def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
+    """A leader of etcd that stops takes the others a second or two to replace; a pause after that could cost the lease."""
+    session = LeaseSession(client, 3)
+    keep_alive = client.renewer._keep_alive
+    due_again = queue.SimpleQueue[float]()
+    began: list[float] = []
+
+    def silent_once(lease_ids: Sequence[int], *, timeout_s: float, beside_s: float) -> KeptAlive:
+        began.append(time.monotonic())
+        if len(began) == 1:
+            threading.Event().wait(timeout_s)
+            raise Unavailable("no answer in time")
+        due_again.put(session.state.next_at)
+        return keep_alive(lease_ids, timeout_s=timeout_s, beside_s=beside_s)
+
+    monkeypatch.setattr(client.renewer, "_keep_alive", silent_once)
+    assert due_again.get(timeout=20) <= began[0] + 3 / 6
+    until(lambda: not session.late)
+    session.revoke()
+
+
+@pytest.mark.long("[0]")
 @pytest.mark.parametrize("limit", [0, 1])
 def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.MonkeyPatch, limit: int):
     """limit: threads that a renewal may start, of the two that it wants when etcd is slow."""

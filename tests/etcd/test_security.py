@@ -74,7 +74,7 @@ def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Ce
 
 def test_http_to_a_tls_server_and_the_other_way_round(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
     for endpoint, tls in ((tls_server.endpoint, None), (server.endpoint, certificates.tls())):
-        with EtcdClient(endpoint, tls=tls, timeout_s=0.5) as client, pytest.raises(Unavailable, match="http:// versus https://"):
+        with EtcdClient(endpoint, tls=tls, timeout_s=1.5) as client, pytest.raises(Unavailable, match="http:// versus https://"):
             client.get("a")
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.base.kinds import KINDS, Response
+from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.writing.errors import StorageFailed
 from elastic_ext.cli.explain import explained
 from elastic_ext.failures import classify as classify_module
@@ -106,6 +107,8 @@ ROWS = [
     ("keyboard-interrupt", "user_stop", "stop", raised("KeyboardInterrupt")),
     ("shared-object", "storage", "restart", raised("ImportError", "libcudnn.so.9: cannot open shared object file: No such file")),
     ("import-file-system", "storage", "restart", raised("ImportError", "[Errno 116] Stale file handle: 'a.py'")),
+    ("directory-taken", "code", "stop", raised(
+        f"{StaleGroup.__module__}.StaleGroup", "another launch, of job x, saves to the directory; give each its own: x")),
     ("code-always", "code", "stop", *(raised(name, "m", first_step_done=done) for name in ALWAYS.split() for done in (True,
      False)),
      raised("SyntaxError", "unexpected EOF while parsing"), raised("ImportError", "a.so: undefined symbol: x")),
@@ -256,6 +259,54 @@ def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text()
     assert classify(raised("RuntimeError", "failed", stderr_tail="CUDA out of memory")).rule == "device-memory"
 
 
+PEER = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("tail", "rule"),
+    [
+        (PEER, "no-evidence"),
+        ("WARNING Retrying in 1s: HTTP Error 429 thrown while requesting HEAD https://x", "no-evidence"),
+        ("s3fs: Connection reset", "no-evidence"),
+        ("[W socket.cpp] Name or service not known", "no-evidence"),
+        ("Watchdog caught collective operation timeout", "peer-gone"),
+        ("CUDA error: device-side assert triggered", "gpu-access"),
+        ("OSError: [Errno 28] No space left on device", "disk-full"),
+    ],
+)
+def test_beside_an_exception_of_the_script_stderr_says_only_what_no_script_survives(tail, rule):
+    diagnosis = classify(raised("RuntimeError", "my bug", stderr_tail=f"{tail}\n"))
+    assert diagnosis.rule == rule
+    assert "raised RuntimeError: my bug" in diagnosis.reason
+    assert classify(ended(1, stderr_tail=tail)).rule != "no-evidence"
+
+
+@pytest.mark.parametrize(
+    ("causes", "rule"),
+    [
+        ((), "no-evidence"),
+        ((f"RuntimeError: {PEER}",), "peer-connection"),
+        (("KeyError: 'x'", f"RuntimeError: {PEER}"), "peer-connection"),
+        (("KeyError: 'x'",), "no-evidence"),  # its type is not that of what ended the script
+    ],
+)
+def test_the_causes_of_an_exception_that_no_rule_knows(causes, rule):
+    evidence = Evidence(0, 1, exception=RaisedException("TrainFailed", "m", ("train.py:88 in step",), causes))
+    assert classify(evidence).rule == rule
+    known = replace(evidence, exception=replace(evidence.exception, type="KeyError"))
+    assert classify(known).rule == "arguments"
+
+
+def test_lines_of_ours_are_no_evidence_about_the_script():
+    ours = f"elastic_ext: no more copies to memory: {PEER}\n"
+    trace = "".join(f"elastic_ext: {line}\n" for line in TRACEBACK.splitlines())
+    configured = f"WARNING:elastic_ext.checkpoints.memory.saver:{ours}"
+    for tail in (ours, trace, configured, f"step 1\n{ours}{trace}step 2\n"):
+        assert classify(ended(1, stderr_tail=tail)).rule == "no-evidence"
+        assert classify(ended(1, stderr_tail=f"{tail}HTTP 503\n")).rule == "storage-busy"
+        assert classify(ended(1, stderr_tail=f"{TRACEBACK}{tail}")).rule == "code-always"
+
+
 @pytest.mark.parametrize(
     "tail", ["Traceback (most recent call last):", TRACEBACK[:120], "Traceback (most recent call last):\n???"]
 )
@@ -392,6 +443,7 @@ def test_the_cause_is_not_the_first_one_seen():
     assert root_cause([stopped, peer, bug]) == bug
     assert root_cause([stopped, peer, bug, killed_first]) == bug
     assert root_cause([stopped, peer, killed_first]) == killed_first
+    assert root_cause([stopped, peer]).evidence == peer.evidence
 
 
 def test_somebodys_wish_to_stop_is_the_cause():
@@ -438,10 +490,10 @@ def test_an_error_file_of_torchs_record(tmp_path):
 
 def test_an_error_file_of_the_bootstrap(tmp_path):
     file = tmp_path / "error.json"
-    ours = {"type": "pkg.Err", "message": "m", "frames": ["a.py:1 in f"], "monotonic_ns": 5}
+    ours = {"type": "pkg.Err", "message": "m", "frames": ["a.py:1 in f"], "causes": ["KeyError: 'x'"], "monotonic_ns": 5}
     file.write_text(json.dumps({**GOOD, "elastic_ext": ours}))
     read = read_error_file(str(file))
-    assert read.exception == RaisedException("pkg.Err", "m", ("a.py:1 in f",))
+    assert read.exception == RaisedException("pkg.Err", "m", ("a.py:1 in f",), ("KeyError: 'x'",))
     assert read.raised_ns == 5
 
 

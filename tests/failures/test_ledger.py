@@ -134,6 +134,9 @@ def test_records(type_):
         stderr_tail="t" * 9000,
         history=(Precedent(True),),
     )
+    if (raised := told.diagnosis.evidence.exception) is not None:
+        caused = dataclasses.replace(told.diagnosis.evidence, exception=dataclasses.replace(raised, causes=("c" * 2000,) * 8))
+        told = dataclasses.replace(told, diagnosis=dataclasses.replace(told.diagnosis, evidence=caused))
     back = decode_report(encode_report(told), order=5)
     assert len(encode_report(told)) < 8000
     assert (back.host, back.resumed_at, back.diagnosis.order) == ("h", 7, 5)

@@ -212,14 +212,9 @@ def test_a_log_that_cannot_be_read_is_not_known(tmp_path):
 
 def test_a_command_is_over_in_time_whatever_it_does(tmp_path):
     grandchild = tmp_path / "pid"
-    hangs = (
-        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60'])\n"
-        f"with open({str(grandchild)!r}, 'w') as file: file.write(str(p.pid))\n"
-        "time.sleep(60)"
-    )
     start = time.monotonic()
-    assert commands.output([sys.executable, "-c", hangs], 1.0) is None
-    assert time.monotonic() - start < 5
+    assert commands.output(["sh", "-c", f"sleep 60 & echo $! > {grandchild}; wait"], 3.0) is None
+    assert time.monotonic() - start < 30
     assert wait_gone([int(grandchild.read_text())]) == []  # it held the pipe open
 
 
@@ -270,8 +265,9 @@ def test_the_probe_runs_apart_and_in_time(tmp_path, monkeypatch, init, actions):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     start = time.monotonic()
     expected = actions and [RecoveryAction(f"00000000:3B:0{index}.0", action) for index, action in actions]
-    assert gpu.recovery_actions(3.0) == expected
-    assert time.monotonic() - start < 10
+    hangs = init == "time.sleep(60)"
+    assert gpu.recovery_actions(1.0 if hangs else 30.0) == expected
+    assert time.monotonic() - start < 40
 
 
 def test_a_failed_round_asks_the_driver_where_there_is_one(tmp_path, monkeypatch):
@@ -422,7 +418,7 @@ def test_an_api_server_that_does_not_answer_well_is_not_known(api_server, certif
     handler.hangs = True
     start = time.monotonic()
     assert kubernetes.get_pod(environ, str(account)) is None
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20  # it would have an answer after 30 s
     asked = len(handler.asked)
     (account / "ca.crt").write_text(Path(certificates.path("other-ca.crt")).read_text())
     assert kubernetes.get_pod(environ, str(account), 10) is None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from urllib.request import urlopen
 
 import jsonschema
 import pytest
@@ -21,6 +22,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.observe import event_table
 from elastic_ext.observe.event_table import EVENTS, Moment, Source
 from elastic_ext.observe.events import Events
+from tests.etcd.conftest import until
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, run
 
 SOURCE = Source("job", "n1", 7)
@@ -327,6 +329,9 @@ def test_the_events_of_a_preemption(tmp_path):
     command = [*AGENT, "--rdzv-conf=platform_grace=60", ELASTIC]
     with Job(command, tmp_path, GATE=str(gate.path), NODE="a", ELASTIC_EXT_EVENTS_FILE=str(tmp_path / "events")) as job:
         job.wait_for('"attempt": 0')
+        (url,) = job.wait_for(r"serving (http://\S+)")
+        running = b'elastic_ext_agent_state{state="running"} 1.0'  # a worker may be ready before its agent
+        until(lambda: running in urlopen(url[1], timeout=30).read())
         job.process.send_signal(signal.SIGTERM)
         assert job.finish().returncode == 75
     found = read(tmp_path / "events")

@@ -19,9 +19,10 @@ from typing import Any
 import numpy
 import pytest
 import torch.distributed.elastic.metrics as torchelastic
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import REGISTRY, Metric, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.registry import Collector
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.observe import metrics as metrics_module
@@ -590,8 +591,15 @@ def test_clients_that_hang_are_in_nobodys_way(serve: Any, caplog: pytest.LogCapt
 
 
 def test_clients_that_talk_nonsense_or_leave_print_nothing(serve: Any, capfd: Any, caplog: pytest.LogCaptureFixture) -> None:
-    workers = [WorkerProgress(number, 1, 1.0, 1.0, 1.0, 1, 1) for number in range(20_000)]
-    server = serve(agent(progress=lambda: workers))  # more than socket buffers hold: leaving is an error for the server
+    class Large(Collector):
+        """More than socket buffers hold: leaving is an error for the server."""
+
+        def collect(self) -> Iterator[Metric]:
+            yield Metric("large", "x" * (16 << 20), "gauge")
+
+    metrics = agent()
+    metrics.registry.register(Large())
+    server = serve(metrics)
     for sent in (b"\x16\x03\x01\x02\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(sent)

@@ -123,7 +123,7 @@ class TrainerServer:
             self.changed.notify_all()
         return answer
 
-    def wait(self, enough: Any, timeout_s: float = 30) -> list[Post]:
+    def wait(self, enough: Any, timeout_s: float = 120) -> list[Post]:
         """Wait until enough(posts); return all posts. enough: or a number of them."""
         test = enough if callable(enough) else lambda posts: len(posts) >= enough
         with self.changed:

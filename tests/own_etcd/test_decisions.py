@@ -109,6 +109,21 @@ def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):
         assert lifetime.decide(seen, life.look_again).ends
 
 
+@pytest.mark.parametrize(
+    ("seen", "members", "now", "anew"),
+    [
+        (situation(agents=1, silent=200.0), 3, 259.0, False),
+        (situation(agents=1, silent=200.0), 3, 260.0, True),
+        (situation(agents=1, silent=200.0), 1, 1e6, False),
+        (situation(agents=1), 3, 1e6, False),
+        (situation(agents=0, silent=200.0), 3, 260.0, False),  # it ends
+        (situation(agents=1, silent=200.0, is_member=False), 3, 260.0, False),
+    ],
+)
+def test_a_member_begins_anew_after_a_minute_without_a_majority(seen, members, now, anew):
+    assert lifetime.begins_anew(seen, members, now) is anew
+
+
 def host(number: int, member: bool = True) -> HostRecord:
     return HostRecord(f"peer{number}", f"client{number}", member, 1)
 

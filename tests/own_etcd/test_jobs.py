@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.own_etcd import folder, keeper
+from tests.chaos.processes import zombies
 from tests.jobs import TORCHRUN, Job, descendants, wait_gone
 from tests.own_etcd.hosts import GONE_S, OwnEtcdJob, hosts_of, lose, pids_in, revive
 from tests.programs import needs
@@ -101,7 +103,8 @@ def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
 
 
 def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was_killed(laptop):
-    """The agent is in, and about to start another keeper. Stopped, it shows what others see in between."""
+    """The agent is in, and about to start another keeper. Stopped, it shows what others see in between. The killed one does not
+    stay as its zombie."""
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
     (place,) = laptop.folders()
@@ -113,6 +116,7 @@ def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was
     folder.remove_abandoned(place.with_name(folder.folder_of("another", ("localhost",), "localhost", {}).name))
     agent.process.send_signal(signal.SIGCONT)
     agent.wait_for("runs a member of the job's etcd", count=2)
+    assert not [child for child, parent in zombies(os.getpid()) if parent.pid == agent.process.pid]
     laptop.gate.open()
     done = agent.finish()
     assert done.returncode == 0, done.err
@@ -223,6 +227,61 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
             agent.wait_for(seen(2, 3))
         job.gate.open()
         assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]
+
+
+@pytest.mark.long
+def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp_path):
+    """Two of three hosts are lost at once, and so is their data. The agent of the third one gives up, and is started again."""
+    needs("ip")
+    with hosts_of(tmp_path, 3) as (job, hosts):
+
+        def start(number: int) -> Job:
+            settings = {"last_call": "30", "join_timeout": "40"}
+            return job.start("3", inside=hosts[number].inside, name=f"n{number}", **settings)
+
+        first = [start(number) for number in range(3)]
+        for agent in first:
+            agent.wait_for(seen(3, 0))
+        for number in (1, 2):
+            lose(hosts[number])
+            folder.remove(job.folder_of(hosts[number].address))  # its memory
+        assert first[0].finish().returncode == 75
+        for number in (1, 2):
+            revive(hosts[number])
+        again = [start(number) for number in range(3)]
+        for agent in again:
+            agent.wait_for(seen(3, 0))
+        job.gate.open()
+        assert [agent.finish().returncode for agent in again] == [0, 0, 0]
+
+
+@pytest.mark.long
+def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_new_etcd(tmp_path):
+    """It waits for etcd for `join_timeout`, ten minutes. The agents of the other hosts are started again until they get in."""
+    needs("ip")
+    with hosts_of(tmp_path, 3) as (job, hosts):
+
+        def start(number: int) -> Job:
+            return job.start("2", inside=hosts[number].inside, name=f"n{number}")
+
+        stays, other = start(0), start(1)
+        for agent in (stays, other):
+            agent.wait_for(seen(2, 0))
+        start(2).wait_for("runs a member")
+        for number in (1, 2):
+            lose(hosts[number])
+            folder.remove(job.folder_of(hosts[number].address))  # its memory
+            revive(hosts[number])
+        again = {number: start(number) for number in (1, 2)}
+        while len(re.findall('"world": 2', stays.out)) < 2:
+            for number, agent in again.items():
+                if agent.process.poll() is not None:
+                    assert agent.process.returncode == 75, agent.err
+                    again[number] = start(number)
+            time.sleep(0.1)  # for any of three agents
+        job.gate.open()
+        assert stays.finish().returncode == 0
+        assert "has had no majority for 60 s" in stays.err
 
 
 def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member(laptop):

@@ -158,6 +158,7 @@ def test_a_node_that_another_one_cannot_reach_does_not_serve_the_store(silent, f
 OF_TWO = Header(3, State.RUNNING, nodes=2)
 OUTAGE = {"returning_until": 10.0}
 BACK = "node b may come back after the outage"
+LOST_B = dataclasses.replace(BROKEN, lost="b")
 ASSIGNMENTS = "the assignments of 1 node in round 3"
 
 
@@ -172,6 +173,9 @@ ASSIGNMENTS = "the assignments of 1 node in round 3"
         (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, End(State.BROKEN, "node a left the round to wait for the next one")),
         (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
         (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes joined")),
+        # The round has ended because it was gone: nobody waits for it once more.
+        (view(LOST_B, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Seal(("a", "c"), "2 nodes joined")),
+        (view(LOST_B, {"a": node(3), "d": node()}, "abc", **OUTAGE), 9, Wait("node c may come back after the outage", 10.0)),
         # A leader that does not know all parts must not take those that it knows for all: it would hold the job for done.
         (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 3, Wait(f"{ASSIGNMENTS} are being written again", 4.0)),
         (

@@ -17,8 +17,11 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections import deque
+from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,18 +34,23 @@ import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
+from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
+from elastic_ext.checkpoints.memory import buffers, interval, part, saver
 from elastic_ext.checkpoints.memory import commit as copies
-from elastic_ext.checkpoints.memory import part, saver
 from elastic_ext.checkpoints.memory.buffers import Buffers
 from elastic_ext.checkpoints.memory.devices import Copying
-from elastic_ext.checkpoints.writing import background, commit
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.writing import background, commit, fence
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, Event
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
+from elastic_ext.checkpoints.writing.local_tier import LocalTier
 from elastic_ext.checkpoints.writing.ranks import Ranks
+from tests.scripts import chaos_training
 
 GRACE_S = 0.7  # between the death of one rank and that of the others
 READY = -1  # where rank 0 tells that it has loaded
@@ -177,7 +185,15 @@ def train(rank: int, world: int, args: dict) -> dict:
 
 
 def copy_to_memory(rank: int, world: int, args: dict) -> dict:
-    """Load, check, and copy the state to memory step after step; to disk, too, now and then."""
+    """Load, check, and copy the state to memory step after step; to disk, too, now and then. most: files of parts at once."""
+    genuine, most = buffers.create, [0]
+
+    def counted(*args: Any) -> Any:
+        made = genuine(*args)
+        most[0] = max(most[0], len(list(Path(os.environ["ELASTIC_EXT_MEMORY_DIR"]).rglob("*.mem"))))
+        return made
+
+    buffers.create = counted
     training = Training(rank, world, args.get("elements", 600))
 
     def note(step: int, stall_s: float, every: int) -> None:
@@ -186,7 +202,7 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
                 file.write(f"{step}\n")
 
     saver.reports.report_copied = note
-    checkpointer = training.checkpointer(args["directory"], memory_every=1, **args.get("options", {}))
+    checkpointer = training.checkpointer(args["directory"], **{"memory_every": 1, **args.get("options", {})})
     position = checkpointer.load()
     if rank == 0:
         os.write(READY, b"1")
@@ -204,10 +220,208 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
         "path": position.path,
         "epoch": position.epoch,
         "note": dict(position.note),
+        "most": most[0],
         "wrong": wrong,
         "generators": position.generators,
         "dataloader": position.dataloader,
     }
+
+
+class Meter:
+    """Stands for an object of the user, with a tensor and values beside it."""
+
+    def __init__(self, **values: Any) -> None:
+        self.state: dict[str, Any] = {"average": torch.zeros(3), **values}
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+def meter(rank: int, world: int, args: dict) -> dict:
+    """Save a meter, in memory or on disk, after its values have become other ones; or load it into one with the first values."""
+    training, held = Training(rank, world), Meter(**args["values"])
+    if rank in args.get("uneven", ()):
+        held.state = {"another": torch.zeros(1000), **held.state}
+    checkpointer = training.checkpointer(args["directory"], extra={"meter": held}, memory_every=1)
+    try:
+        step = checkpointer.load().step
+    except ElasticExtError as error:
+        return {"raised": str(error)}
+    if "become" in args:
+        held.state |= {"average": torch.ones(3), **args["become"]}
+        for step in (1, 2):
+            checkpointer.snapshot(step)
+        if args["save"]:
+            checkpointer.save(2)
+    checkpointer.close()
+    values = {key: value for key, value in held.state.items() if not isinstance(value, torch.Tensor)}
+    found = {"step": step, "path": checkpointer._loader.copy, "error": checkpointer.last_error}
+    return {**found, **values, "average": held.state["average"].tolist()}
+
+
+def averages(rank: int, world: int, args: dict) -> dict:
+    """Save an object with a tensor like each parameter, in memory or on disk; or load it into one that has what `there` says."""
+    training = Training(rank, world)
+    parameters = list(training.model.parameters())
+
+    def average(like: str, factor: int) -> Any:
+        """Of each parameter: its number; and its elements counted, in a tensor that is placed as the parameter or is whole."""
+        found = {}
+        for number, parameter in enumerate(parameters):
+            whole = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape) * factor + number
+            sharded = like == "sharded" and isinstance(parameter, DTensor)
+            found[number] = (number, distribute_tensor(whole, parameter.device_mesh, [Shard(0)]) if sharded else whole)
+        return found
+
+    states = {"empty": lambda: {}, "sharded": lambda: average("sharded", 0), "whole": lambda: average("whole", 0)}
+    held = Meter()
+    held.state = average("sharded", 1) if args["save"] else states[args["there"]]()
+    checkpointer = training.checkpointer(args["directory"], extra={"average": held}, memory_every=1)
+    step = checkpointer.load().step
+    if args["save"] == "memory":
+        for number in (1, 2):
+            checkpointer.snapshot(number)
+    elif args["save"]:
+        checkpointer.save(2)
+    checkpointer.close()
+    right = []
+    for number, (_, wanted) in average("whole", 1).items():
+        kept, tensor = held.state.get(number, (None, torch.zeros(0)))
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        right.append(kept == number and torch.equal(whole, wanted) and whole.dtype == wanted.dtype)
+    kinds = {type(tensor).__name__ for _, tensor in held.state.values()}
+    return {"step": step, "path": checkpointer._loader.copy, "kinds": sorted(kinds), "right": all(right)}
+
+
+def refused(rank: int, world: int, args: dict) -> dict:
+    """Save objects with sharded tensors of which no load could put the parts together."""
+    training, held = Training(rank, world), Meter()
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    states = {"partial": partial, "beside a tensor": {"deque": deque([sharded]), "t": torch.zeros(1)}, "alone": deque([sharded])}
+    checkpointer = training.checkpointer(args["directory"], extra={"meter": held}, memory_every=1)
+    checkpointer.load()
+    raised = {}
+    for step, (name, state) in enumerate(states.items(), 1):
+        held.state = {"a": state}
+        try:
+            checkpointer.save(step, wait=True)
+        except UsageError as error:
+            raised[name] = str(error)
+        checkpointer.wait()
+        checkpointer.snapshot(step)
+    checkpointer.close()
+    return {"raised": raised, "saved": checkpointer.last_saved}
+
+
+def failing_start(count: int) -> None:
+    """The first copies of this rank fail, and then it has no buffers any more."""
+    genuine = Copying.start
+    left = [count]
+
+    def start(*args: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError("no copy")
+        genuine(*args)
+
+    Copying.start = start
+    fit = Buffers.fit
+    asked = [0]
+
+    def fits(self: Buffers, size: int) -> bool:
+        asked[0] += 1
+        return fit(self, size) and asked[0] != count + 2  # buffers are made anew right after the last failure
+
+    Buffers.fit = fits
+
+
+def together(rank: int, world: int, args: dict) -> dict:
+    """Copy to memory under a fault. `timeout_s` ends the run of ranks that wait for each other."""
+    training = Training(rank, world)
+    every = args.get("every", [1] * world)[rank]
+    if args.get("refuses") == rank:
+        failing_start(args["steps_that_fail"])
+    ended = timedelta(seconds=args.get("timeout_s", 600))
+    checkpointer = training.checkpointer(args["directory"], memory_every=every, timeout=ended)
+    position = checkpointer.load()
+    faulty = rank in args.get("faulty", [0])
+    threads = threading.Thread.start
+    manifest, asked = checkpointer._manifest, [0]
+
+    def counted(*args: Any) -> Any:
+        asked[0] += 1
+        return manifest(*args)
+
+    checkpointer._manifest = counted
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name.startswith("memory-"):
+            raise RuntimeError("can't start new thread")
+        threads(thread)
+
+    for step in range(position.step + 1, position.step + 1 + args["steps"]):
+        training.go_to(step)
+        fault = args["fault"] if faulty and step in args.get("at", ()) else ""
+        if fault == "thread":
+            threading.Thread.start = no_thread
+        note: Any = {"note": {"step": lambda: 0}, "no mapping": 5}.get(fault, {"step": step})
+        if fault != "absent":
+            checkpointer.snapshot(step, note=note)
+        threading.Thread.start = threads
+    checkpointer.close()
+    return {"step": position.step, "next": checkpointer._memory._next, "asked": asked[0]}
+
+
+def late_generation(rank: int, world: int, args: dict) -> dict:
+    """Load a copy while the directory of checkpoints cannot be written to; then save twice. The first save fails."""
+    training = Training(rank, world)
+    genuine = fence.open_generation, commit.save
+
+    def away(*_: Any) -> Any:
+        raise TimeoutError("away")
+
+    fence.open_generation, commit.save = away, lambda *_: commit.Outcome(SaveFailure(FailureKind.FULL, "no space"))
+    checkpointer = training.checkpointer(args["directory"], memory_every=args.get("every", 1))
+    step = checkpointer.load().step
+    checkpointer.snapshot(step + 1)
+    fence.open_generation = genuine[0]
+    checkpointer.save(step + 2, wait=True)
+    commit.save = genuine[1]
+    checkpointer.save(step + 3)
+    kept = sorted(path.name for path in Path(os.environ["ELASTIC_EXT_MEMORY_DIR"]).glob("step_*/*"))
+    for number in range(step + 4, step + 4 + args["steps"]):
+        training.go_to(number)
+        checkpointer.snapshot(number)
+    checkpointer.close()
+    return {"step": step, "kept": kept}
+
+
+def slow_buffers(rank: int, world: int, args: dict) -> dict:
+    """Rank 1 makes its buffers only after training has done some steps more."""
+    training, went_on = Training(rank, world), threading.Event()
+    found: list[bool] = []
+    genuine = buffers.create
+
+    def create(*args: Any) -> Any:
+        found.append(rank != 1 or went_on.wait(30))
+        return genuine(*args)
+
+    buffers.create, interval.BUFFERS_HOLD_S = create, 0.0
+    checkpointer = training.checkpointer(args["directory"], memory_every=1)
+    checkpointer.load()
+    for step in range(1, 30):
+        training.go_to(step)
+        checkpointer.snapshot(step)
+        if step == 6:
+            went_on.set()
+            checkpointer._memory.wait()
+    checkpointer.close()
+    return {"went_on": all(found), "buffers": len(found)}
 
 
 def at_copy(count: int, number: int) -> None:
@@ -285,6 +499,156 @@ def go_back(rank: int, world: int, args: dict) -> dict:
     return {"first": first, "back": back.step, "wrong": wrong, "error": checkpointer.last_error}
 
 
+def wrong_steps(rank: int, world: int, args: dict) -> dict:
+    """Some ranks save with a step that is none, and go on; then all save twice."""
+    training = Training(rank, world)
+    events: list[Event] = []
+    checkpointer = training.checkpointer(args["directory"], timeout=timedelta(seconds=60), on_event=events.append)
+    checkpointer.load()
+    raised = ""
+    try:
+        checkpointer.save(args["wrong"] if rank in args["faulty"] else 1)
+    except UsageError as error:
+        raised = str(error)
+    told = []
+    for step in (2, 3):  # a rank that has left out one is one save ahead
+        checkpointer.save(step, wait=True)
+        told.append(checkpointer.last_error)
+    failed = [event.step for event in events if event.kind == "failed"]
+    return {"raised": raised, "told": told, "saved": checkpointer.last_saved, "failed": len(failed)}
+
+
+def calls(rank: int, world: int, args: dict) -> dict:
+    """Call the checkpointer as args say: [name, ranks that do, step, micro-steps]. "reduce": a collective of training.
+
+    "sleep": seconds in place of a step.
+    """
+    background.LATE_S = args.get("late_s", background.LATE_S)
+    training = Training(rank, world)
+    events: list[Event] = []
+    options = {"memory_every": 1, "timeout": timedelta(seconds=args.get("timeout_s", 60)), "on_event": events.append}
+    checkpointer = training.checkpointer(args["directory"], **options)
+    loaded = []
+    for name, ranks, *where in args["calls"]:
+        if name == "reduce":
+            dist.all_reduce(torch.zeros(1))
+        elif name == "wait":
+            checkpointer.wait()
+            if checkpointer._memory is not None:
+                checkpointer._memory.wait()
+            dist.barrier()
+        elif rank not in ranks:
+            continue
+        elif name == "sleep":
+            time.sleep(where[0])
+        elif name == "load":
+            training.loader.step = -1
+            position = checkpointer.load()
+            loaded.append([position.step, position.accumulation, training.loader.step])
+        else:
+            step, accumulation = where
+            training.loader.step = 10 * step + accumulation
+            for parameter in training.model.parameters() if accumulation else ():
+                parameter.grad = torch.zeros_like(parameter)
+            getattr(checkpointer, name)(step, accumulation=accumulation)
+    checkpointer.close()
+    failed = [event.step for event in events if event.kind == "failed"]
+    return {"loaded": loaded, "failed": failed, "saved": [event.step for event in events if event.kind == "saved"]}
+
+
+def extra_of_rank_0(rank: int, world: int, args: dict) -> dict:
+    """Rank 0 has an average beside the model; the others have what args say: no such object, or an empty one. Save and load."""
+    training = Training(rank, world)
+    held = Meter()
+    held.state = {"t": torch.full((3,), 7.0)} if rank == 0 else {}
+    extra = {"average": held} if rank == 0 or args["others"] == "an empty one" else {}
+    checkpointer = training.checkpointer(args["directory"], extra=extra)
+    checkpointer.load()
+    checkpointer.save(1, wait=True)
+    error = checkpointer.last_error
+    if rank == 0:
+        held.state = {"t": torch.zeros(3)}
+    step = checkpointer.load().step
+    return {"error": error, "step": step, "held": held.state.get("t", torch.zeros(0)).tolist()}
+
+
+class Unwilling:
+    """Stands for an object of the user that cannot be saved the first time."""
+
+    def __init__(self, unwilling: bool) -> None:
+        self.unwilling = unwilling
+
+    def state_dict(self) -> dict:
+        if self.unwilling:
+            self.unwilling = False
+            raise LookupError("not now")
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+def fail_once(where: str, rank: int) -> dict[str, Any]:
+    """Make the first save fail, in a way that nobody has foreseen, on rank 0 alone or on all ranks; return more options."""
+    left = [1]
+
+    def failing(genuine: Any) -> Any:
+        def fails(*args: Any) -> Any:
+            if left:
+                left.clear()
+                raise LookupError("not now")
+            return genuine(*args)
+
+        return fails
+
+    if where == "decision of rank 0":
+        fence.open_generation = failing(fence.open_generation)
+    elif where == "between collectives":
+        commit.save = failing(commit.save)
+    return {"extra": {"unwilling": Unwilling(where == "state of rank 1" and rank == 1)}}
+
+
+def unforeseen(rank: int, world: int, args: dict) -> list[str | None]:
+    """Save twice; the first save fails. What was told after each."""
+    training = Training(rank, world)
+    options = {**fail_once(args["where"], rank), **args.get("options", {}), "timeout": timedelta(seconds=60)}
+    checkpointer = training.checkpointer(args["directory"], **options)
+    told = []
+    for step in (1, 2):
+        if args["where"] == "death of rank 1" and rank == 1:
+            break
+        training.go_to(step)
+        checkpointer.save(step, wait=True)
+        told.append(checkpointer.last_error)
+    return told
+
+
+def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
+    """Commit a copy in memory of which rank 0 has sent a manifest that nobody can read; then one with a good one."""
+    tier = LocalTier(open_storage(args["directory"]), (world,), 0, rank == 0)
+    ranks, told = Ranks(timedelta(seconds=60)), []
+    for manifest in (b"{", encode(Manifest(1, 1, ()))):
+        file = StoredFile(f"rank_{rank:05d}.mem", 0, "")
+        report = copies.Report("step_00000001.g0001", manifest if rank == 0 else b"", interval.Timing(), file)
+        outcome = copies.commit(tier, "", report, ranks)
+        told.append([outcome.committed, outcome.failure.reason if outcome.failure else ""])
+    return {"told": told}
+
+
+def refused_load(rank: int, world: int, args: dict) -> dict:
+    """Load what cannot be loaded into this model."""
+    try:
+        Training(rank, world, args["elements"]).checkpointer(args["directory"]).load()
+    except ElasticExtError as error:
+        return {"raised": str(error), "kind": type(error).__name__}
+    return {"raised": ""}
+
+
+def alone(rank: int, world: int, args: dict) -> list[str]:
+    """What `chaos_training.py --alone` prints."""
+    return list(chaos_training.alone(args["steps"]))
+
+
 def free_space(rank: int, step: int, args: dict) -> None:
     """The disk has room again after the second save."""
     if rank == 0 and step == 2:
@@ -293,11 +657,24 @@ def free_space(rank: int, step: int, args: dict) -> None:
 
 AFTER = {"free_space": free_space}
 TASKS = {
+    "calls": calls,
     "train": train,
     "copy_to_memory": copy_to_memory,
+    "meter": meter,
+    "averages": averages,
+    "refused": refused,
+    "together": together,
+    "slow_buffers": slow_buffers,
+    "late_generation": late_generation,
     "stale_prune": stale_prune,
     "unsharded_gradients": unsharded_gradients,
     "go_back": go_back,
+    "wrong_steps": wrong_steps,
+    "extra_of_rank_0": extra_of_rank_0,
+    "unforeseen": unforeseen,
+    "unreadable_manifest": unreadable_manifest,
+    "refused_load": refused_load,
+    "alone": alone,
 }
 
 
@@ -390,6 +767,7 @@ def run(request: dict) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    interval.BUFFERS_HOLD_S = 60.0  # a busy machine may take long for a little memory; these tests count steps
     codecs.lookup("latin1")  # pickles need it, and another user may not reach Python's library
     logging.basicConfig(level=logging.INFO, format=f"%(process)d {logging.BASIC_FORMAT}")
     for line in sys.stdin:

@@ -4,6 +4,9 @@
 
 Each rank appends lines to OUT.RANK: `loss STEP ACCUMULATION HEX`, `resumed STEP ACCUMULATION`, `state HASH` at the end. Dropout
 and a random draw for each batch show whether the generators are right; each rank shuffles a share of the data of its own.
+
+With --save-every N each rank prints `pid PID is at step STEP` when it has made 3 * N steps. If $HOLD is set, a rank that began at
+step 0 makes no more: it waits there until it is killed.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import hashlib
 import logging
 import os
 import random
+import signal
 
 import torch
 import torch.distributed as dist
@@ -140,6 +144,8 @@ def train(args: argparse.Namespace) -> None:
                             checkpointer.save(step, epoch=epoch)
                         if step - position.step == 3 * args.save_every:
                             print(f"pid {os.getpid()} is at step {step}", flush=True)
+                            while position.step == 0 and "HOLD" in os.environ:
+                                signal.pause()  # until it is killed, or ended with the one that was
                 if f"{step}:{accumulation}" in args.save:
                     checkpointer.save(step, epoch=epoch, accumulation=accumulation)
                 if step == args.steps:

@@ -12,8 +12,9 @@ The variable ACT may hold one thing to do, as JSON: {"at": WHERE, "step": N, "ra
     reported   SIGKILL before the manifest is written
     committed  SIGKILL once it is
     full       the file system is full when buffers are made, from step N on
-    hold       wait, in step N, for a lock on the file "gate"
+    hold       wait, in step N, for a lock on the file "gate"; all ranks do
 or, before the load after the first restart, {"at": "damage", "copies": N}: flip a byte in this rank's part of the N newest.
+With "hold": N beside another thing to do, or {"at": "", "hold": N}, all ranks wait for that lock in step N as well.
 """
 
 import errno
@@ -55,11 +56,11 @@ def kill_when(act: dict, step: list[int]) -> None:
         genuine = getattr(owner, name)
         setattr(owner, name, lambda *args: (die(), genuine(*args))[1])
 
-    def half(self: Copying, resting: list, moving: list) -> None:
+    def half(self: Copying, step: int, resting: list, moving: list) -> None:
         pairs = [*resting, *moving]
-        genuine_start(self, pairs[: len(pairs) // 2], [])
+        genuine_start(self, step, pairs[: len(pairs) // 2], [])
         die()
-        genuine_start(self, pairs[len(pairs) // 2 :], [])
+        genuine_start(self, step, pairs[len(pairs) // 2 :], [])
 
     genuine_start = Copying.start
     match act["at"]:
@@ -101,6 +102,7 @@ def main(steps: int, save_every: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     act, first = json.loads(os.environ.get("ACT", "{}")), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     mine = act.get("rank", 0) == rank
+    held = act["step"] if act.get("at") == "hold" else act.get("hold")
     now = [0]
     if first and mine:
         kill_when(act or {"at": ""}, now)
@@ -123,7 +125,7 @@ def main(steps: int, save_every: int) -> None:
             tell("step", rank, step + 1, training.digest(), os.getpid())
             if (step + 1) % save_every == 0:
                 checkpointer.save(step + 1, wait=True)
-            if first and act.get("at") == "hold" and act["step"] == step + 1:
+            if first and held == step + 1:
                 with open("gate") as gate:
                     fcntl.flock(gate, fcntl.LOCK_SH)
     tell("done", rank, steps, training.digest())

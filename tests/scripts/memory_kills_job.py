@@ -7,6 +7,7 @@ Each rank tells of itself by JSON datagrams to SOCKET: what ("loaded", "step", "
 (whether the ballast is not that of the step).
 """
 
+import faulthandler
 import json
 import os
 import socket
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from elastic_ext import Checkpointer
 from tests.scripts.chaos_training import EXAMPLES, Training
+
+STUCK_S = 60  # without a step; then the stacks go to stderr
 
 
 class Ballast:
@@ -36,6 +39,7 @@ class Ballast:
 
 
 def main(path: str, size: int) -> None:
+    faulthandler.dump_traceback_later(STUCK_S)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -65,6 +69,7 @@ def main(path: str, size: int) -> None:
             ballast.data.fill_(step % 256)
             checkpointer.snapshot(step)
             tell("step", step)
+            faulthandler.dump_traceback_later(STUCK_S)
     tell("done", step)
     dist.destroy_process_group()
 

@@ -1,7 +1,8 @@
 """Steps with one collective each, of uneven length on the ranks, until $STOP is there; saves when the agent asks.
 
 saving_job.py DIR [slow|deaf|stall]   DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second
-                                      longer; deaf: it never asks whether to save; stall: nothing happens for $STALL seconds once
+                                      longer; deaf: it never asks whether to save; stall: nothing happens at step 3 until $STALL
+                                      is there
 $SAVE_WHEN: a file for which a save waits
 """
 
@@ -27,7 +28,8 @@ while True:
     step += 1
     elastic_ext.report_progress()
     if step == 3 and "stall" in how:
-        time.sleep(float(os.environ["STALL"]))
+        while not os.path.exists(os.environ["STALL"]):
+            time.sleep(0.01)
     if step == 3:
         print(f"steps {rank} attempt {attempt}", flush=True)
     if "deaf" not in how and elastic_ext.save_requested():

@@ -3,7 +3,8 @@
     python -m elastic_ext.agent --nproc-per-node=2 traced_job.py TRACE_DIR [crash | wait]
 
 Each rank leaves its trace in TRACE_DIR/trace.RANK (see `tracing.Traced`). In the first round, rank 1 raises an error half way
-through the step after CRASH; with "wait", all ranks stay in that step until they are killed, unless a file TRACE_DIR/go is there.
+through the step after CRASH, and the others wait there; with "wait", all ranks stay in that step until they are killed, unless a
+file TRACE_DIR/go is there.
 """
 
 import signal
@@ -25,7 +26,10 @@ def halfway(step: int) -> None:
     if fails and step == CRASH + 1 and ending == "wait":
         print("waits", flush=True)
         signal.pause()
-    if fails and step == CRASH + 1 and dist.get_rank() == 1:
+    if fails and step == CRASH + 1 and ending == "crash":
+        dist.barrier()  # so that no rank is stopped between the report of a step and its note
+        while dist.get_rank() != 1:
+            signal.pause()
         traced.note("crash", step)
         raise ConnectionResetError("the network, says this test")
 

@@ -57,9 +57,9 @@ PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
 SlurmdParameters=config_overrides
-SlurmdTimeout=3
-MessageTimeout=2
-TCPTimeout=2
+SlurmdTimeout=8
+MessageTimeout=5
+TCPTimeout=5
 UnkillableStepTimeout=60
 MinJobAge=300
 """
@@ -84,7 +84,7 @@ class SlurmCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: it holds sockets
         self._stack = ExitStack()
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self._count, self._settings = nodes, {"KillWait": "15", **settings}
+        self._count, self._settings = nodes, {"KillWait": "40", **settings}
         self.nodes: dict[str, Node] = {}
         self.router: list[str] = []
         self.controller: Job | None = None
@@ -264,7 +264,7 @@ class SlurmCluster:
 
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-GRACE_S = 20  # between the notice to a job that it is preempted and its end
+GRACE_S = 40  # between the notice to a job that it is preempted and its end
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def _end(job: Job) -> None:
 
 
 def _remove_cgroups(folder: Path) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     for path, _, _ in list(os.walk(folder, topdown=False)):
         while os.path.isdir(path):
             try:

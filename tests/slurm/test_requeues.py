@@ -153,7 +153,8 @@ def test_too_few_nodes(training: Training) -> None:
     script.write_text("print('ran')")
     cluster.call("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
     job = training.submit("--nodes=3", script=(str(script),))
-    assert job.await_state("PENDING")["Reason"] in ("None", "Resources", "ReqNodeNotAvail,_UnavailableNodes:n3")
+    job.await_state("PENDING")  # its Reason depends on how far the scheduler is
+    assert job.out == ""
     cluster.call("scontrol", "update", "NodeName=n3", "State=RESUME")
     assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
     assert job.out.count("ran\n") == 3

@@ -264,8 +264,25 @@ def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker
     assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < DEADLINE_S
     assert before < ours.pop("monotonic_ns") < time.monotonic_ns()
     frames = ["script.py:4 in <module>", "script.py:2 in step"]
-    assert ours == {"type": "KeyError", "message": "'lr'", "frames": frames, "first_step_done": None}
+    assert ours == {"type": "KeyError", "message": "'lr'", "frames": frames, "causes": [], "first_step_done": None}
     assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == ["error.json"]
+
+
+@pytest.mark.parametrize(
+    ("end", "causes"),
+    [
+        ("raise ValueError('b') from error", ["pkg.A: two", "KeyError: 'one'"]),
+        ("raise ValueError('b')", ["pkg.A: two", "KeyError: 'one'"]),
+        ("raise ValueError('b') from None", []),
+        ("raise error from error.__context__", ["KeyError: 'one'"]),
+        ("error.__context__.__cause__ = b = ValueError('b'); raise b from error", ["pkg.A: two", "KeyError: 'one'"]),
+    ],
+)
+def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: Worker, end: str, causes: "list[str]") -> None:
+    begin = "class A(Exception):\n    __module__ = 'pkg'\n\ntry:\n    try:\n        {}['one']\n    except KeyError:\n"
+    begin += f"        raise A('two')\nexcept A as error:\n    {end}\n"
+    assert run_text(tmp_path, begin, worker.environ)[0] == 1
+    assert worker.error["elastic_ext"]["causes"] == causes
 
 
 @pytest.mark.parametrize(
@@ -393,6 +410,7 @@ raise ValueError("x")
 """
 
 
+@pytest.mark.long("standby")
 def test_the_hook_that_torch_installs_is_no_hook_of_the_script(tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     assert "[rank0]: ValueError" in run_text(tmp_path, GROUP.format(before=""), {})[2]
@@ -428,6 +446,7 @@ raise torch.OutOfMemoryError("x")
 """
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("train", [False, True])
 def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool) -> None:
     (tmp_path / "script.py").write_text(STEPS)
@@ -457,6 +476,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.long("standby")
 def test_compiled_optimizer_steps_are_counted(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "script.py").write_text(COMPILED_STEPS)
     with start(["script.py"], tmp_path, worker.environ) as process:

@@ -58,6 +58,18 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     workers.close()
 
 
+def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(start):
+    """The platform has terminated it, and its peers have failed over that first."""
+    child = start("import os; os.kill(os.getpid(), 15)")
+    while not pidfds.is_ending(child.pid):
+        time.sleep(0.01)
+    workers = WorkerProcesses({0: child.pid}, own_groups=True)
+    workers.stop(20, on_stragglers=lambda ranks: None)
+    assert workers.exits[0].exitcode == -signal.SIGTERM
+    assert not workers.exits[0].ended_by_agent(None)
+    workers.close()
+
+
 @pytest.mark.parametrize("slowly", [False, True], ids=["ended", "ending"])
 def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
     """Its exit cannot be seen yet, but its connections are closed: another worker has failed over that, and all are stopped."""

@@ -19,7 +19,7 @@ from elastic_ext.base import records
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, NameOrEmpty
-from elastic_ext.checkpoints.choice.in_memory import Move
+from elastic_ext.checkpoints.choice.in_memory import Move, Saved
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import order_of
 
@@ -37,6 +37,8 @@ class Offers:
         usable: the node has a local tier, and rounds may resume from it.
         offers: in its local directory.
         memory: copies in its memory.
+        saved: the newest checkpoint that the node knows of; None: it cannot know.
+        has_memory: the node has memory for copies, even if it holds none; without it, no round of it may resume from one.
         refused: names of copies in memory, on whatever node, that this node knows to be bad.
         workers: how many ranks the node runs in this round.
         peer: host and port where its agent takes parts of copies in memory, as `10.0.0.1:4321`; "": it takes none.
@@ -50,6 +52,8 @@ class Offers:
     workers: Count = 0
     peer: NameOrEmpty = ""
     domain: str = ""
+    has_memory: bool = False
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True)

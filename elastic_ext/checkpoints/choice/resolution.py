@@ -1,7 +1,7 @@
 """Agree on the checkpoint that a round resumes from: the same answer on every node.
 
-The agent of node 0 looks once per round and sends its choice to the others (`messages`). They wait until they see the checkpoint
-themselves, because a shared directory may be late to show what another host has written.
+The agent of node 0 looks once per round (`remote`) and sends its choice to the others (`messages`). They wait until they see the
+checkpoint themselves, because a shared directory may be late to show what another host has written.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from elastic_ext.base.checkpoint_variables import resume_variables
-from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
+from elastic_ext.base.errors import ElasticExtError, RoundOver, StorageAway, UsageError
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, in_memory, messages, peering
-from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
-from elastic_ext.checkpoints.choice.in_memory import NodeMemory
+from elastic_ext.checkpoints.choice import in_memory, messages, peering
+from elastic_ext.checkpoints.choice.in_memory import NONE_SAVED, NodeMemory, Saved
 from elastic_ext.checkpoints.choice.messages import Agreement, Offers
 from elastic_ext.checkpoints.choice.peering import PeerPlan, plan_of
-from elastic_ext.checkpoints.choice.run_start import run_began_at
-from elastic_ext.checkpoints.choice.selection import Choice
-from elastic_ext.checkpoints.directory import marks, tiers
+from elastic_ext.checkpoints.choice.remote import RemoteTier, newer
+from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import Inspection
-from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
-from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll, split_path
+from elastic_ext.checkpoints.formats.manifest import order_or_oldest
+from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +82,7 @@ class Place:
         memory: its directory for copies in memory; "" for none.
         refused: names of copies in memory that must not be used.
         peer: host and port where its agent takes parts of copies from others; "": it takes none.
+        saved: the newest checkpoint that it knows of; None: it cannot know.
     """
 
     node: int = 0
@@ -94,6 +92,7 @@ class Place:
     memory: str = ""
     refused: tuple[str, ...] = ()
     peer: str = ""
+    saved: Saved | None = NONE_SAVED
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
@@ -104,7 +103,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     Raises:
         BadCheckpoints: checkpoints exist, but none may be used.
         UsageError: a setting is wrong, or this node does not see the checkpoint that the others see.
-        StorageAway: the storage has not answered for AWAY_S.
+        StorageAway: the storage has not answered for AWAY_S, and no copy in memory makes up for that.
         OSError: the storage refuses in another way (on node 0; a UsageError on the others).
         RoundOver: the round ended before all nodes knew the answer.
     """
@@ -155,13 +154,10 @@ class _Resolution:
     """
 
     def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: Place) -> None:
-        self._settings, self._checkpoint_dir, self._run_id, self._place = settings, checkpoint_dir, run_id, place
+        self._settings, self._place = settings, place
         self._memory = open_storage(place.memory) if place.memory else None
+        self._remote = RemoteTier(settings, checkpoint_dir, run_id)
         self.lost = ""
-
-    @cached_property
-    def _remote(self) -> Storage:
-        return open_storage(self._checkpoint_dir)
 
     @cached_property
     def _local(self) -> Storage | None:
@@ -187,6 +183,8 @@ class _Resolution:
             workers=place.workers,
             peer=place.peer,
             domain=self._settings.topology or "",
+            has_memory=self._memory is not None,
+            saved=place.saved,
         )
 
     def _in_local_dir(self) -> list[Offer] | None:
@@ -225,41 +223,40 @@ class _Resolution:
     def decide(self, received: Sequence[Offers]) -> Agreement:
         """Choose the newest of all tiers, on node 0. If the remote directory has nothing newer than the others, only list it.
 
-        Raises as `agree` does, and OSError if the storage does not answer.
+        Raises as `agree` does, and OSError if the storage does not answer and must be waited for.
         """
-        excluded = marks.quarantined_names(self._remote) if received else frozenset()
-        nodes = [NodeMemory(each.workers, each.memory) for each in received]
-        memory = in_memory.newest_whole(nodes, excluded.union(*(each.refused for each in received)))
-        in_tiers = _of_memory(memory.offer), _of_local(self._newest_local(received, excluded))
-        found = [each for each in in_tiers if each is not None]
-        agreement = reduce(_newer, found) if found else None
-        if agreement is None or self._has_newer(agreement):
-            agreement = self._or_remote(agreement)
+        away = self._remote.look() if any(each.offers or each.memory for each in received) else None
+        quarantined = self._remote.quarantined
+        nodes = [NodeMemory(each.workers, each.memory, each.has_memory, each.saved) for each in received]
+        memory = in_memory.newest_whole(nodes, quarantined.union(*(each.refused for each in received)))
+        if away is None:
+            upper = _of_memory(memory.offer), _of_local(self._newest_local(received, quarantined))
+            found = [each for each in upper if each is not None]
+            agreement = self._remote.newest(reduce(newer, found) if found else None)
+        else:
+            local = tiers.newest_loadable(each.offers for each in received)
+            agreement = self._without_storage(away, memory.offer, in_memory.needs_no_storage(memory.offer, local, nodes))
         for name, reason in memory.lost[:1]:
             if order_or_oldest(name) > order_or_oldest(agreement.name):
                 self.lost = printable(reason)
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return replace(agreement, peers=peering.arrange(received, memory if agreement.memory else None))
 
-    def _has_newer(self, agreement: Agreement) -> bool:
-        """Return whether the remote directory may have something newer. A script's own saves tell their step only when opened."""
-        order = order_or_oldest(agreement.name)
-        try:
-            names = [entry.name for entry in self._remote.entries() if not entry.name.startswith(".")]
-        except FileNotFoundError:
-            return False
-        return any(order_of(name) is None or order_or_oldest(name) > order for name in names)
+    def _without_storage(self, away: OSError, copy: Offer | None, enough: bool) -> Agreement:
+        """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for.
 
-    def _or_remote(self, agreement: Agreement | None) -> Agreement:
-        """Return the newest checkpoint of the remote directory, or `agreement` if that is newer."""
-        try:
-            remote = self._newest_remote()
-        except BadCheckpoints as error:
-            if agreement is None:
-                raise
-            logger.warning("%s", error)
-            return agreement
-        return remote if agreement is None else _newer(agreement, remote)
+        enough: the copy needs no storage. Yet what has answered before may have shown something newer.
+        """
+        agreement = _of_memory(copy)
+        if agreement is None or not enough or self._remote.has_answered:
+            raise away
+        logger.warning(
+            "the storage of the checkpoints does not answer: %s; resuming without it from %s in memory, which is as new as any "
+            "checkpoint that the nodes know of",
+            away,
+            printable(agreement.name),
+        )
+        return agreement
 
     def _newest_local(self, received: Sequence[Offers], quarantined: Collection[str]) -> Offer | None:
         """Return the newest checkpoint whose parts are all in the nodes' local directories."""
@@ -267,35 +264,11 @@ class _Resolution:
             return None
         found = tiers.newest_loadable([each.offers for each in received], quarantined)
         for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
-            newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
-            if ranks and newer and offer.name not in quarantined:
+            is_newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
+            if ranks and is_newer and offer.name not in quarantined:
                 missing = ", ".join(map(str, ranks))
                 logger.warning("not resuming from %s: the files of ranks %s are in no node's local_dir", offer.name, missing)
         return found
-
-    def _newest_remote(self) -> Agreement:
-        """Choose from the remote directory. Raises UsageError, BadCheckpoints, OSError."""
-        choice = self._choose()
-        for passed in choice.passed_over:
-            logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
-        if choice.resume is not None:
-            name = split_path(choice.resume.path)[1]
-            asked_for = self._remote.path(name) != choice.resume.path
-            return Agreement(name, choice.resume.step, choice.resume.reason[: messages.MAX_TEXT], asked_for=asked_for)
-        if self._settings.resume_from == NONE:
-            return Agreement("", reason="resume_from=none")
-        if choice.all_bad:
-            raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
-        return Agreement("", reason=f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MAX_TEXT])
-
-    def _choose(self) -> Choice:
-        """Choose from the run's own progress first, then by resume_from."""
-        resume_from = self._settings.resume_from
-        wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=Mode(self._settings.verify))
-        if not resume_from:
-            return discovery.newest_in(self._remote, wanted)
-        own = discovery.newest_in(self._remote, replace(wanted, since=run_began_at(self._remote, self._run_id, resume_from)))
-        return own if own.resume is not None else discovery.newest_in(self._remote, replace(wanted, resume_from=resume_from))
 
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
@@ -332,7 +305,7 @@ class _Resolution:
                 "memory_limit alike on all nodes, and give each a tmpfs at /dev/shm"
             )
         own = self._memory if agreement.memory else self._local if agreement.local else None
-        found = own or (self._asked_for if agreement.asked_for else self._remote)
+        found = own or (self._asked_for if agreement.asked_for else self._remote.storage)
         assert found is not None, "checked above"
         return found
 
@@ -349,23 +322,6 @@ def _of_local(offer: Offer | None) -> Agreement | None:
     saved_by = f"{offer.nodes} node{'s' * (offer.nodes != 1)}"
     reason = f"newest with all its parts in the nodes' local_dir, saved by {saved_by}"
     return Agreement(offer.name, offer.step, reason, local=True)
-
-
-def _newer(one: Agreement, other: Agreement) -> Agreement:
-    """Return the newer one; the first if both are as new. What a script has saved itself has no generation: its step counts."""
-    if not other.name:
-        return one
-    if order_of(other.name) is None:
-        return other if other.step is not None and one.step is not None and other.step > one.step else one
-    return other if order_or_oldest(other.name) > order_or_oldest(one.name) else one
-
-
-def _none_left(directory: str, choice: Choice) -> str:
-    listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
-    return (
-        f"no checkpoint in {directory} may be used: {listed}. Starting from scratch would lose the work: inspect them "
-        "(elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
-    )
 
 
 def await_visible(storage: Storage, name: str, deadline: float) -> None:

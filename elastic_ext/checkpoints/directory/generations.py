@@ -1,9 +1,9 @@
 """The fence of a directory of checkpoints: each group of workers that opens it gets a generation, and only the newest may commit.
 
 A generation is a marker file, `.elastic_ext/generation-NNNNNNNN`, that holds the JSON of an `Opener`. It is created exclusively,
-so no two groups have the same generation. A group that was paused and replaced finds its successor's marker before it commits or
-prunes. If it is paused again between that check and the write, it commits to a directory of its own generation, which counts as
-older than all of its successor's (`formats/manifest.py`).
+so no two groups have the same generation. A group that was replaced, for instance while it was paused, finds its successor's
+marker before it commits or prunes. If it is paused between that check and the write, it commits to a directory of its own
+generation, which counts as older than all of its successor's (`formats/manifest.py`).
 """
 
 from __future__ import annotations
@@ -55,10 +55,36 @@ def refuse_stale(storage: Storage, generation: int) -> None:
     """Raise StaleGroup if a newer group has opened the directory. Raises OSError if the storage does not answer."""
     newest = max(_marked(storage), default=0)
     if newest > generation:
+        ours, theirs = (_opener_or_unknown(storage, each) for each in (generation, newest))
         raise StaleGroup(
-            f"generation {newest} has opened {storage.address}, this group of workers is generation {generation}: it was "
-            "replaced while it was paused, and must not commit or prune; end its processes"
+            f"{_taken_by(ours, theirs, _saved_there(storage, newest))}: generation {newest} has opened {storage.address}, this "
+            f"group of workers is generation {generation} and must not commit or prune there"
         )
+
+
+def _taken_by(ours: Opener | None, theirs: Opener | None, saved: bool) -> str:
+    """Return who has opened the directory, and what to do. saved: whether they write there. Pure.
+
+    `failures.rules` knows the sentence about another launch that saves.
+    """
+    if ours is None or theirs is None:
+        return "others, perhaps of this launch, have opened the directory; end these processes if they were replaced"
+    if not theirs.launch:
+        return "workers without an agent have opened the directory; let no two save to one"
+    if ours.launch == theirs.launch:
+        return f"restart {theirs.restart} of this launch has taken the place of these workers; end them"
+    job = "this job" if ours.run_id == theirs.run_id else f"job {theirs.run_id}"
+    if not saved:
+        return f"another launch, of {job}, has opened the directory and saved nothing there yet; let no two save to one"
+    return f"another launch, of {job}, saves to the directory; give each its own, or let only one run"
+
+
+def _saved_there(storage: Storage, generation: int) -> bool:
+    """Return whether a group has begun a checkpoint, rather than just loaded one; False if that is not known."""
+    try:
+        return any(order[0] == generation for name in _names(storage, "") if (order := order_of(name)))
+    except OSError:
+        return False
 
 
 def open_generation(storage: Storage, opener: Opener) -> int:
@@ -81,19 +107,33 @@ def open_generation(storage: Storage, opener: Opener) -> int:
 def _refuse_older_restart(storage: Storage, newest: int, opener: Opener) -> None:
     if not opener.launch or newest not in _marked(storage):
         return
-    try:
-        found = json.loads(storage.read(_marker(newest)))
-        launch, restart = str(found["launch"]), int(found["restart"])
-    except FileNotFoundError:
-        return  # removed since, so there are newer markers, which `refuse_stale` finds
-    except (ValueError, KeyError, TypeError) as error:
-        logger.warning("generation %s of %s has a marker that cannot be read: %s", newest, storage.address, error)
+    found = _opener(storage, newest)  # None: perhaps removed since; then there are newer markers, which `refuse_stale` finds
+    if found is None or (found.launch, found.run_id) != (opener.launch, opener.run_id):
         return
-    if launch == opener.launch and str(found.get("run_id")) == opener.run_id and restart > opener.restart:
+    if found.restart > opener.restart:
         raise StaleGroup(
-            f"restart {restart} of job {opener.run_id} has opened {storage.address}, this is restart {opener.restart}: "
+            f"restart {found.restart} of job {opener.run_id} has opened {storage.address}, this is restart {opener.restart}: "
             "these workers belong to a round that is over; end them"
         )
+
+
+def _opener(storage: Storage, generation: int) -> Opener | None:
+    """Return who has opened a generation; None if its marker is gone or cannot be read as one. Raises OSError."""
+    try:
+        found = json.loads(storage.read(_marker(generation)))
+        return Opener(str(found["run_id"]), int(found["restart"]), str(found["launch"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("generation %s of %s has a marker that cannot be read: %s", generation, storage.address, error)
+        return None
+
+
+def _opener_or_unknown(storage: Storage, generation: int) -> Opener | None:
+    try:
+        return _opener(storage, generation)
+    except OSError:
+        return None
 
 
 def _remove_marker(storage: Storage, generation: int) -> None:

@@ -12,16 +12,19 @@ whatever their step.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.printable import literal
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+MOST_SHOWN = 80  # characters of a wrong value
 CHECKSUM = "xxh3_64"  # hex, 16 digits; https://github.com/Cyan4973/xxHash
 
 _NAME = re.compile(r"step_(\d{8,})\.g(\d{4,})")
@@ -42,7 +45,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a complete checkpoint.
+    """The content of a complete checkpoint. Raises ValueError for a number that `count` refuses: a reader would, too.
 
     Attributes:
         step: optimizer steps done.
@@ -69,6 +72,10 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        for each in (self.step, self.generation, self.world_size, self.epoch, self.accumulation, self.restart, *self.nodes):
+            count(each)
+
     @property
     def order(self) -> tuple[int, int]:
         """(generation, step). The checkpoint with the greater order is newer."""
@@ -78,6 +85,20 @@ class Manifest:
     def size(self) -> int:
         """Total bytes of all files."""
         return sum(file.size for file in self.files)
+
+
+def count(value: object, least: int = 0) -> int:
+    """Return a count as a plain int. It may be whatever can be used as an index, such as the whole numbers of NumPy and torch.
+
+    The one rule for what is written and what is read. Raises ValueError for anything else, for a bool, and for less than `least`.
+    """
+    try:
+        found = int(operator.index(cast(SupportsIndex, value)))
+    except (TypeError, ValueError, RuntimeError):  # torch raises a RuntimeError for a tensor on the meta device
+        found = None
+    if found is None or isinstance(value, bool) or found < least:
+        raise ValueError(f"{literal(value, MOST_SHOWN)} is not a whole number, {least} or more")
+    return found
 
 
 def directory_name(step: int, generation: int) -> str:
@@ -120,33 +141,27 @@ def decode(data: bytes) -> Manifest:
         if seal != _seal(record):
             raise ValueError("it does not match its own checksum: damaged, or edited by hand")
         files = tuple(
-            StoredFile(_file_name(file["name"]), _count(file["size"]), str(file["checksum"])) for file in record["files"]
+            StoredFile(_file_name(file["name"]), count(file["size"]), str(file["checksum"])) for file in record["files"]
         )
         if len({file.name for file in files}) != len(files):
             raise ValueError("it lists a file twice")
         return Manifest(
-            step=_count(record["step"]),
-            generation=_count(record["generation"]),
+            step=record["step"],
+            generation=record["generation"],
             files=files,
-            world_size=_count(record["world_size"]),
-            epoch=_count(record["epoch"]),
-            accumulation=_count(record["accumulation"]),
+            world_size=record["world_size"],
+            epoch=record["epoch"],
+            accumulation=record["accumulation"],
             run_id=str(record["run_id"]),
-            restart=_count(record["restart"]),
+            restart=record["restart"],
             saved_at=float(record["saved_at"]),
             extra=dict(record["extra"]),
-            nodes=tuple(_count(count) for count in record.get("nodes", ())),
+            nodes=tuple(record.get("nodes", ())),
         )
     except KeyError as error:
         raise ManifestError(f"the manifest has no {error}") from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # decoding errors are ValueErrors
         raise ManifestError(f"the manifest cannot be read: {error}") from error
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number, 0 or more")
-    return value
 
 
 def _file_name(value: object) -> str:

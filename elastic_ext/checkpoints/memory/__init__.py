@@ -20,7 +20,10 @@ interval.py    how often to copy (pure)
 part.py        the content of one buffer
 buffers.py     the files, mapped, and which of the two is next
 devices.py     copy from a GPU beside training
+steps_seen.py  whether that is safe (pure)
 commit.py      from the parts of all ranks to a manifest on each node
+attempt.py     the thread of one copy, and for how long training waits for it
+pace.py        how often, and what this rank has measured for that
 saver.py       all of these, one step after another
 reading.py     from mapped parts back into the state
 resharding.py  the same on other nodes, or with another number of ranks

@@ -16,6 +16,7 @@ from elastic_ext.checkpoints.storage import Storage
 
 SPARE = f"{MARKERS}/spare"
 BUFFERS = 2  # per rank
+SLICE = 64 << 20  # bytes, see `populate`
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,24 @@ def create(storage: Storage, name: str, size: int) -> Buffer:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        # Populated, so that training does not wait for page faults.
-        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        tensor = torch.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), dtype=torch.uint8)
     except BaseException:
         os.unlink(path)
         raise
     finally:
         os.close(descriptor)
-    return Buffer(name, torch.frombuffer(memory, dtype=torch.uint8))
+    populate(tensor)
+    return Buffer(name, tensor)
+
+
+def populate(memory: Tensor) -> None:
+    """Touch each page, so that the first copy does not wait for page faults.
+
+    With MAP_POPULATE the kernel would do it, but Python keeps its lock for as long, and training stands still; torch does not.
+    For a slice, torch takes no more than one thread.
+    """
+    for slice_ in memory.split(SLICE):
+        slice_[:: mmap.PAGESIZE].zero_()
 
 
 def open_mapped(storage: Storage, name: str, private: bool = False) -> Buffer:
@@ -98,8 +109,16 @@ class Buffers:
         self._kept = open_mapped(self._storage, f"{name}/{memory_file(self._rank)}") if name and reuse else None
         self.kept = name
 
+    @property
+    def keeps_others(self) -> bool:
+        """Whether the copy that is kept was made by other ranks. It takes the memory of a buffer of each, but cannot be one."""
+        return bool(self.kept) and self._kept is None
+
     def allocate(self, capacity: int) -> None:
-        """Make the buffers that are missing, or too small. Raises OSError, with none of them left."""
+        """Make the buffers that are missing, or too small. Raises OSError, with none of them left.
+
+        A copy that is kept takes the place of one.
+        """
         self.release()
         if capacity * BUFFERS > self._limit:
             raise OSError(
@@ -107,7 +126,7 @@ class Buffers:
                 f"two copies of its state need {capacity * BUFFERS} bytes, its share of memory_limit is {self._limit}",
             )
         try:
-            for _ in range(BUFFERS - (self._kept is not None)):
+            for _ in range(BUFFERS - bool(self.kept)):
                 self._made += 1
                 name = f"{SPARE}/{os.getpid()}.{self._made}.{memory_file(self._rank)}"
                 self._spares.append(create(self._storage, name, capacity))

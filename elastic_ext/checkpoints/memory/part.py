@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from elastic_ext.checkpoints.writing import pickling
 from elastic_ext.checkpoints.writing.state import Capture, StateDict
 
 MAGIC = b"EXTMEM\0\1"
@@ -36,6 +37,8 @@ _HEAD = struct.Struct("=8sQQ")
 
 Path = tuple[Any, ...]
 """Where a value is in the nested state: keys of mappings, indices of lists."""
+
+Common = tuple[Path, torch.dtype, tuple[int, ...]]
 
 
 class PartError(ValueError):
@@ -88,11 +91,18 @@ class Index:
 
 @dataclass(frozen=True)
 class Planned:
-    """A part before it is written. tensors: live, by path, in the order of their places. index: pickled."""
+    """A part before it is written.
+
+    Attributes:
+        tensors: live, by path, in the order of their places.
+        index: pickled.
+        common: path, type and shape of the tensors of which each rank of the node keeps a share.
+    """
 
     tensors: Mapping[Path, Tensor]
     places: Mapping[Path, Place]
     index: bytes
+    common: Sequence[Common] = ()
 
     @property
     def end(self) -> int:
@@ -118,10 +128,10 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     tensors, values = dict(leaves(captured.tensors)), dict(other_leaves(captured.tensors))
     for path, tensor in tensors.items():
         if tensor.layout is not torch.strided:
-            raise TypeError(f"{_shown(path)} is a {tensor.layout} tensor; only strided ones can be copied to memory")
-    common = [(path, tensor.nbytes) for path, tensor in tensors.items() if is_common(path, tensor)]
-    owners = zip(common, shares(common, local_world), strict=True)
-    elsewhere = {path for (path, _), owner in owners if owner != local_rank}
+            raise TypeError(f"{shown(path)} is a {tensor.layout} tensor; only strided ones can be copied to memory")
+    common = [path for path, tensor in tensors.items() if is_common(path, tensor)]
+    owners = shares([(path, tensors[path].nbytes) for path in common], local_world)
+    elsewhere = {path for path, owner in zip(common, owners, strict=True) if owner != local_rank}
     mine = {path: local_part(tensor) for path, tensor in tensors.items() if path not in elsewhere}
     places, offset = {}, ALIGNMENT
     for path, tensor in mine.items():
@@ -129,7 +139,8 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
         offset += -(-places[path].size // ALIGNMENT) * ALIGNMENT
     boxes = {path: box for path in mine if (box := box_of(tensors[path])) is not None}
     index = Index(places, boxes, values, captured.shared, captured.own)
-    return Planned(mine, places, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
+    kinds = [(path, tensors[path].dtype, tuple(tensors[path].shape)) for path in common]
+    return Planned(mine, places, pickling.dumps(index), kinds)
 
 
 # Of each way in which tensors are sharded. For a long dimension torch needs more time to say this than it takes to copy the part.
@@ -178,11 +189,19 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 def other_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the values between the tensors."""
-    if isinstance(value, (Mapping, list, tuple)):
+    if is_nested(value):
         for key, each in _children(value):
             yield from other_leaves(each, (*path, key))
     elif not isinstance(value, Tensor):
         yield path, value
+
+
+def is_nested(value: Any) -> bool:
+    """Return whether each item of a value has a path of its own, as in a mapping or a list with tensors.
+
+    Any other list is one value, as for torch.distributed.checkpoint: it may be longer than the one that a load begins with.
+    """
+    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and any(True for _ in leaves(value)))
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -216,5 +235,5 @@ def read_index(memory: memoryview) -> Index:
     return index
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     return ".".join(map(str, path))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch import Tensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
+from elastic_ext.checkpoints.formats.files import checksum_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.buffers import Buffer, open_mapped
@@ -56,7 +56,7 @@ class MemoryCopy:
             found |= {path: part.view(memory, place) for path, place in places.items()}
         with torch.no_grad():
             _copy(template, found)
-        return cast(StateDict, filled(template, (), self._index(rank).values))
+        return filled(template, self._index(rank).values, found)
 
     def _index(self, rank: int) -> Index:
         return part.read_index(self._buffers[rank].bytes)
@@ -66,7 +66,7 @@ def check_part(buffer: Buffer, file: StoredFile) -> None:
     """Raise PartError unless the buffer holds what the manifest says."""
     if buffer.size != file.size:
         raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
-    found = xxhash.xxh3_64_hexdigest(buffer.bytes)
+    found = checksum_of(buffer.bytes)
     if found != file.checksum:
         raise PartError(f"{file.name} has checksum {found}, expected {file.checksum}")
 
@@ -76,16 +76,39 @@ def _copy(template: StateDict, found: Mapping[Path, Tensor]) -> None:
         target, source = part.local_part(tensor), found.get(path)
         if source is None or source.shape != target.shape or source.dtype != target.dtype:
             held = "nothing" if source is None else f"{source.dtype} {tuple(source.shape)}"
-            raise PartError(f"{'.'.join(map(str, path))} is {target.dtype} {tuple(target.shape)}, the copy has {held}")
+            raise PartError(f"{part.shown(path)} is {target.dtype} {tuple(target.shape)}, the copy has {held}")
         target.copy_(source)
 
 
-def filled(value: Any, path: Path, values: Mapping[Path, Any]) -> Any:
-    """Return nested mappings and lists with their tensors, and with these values between them."""
+def filled(template: StateDict, values: Mapping[Path, Any], tensors: Iterable[Path]) -> StateDict:
+    """Return a template, whose tensors are loaded, with a copy's values between them. tensors: those that the copy has.
+
+    Raises PartError if one of the two has what the other lacks: part of the state would be lost, and nobody told.
+    """
+    wanted = {path for path, _ in part.other_leaves(template)}
+    if missing := wanted - values.keys():
+        raise PartError(f"the copy does not have {_some(missing)}")
+    if left := surplus({*wanted, *(path for path, _ in part.leaves(template))}, {*values, *tensors}):
+        raise PartError(f"there is no place for {_some(left)} of the copy")
+    return cast(StateDict, _filled(template, (), values))
+
+
+def surplus(wanted: Set[Path], copied: Set[Path]) -> Set[Path]:
+    """Return what is copied of wanted objects, but not wanted. What a script no longer has at all is left out, as from disk."""
+    objects = {path[:2] for path in wanted}
+    return {path for path in copied - wanted if path[:2] in objects}
+
+
+def _filled(value: Any, path: Path, values: Mapping[Path, Any]) -> Any:
     if isinstance(value, Tensor):
         return value
+    if not part.is_nested(value):
+        return values[path]
     if isinstance(value, Mapping):
-        return {key: filled(each, (*path, key), values) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [filled(each, (*path, number), values) for number, each in enumerate(value)]
-    return values.get(path, value)
+        return {key: _filled(each, (*path, key), values) for key, each in value.items()}
+    items = [_filled(each, (*path, number), values) for number, each in enumerate(value)]
+    return items if isinstance(value, list) else tuple(items)
+
+
+def _some(paths: Set[Path]) -> str:
+    return part.shown(min(paths, key=part.shown))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -127,12 +126,15 @@ class ReshardedCopy:
             with torch.no_grad():
                 self._ranks.run_on_all(lambda: _copy(storage, self._name, reads))
         values = {path: value for index in reversed(self._indexes.values()) for path, value in index.values.items()}
-        return cast(StateDict, filled(template, (), values))
+        tensors = {path for index in self._indexes.values() for path in index.tensors}
+        return self._ranks.run_on_all(lambda: filled(template, values, tensors))
 
     def _plan(self, template: StateDict) -> Iterable[Read]:
         pieces = self._pieces()
         for path, tensor in part.leaves(template):
             target, box = part.local_part(tensor), part.box_of(tensor)
+            if not target.numel():
+                continue  # this rank has nothing of it, so there may be no box
             found = [each for each in pieces.get(path, ()) if len(each.box.begin) == len(box.begin)] if box is not None else []
             reads = [Read(target, box, each, shared) for each in found if box and (shared := overlap(box, each.box)) is not None]
             if box is None or sum(math.prod(read.box.size) for read in reads) != target.numel():

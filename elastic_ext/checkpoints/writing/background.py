@@ -6,14 +6,15 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing import commit
-from elastic_ext.checkpoints.writing.commit import Outcome
-from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure, failure_of
+from elastic_ext.checkpoints.writing.commit import At, Outcome
+from elastic_ext.checkpoints.writing.errors import FailureKind, Rank0Failed, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.writing.fence import Fence
 from elastic_ext.checkpoints.writing.local_tier import Directories
 from elastic_ext.checkpoints.writing.ranks import Ranks
@@ -23,6 +24,7 @@ from elastic_ext.checkpoints.writing.staging import Staged
 
 logger = logging.getLogger(__name__)
 
+LATE_S = 20.0  # a rank that comes later than this to a save has left it out
 ATTEMPTS = 4  # per save, if the storage asks to retry later
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
@@ -38,12 +40,22 @@ class Save:
     manifest: Manifest
     called: float
 
+    @property
+    def at(self) -> At:
+        return self.manifest.step, self.manifest.accumulation
+
 
 class Destination:
-    """Where saves go: to each node's own disk while a local tier accepts them, else to the remote directory."""
+    """Where saves go: to each node's own disk while a local tier accepts them, else to the remote directory.
 
-    def __init__(self, directories: Directories, fence: Fence, ranks: Ranks) -> None:
-        self._directories, self._fence, self._ranks = directories, fence, ranks
+    Attributes:
+        agreed: set once all ranks have made the save in progress.
+    """
+
+    def __init__(self, directories: Directories, fence: Fence, ranks: Ranks, on_generation: Callable[[int], None] | None) -> None:
+        """on_generation: called on all ranks, with the generation, before each attempt. Collective."""
+        self._directories, self._fence, self._ranks, self._on_generation = directories, fence, ranks, on_generation
+        self.agreed = threading.Event()
         self._tier_failure: FailureKind | None = None  # why the last save bypassed the local tier
 
     @property
@@ -57,17 +69,23 @@ class Destination:
 
         Raises StaleGroup on all ranks; torch's RuntimeError if the ranks cannot communicate.
         """
+        remote, tier, staged = self._directories.remote, self._directories.local, save.staged
+        failure = commit.what_prevents(save.at, staged, self._ranks)
+        self.agreed.set()
+        if failure is not None:
+            return "", Outcome(failure)
         try:
             generation = self._fence.open()
         except OSError as error:
             return "", Outcome(failure_of(error, 0))
-        remote, tier, staged = self._directories.remote, self._directories.local, save.staged
+        if self._on_generation is not None:
+            self._on_generation(generation)
         manifest = replace(save.manifest, generation=generation)
         name = directory_name(manifest.step, generation)
         if tier is not None:
             outcome = commit.save_on_nodes(tier, remote, name, staged, manifest, self._ranks)
             self._note_tier(outcome.failure)
-            if outcome.failure is None or outcome.failure.kind is FailureKind.STALE or staged.failure is not None:
+            if outcome.failure is None or outcome.failure.kind is FailureKind.STALE:
                 return name, outcome
             if tier.first:
                 remove(tier.storage, name)  # the disk may be full
@@ -89,14 +107,30 @@ class BackgroundSaver:
     def __init__(self, destination: Destination, ranks: Ranks, retention: Retention, results: Results) -> None:
         self._destination, self._ranks, self._retention, self._results = destination, ranks, retention, results
         self._thread: threading.Thread | None = None
+        self._at: At | None = None  # what the thread saves
         self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
 
     def start(self, save: Save) -> None:
         """Write the save in a thread. The previous save must have ended."""
         self._hurry.clear()
+        self._destination.agreed.clear()
+        self._at = save.at
         name = f"checkpoint-{save.manifest.step}"
-        self._thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the other ranks wait for this one
+            logger.warning("step %s is saved while training waits: %s", save.manifest.step, error)
+            self._run(save)
+            return
+        self._thread = thread
+
+    def is_left_out(self, at: At) -> bool:
+        """Return whether a rank has left out the save in progress, which waits for it; wait LATE_S to know. at: of the next save.
+
+        Not if that is of the same state: no training comes between the two, so other ranks may be as late as they like.
+        """
+        return self._thread is not None and at != self._at and not self._destination.agreed.wait(LATE_S)
 
     def wait(self, hurry: bool = False) -> None:
         """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
@@ -110,11 +144,13 @@ class BackgroundSaver:
         step = save.manifest.step
         try:
             name, outcome = self._write(save)
-        except (StaleGroup, OSError) as error:
+        except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
             name, outcome = "", Outcome(failure_of(error, 0))
         except Exception as error:  # the top of a thread
-            logger.exception("the ranks can no longer communicate: no more checkpoints will be saved")
-            name, outcome = "", Outcome(SaveFailure(FailureKind.GROUP, f"{type(error).__name__}: {error}", self._ranks.rank))
+            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
+            logger.exception("no more checkpoints will be saved: %s", failure.reason)
+            name, outcome = "", Outcome(failure)
+        self._destination.agreed.set()  # or it has failed
         if outcome.failure is None:
             self._committed(name, step, outcome.size, time.monotonic() - save.called)
             return

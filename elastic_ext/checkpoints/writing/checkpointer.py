@@ -9,8 +9,9 @@
     checkpointer.close()
 
 All ranks call every method, in the same order. A save copies the state to memory and returns; a thread with its own process
-group writes it. A failed save never stops training and never leaves a rank waiting: it is logged, kept in `last_error` and
-reported to `on_event`, and the next save tries again.
+group writes it. A failed save never stops training: it is logged, kept in `last_error` and reported to `on_event`, and the next
+save tries again. If one rank leaves out a save, it fails on the others; the next one that all ranks make succeeds, if it
+comes within `timeout`. A rank waits that long at most for the others; after that no more is saved, because they may be lost.
 
 These modules do the work: `loading` and `selection` (resume), `staging` (copy the state), `background` (write, retry), `commit`
 (one attempt), `retention` (prune), `results` (outcomes). `elastic_ext.checkpoints.memory` makes the copies in memory.
@@ -33,7 +34,10 @@ from elastic_ext.checkpoints.formats.manifest import Manifest
 from elastic_ext.checkpoints.memory.room import given as given_room
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
 from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.writing import arguments, commit
+from elastic_ext.checkpoints.writing.arguments import time_limit, whole, whole_or_none
 from elastic_ext.checkpoints.writing.background import BackgroundSaver, Destination, Save
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
 from elastic_ext.checkpoints.writing.fence import Fence
 from elastic_ext.checkpoints.writing.loading import Loader, Position, Reshard
 from elastic_ext.checkpoints.writing.local_tier import open_directories
@@ -89,7 +93,10 @@ class Checkpointer:
                 `directory` is its checkpoint_dir; "": none. The agent copies from there. Without an agent, run
                 `python -m elastic_ext.checkpoints.copying.replicate` on each node, which takes both directories from
                 ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR.
-            extra: other objects with a state_dict, by name; equal on all ranks, or sharded like the model.
+            extra: other objects with a state_dict, by name; equal on all ranks, or sharded like the model. Each loads what
+                state_dict() of rank 0's returned at the save, with its own part of what is sharded. Ranks may lack an object, or
+                have no tensors in it, but a save fails where their tensors are others than those of rank 0. So does a copy in
+                memory where the ranks of a node do not have the same ones.
             keep_last: number of newest complete checkpoints to keep. The loaded one and pinned ones are also kept.
             keep_every: keep checkpoints whose step is a multiple of this forever.
             memory_every: how many steps from one `snapshot` that copies the state to the next; 0: none does. By default the
@@ -101,9 +108,9 @@ class Checkpointer:
             on_event: callback for metrics. Must be quick; its exceptions are logged.
             timeout: how long a rank waits for the other ranks' parts of a save.
         """
+        keep_last, keep_every = whole("keep_last", keep_last, 1), whole_or_none("keep_every", keep_every, 1)
+        memory_every, timeout = whole_or_none("memory_every", memory_every), time_limit("timeout", timeout)
         remote = _open_directory(directory)
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise UsageError(f"keep_last is {keep_last} and keep_every {keep_every}, expected 1 or more")
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         objects = Objects(model, optimizers, scheduler, scaler, dataloader, dict(extra or {}))
         self._ranks = Ranks(timeout)
@@ -115,9 +122,10 @@ class Checkpointer:
         self._stager = Stager(objects, self._ranks.rank)
         self._retention = Retention(directories, self._fence, keep_last, keep_every)
         self._results = Results(on_event)
-        destination = Destination(directories, self._fence, self._ranks)
+        self._memory = make_memory_saver(directories.memory, room, memory_every, objects, self._ranks, timeout)
+        on_generation = self._memory.has_generation if self._memory is not None else None
+        destination = Destination(directories, self._fence, self._ranks, on_generation)
         self._saver = BackgroundSaver(destination, self._ranks, self._retention, self._results)
-        self._memory = make_memory_saver(directories.memory, room, memory_every, objects, timeout)
         self._requested = requested
         self.last_stall_s = 0.0
         atexit.register(self.close)
@@ -145,8 +153,9 @@ class Checkpointer:
         state is then undefined); OSError if the directory cannot be listed.
         """
         self.wait()
+        commit.end_of_saves(self._ranks)
         if self._fence.generation is None or self.last_saved is not None:
-            self._results.last_saved = None  # steps trained again belong to a new generation
+            self._results.new_group()
             self._fence.reopen()
         chosen, self._resume_from = self._resume_from, None
         position = self._load(chosen) if chosen != "" else None
@@ -169,10 +178,11 @@ class Checkpointer:
         copy into memory holds up training: a thread does the rest, and a failure is only logged. Without an agent that gives it
         memory, this does nothing. The arguments are those of `save`.
 
-        Collective. Never raises.
+        Collective. Raises only UsageError, for wrong arguments.
         """
+        step, epoch, accumulation = arguments.position(step, epoch, accumulation)
         if self._memory is not None:
-            self._memory.step(self._manifest(step, epoch, accumulation, note))
+            self._memory.step(step, accumulation, lambda: self._manifest(step, epoch, accumulation, note))
 
     def save_requested(self, step: int) -> bool:
         """Return whether a preemption, a drain or a person asks for a save now, at `step`. All ranks ask once per step."""
@@ -187,20 +197,26 @@ class Checkpointer:
         In the middle of an accumulation the gradients are also saved, except those that FSDP2 keeps unsharded.
 
         Args:
-            step: optimizer steps done. A step that this group has already saved is not saved again.
+            step: optimizer steps done, 0 or more. A step that this group has already saved is not saved again. Here and below, a
+                whole number of NumPy or torch is as good as an int.
             epoch: epoch of the step, from 0.
             accumulation: micro-steps done toward the next optimizer step.
             note: small JSON values for people and for `Position.note`; rank 0's are kept.
             wait: return only after the save is committed or has failed, see `last_error`.
 
-        Collective. Raises StaleGroup if another group has taken over; UsageError for gradients that cannot be saved.
+        Collective. Raises StaleGroup if another group has taken over; UsageError for wrong arguments, before all else, and for
+        state that cannot be saved.
         """
+        step, epoch, accumulation = arguments.position(step, epoch, accumulation)
+        arguments.note(note)
         called = time.monotonic()
+        if self._saver.is_left_out((step, accumulation)):  # that rank may wait for this one, in a collective of training
+            reason = "the save before it still waits for a rank that has left it out; all ranks must call save for the same steps"
+            self._results.failed("", step, SaveFailure(FailureKind.OTHER, reason, self._ranks.rank))
+            return
         self._saver.wait(hurry=True)  # training stands still, and a newer state is about to be saved
         if self._results.skip(step):
             return
-        if self._memory is not None:
-            self._memory.has_generation(self._fence.generation)
         began = time.monotonic()
         saves.note_save_begins(step)
         staged, refused = self._stager.stage(step, accumulation)

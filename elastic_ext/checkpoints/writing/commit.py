@@ -12,8 +12,9 @@ The order of writes is what makes a save atomic:
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed.checkpoint as dcp
@@ -25,12 +26,15 @@ from elastic_ext.checkpoints.directory.tiers import rank_of
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
-from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure, failure_of
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure, causes, failure_of, summary
 from elastic_ext.checkpoints.writing.local_tier import LocalTier
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.staging import Staged
 
 logger = logging.getLogger(__name__)
+
+At = tuple[float, int]  # the step of a save and its micro-steps; later ones are greater
+AFTER_ALL: At = (math.inf, 0)
 
 SHARED_FILE = "shared.pt"  # the state that all ranks share, pickled
 
@@ -48,8 +52,39 @@ class Outcome:
     size: int = 0
 
 
+def what_prevents(at: At, staged: Staged, ranks: Ranks) -> SaveFailure | None:
+    """Return why no attempt to save this state makes sense, wherever it writes to, once all ranks save it. Collective.
+
+    The first of all that ranks do together for a save, and for a load: so they meet here, whatever each has left out. A rank that
+    has left out a save is ahead of the others. Their save fails, and the rank asks again, until all are at the same place. So the
+    result is the same on all ranks that save one state.
+    """
+    while True:
+        places, failures, extras = zip(*ranks.all_gather((at, staged.failure, staged.extra)), strict=True)
+        first, last = min(places), max(places)
+        if at < last:
+            reason = f"rank {places.index(last)} is at {_told(last)} and has not saved this one"
+            return SaveFailure(FailureKind.OTHER, f"{reason}; all ranks must call save for the same steps", ranks.rank)
+        if at == first:
+            failed = [failure for failure in failures if failure is not None] or [*_differing(extras)]
+            return failed[0] if failed else None
+        logger.warning("%s waits for rank %s, which is at %s", _told(at), places.index(first), _told(first))
+
+
+def end_of_saves(ranks: Ranks) -> None:
+    """Wait until all ranks call this; what a rank saves that others have left out fails. Collective."""
+    what_prevents(AFTER_ALL, Staged(), ranks)
+
+
+def _told(at: At) -> str:
+    step, accumulation = at
+    if at == AFTER_ALL:
+        return "a load"
+    return f"step {step}, micro-step {accumulation}" if accumulation else f"step {step}"
+
+
 def save(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
-    """Write and commit one checkpoint. Collective. manifest: without files; rank 0's is used.
+    """Write and commit one checkpoint, after `what_prevents`. Collective. manifest: without files; rank 0's is used.
 
     Raises torch's RuntimeError if the ranks cannot communicate.
     """
@@ -83,9 +118,6 @@ def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, ma
 
 def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Manifest | SaveFailure:
     """Write this rank's files. Return the manifest with all ranks' files, or the first failure, the same on all ranks."""
-    failures = [failure for failure in ranks.all_gather(staged.failure) if failure]
-    if failures:
-        return failures[0]
     files = Files(storage, name)
     failure = _write(files, name, staged, ranks)
     reports = ranks.all_gather((list(files.written.values()), failure))
@@ -96,13 +128,23 @@ def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ra
     return replace(manifest, files=stored, saved_at=time.time())
 
 
+def _differing(extras: Sequence[Mapping[str, str]]) -> Iterator[SaveFailure]:
+    """Yield a failure for each extra object and rank with tensors of which rank 0, whose state is kept, knows nothing. Pure."""
+    for rank, extra in enumerate(extras):
+        for name in sorted(extra):
+            if extra[name] != extras[0].get(name):
+                reason = f"the state of extra {name!r} has other tensors than on rank 0, whose state is kept for all ranks"
+                yield SaveFailure(FailureKind.OTHER, f"{reason}: return the same keys, types and shapes on all", rank)
+
+
 def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure | None:
     writer = Writer(files, name, ranks.rank)
     try:
-        dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+        with ranks.communicating():
+            dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:  # raised by the planning, on all ranks
-        reason = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
-        return SaveFailure(FailureKind.OTHER, reason, ranks.rank)
+        told = causes(error, ranks.rank)
+        return SaveFailure(FailureKind.OTHER, summary(told), told[0][0])
     try:
         files.put(f"{name}/{rank_file(ranks.rank)}", staged.own)
         if ranks.rank == 0:

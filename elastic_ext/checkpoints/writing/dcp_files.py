@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from elastic_ext.checkpoints.formats.files import checksum_of
 from elastic_ext.checkpoints.formats.manifest import StoredFile
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.errors import SaveFailure, failure_of
@@ -97,7 +98,7 @@ class Files(FileSystemBase):
     def put(self, name: str, data: bytes) -> None:
         """Write a whole file. Raises OSError."""
         self._storage.put(name, data)
-        self._note(name, len(data), xxhash.xxh3_64_hexdigest(data))
+        self._note(name, len(data), checksum_of(data))
 
     def _note(self, name: str, size: int, checksum: str) -> None:
         inner = name.removeprefix(f"{self._checkpoint}/")

@@ -150,15 +150,15 @@ class PieceExchange:
         Raises CheckpointError on all ranks if one fails to read or store a piece.
         """
         wanted = [found for found in ranges if not self._parts.has(self._tier.node, found[0])]
-        failed = ""
+        failed: list[tuple[int, str]] = []
         for piece in plan_pieces(self._parts, self._ranks.all_gather((self._tier.node, wanted))):
             try:
                 self._transfer(piece)
             except OSError as error:
-                failed = failed or f"rank {self._ranks.rank}: {piece.file}: {error}"
-        failures = [each for each in self._ranks.all_gather(failed) if each]
+                failed = failed or [(self._ranks.rank, f"{piece.file}: {error}")]
+        failures = [each for found in self._ranks.all_gather(failed) for each in found]
         if failures:
-            raise CheckpointError("; ".join(failures))
+            raise CheckpointError.of_ranks(failures)
 
     def _transfer(self, piece: Piece) -> None:
         """Send one piece from the node that has it to those that want it. Raises OSError only after this rank's transfer."""

@@ -121,14 +121,27 @@ class Loader:
                 reports.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
-            older, lower = self._selection.newest_in_memory(memory, refused), self._selection.newest({})
-            if older is not None and (lower is None or order_or_oldest(older) > order_or_oldest(lower[1])):
+            older = self._selection.newest_in_memory(memory, refused)
+            if older is not None and not self._lower_has(older):
                 name = older
                 continue
             position = self.load_newest()
             if position is None:
                 raise failure  # starting from nothing would lose the work
             return position
+
+    def _lower_has(self, copy: str) -> bool:
+        """Return whether a lower tier has something as new as this copy in memory. Collective. Raises OSError.
+
+        If the storage does not answer, no: the agents have chosen a copy that is newer than all checkpoints, so at most the steps
+        from this one to that are lost. An error would end the job's workers, and those after them.
+        """
+        try:
+            lower = self._selection.newest({})
+        except StorageFailed as error:
+            logger.warning("%s; loading the older copy in memory %s without a look for something newer there", error, copy)
+            return False
+        return lower is not None and order_or_oldest(lower[1]) >= order_or_oldest(copy)
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> Position:
         with loads.timed_check():

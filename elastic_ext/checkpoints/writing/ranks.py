@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.storage import Storage
-from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
+from elastic_ext.checkpoints.writing.errors import CheckpointError, Rank0Failed, StorageFailed, causes, summary
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Ranks:
 
     Attributes:
         group: None for a single process.
+        lost: whether a collective has failed, so that the ranks can no longer communicate.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -35,13 +37,24 @@ class Ranks:
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if together else None
         self.rank: int = dist.get_rank() if together else 0
         self.world: int = dist.get_world_size() if together else 1
+        self.lost = False
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Note whether the collectives in this context fail. Not a collective itself."""
+        try:
+            yield
+        except Exception:
+            self.lost = True
+            raise
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         if self.group is None:
             return [value]
         values: list[T | None] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
+        with self.communicating():
+            dist.all_gather_object(values, value, group=self.group)
         return cast("list[T]", values)
 
     def broadcast(self, value: T) -> T:
@@ -49,17 +62,21 @@ class Ranks:
         if self.group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
+        with self.communicating():
+            dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on rank 0 and return its result, or raise its exception, on all ranks."""
+        """Run `decide` on rank 0 and return its result, or raise its exception, on all ranks: Rank0Failed if it is unforeseen."""
         found: tuple[T | None, Exception | None] = (None, None)
         if self.rank == 0:
             try:
                 found = decide(), None
             except (ElasticExtError, OSError) as error:
                 found = None, error
+            except Exception as error:  # of some class that perhaps cannot be pickled
+                logger.exception("unforeseen failure on rank 0")
+                found = None, Rank0Failed(causes(error, 0)[0][1])
         value, raised = self.broadcast(found)
         if raised is not None:
             raise raised
@@ -72,19 +89,20 @@ class Ranks:
         every rank that failed, that is StorageFailed.
         """
         result: T | None = None
-        failed: tuple[str, bool] | None = None
+        failed: tuple[list[tuple[int, str]], bool] | None = None
         try:
             result = do()
         except (Exception, CheckpointException) as error:
             blamed = reads is not None and _is_to_blame(reads, error)
-            failed = f"rank {self.rank}: {type(error).__name__}: {error}", blamed or isinstance(error, StorageFailed)
+            failed = causes(error, self.rank), blamed or isinstance(error, StorageFailed)
             logger.debug("checkpoint load failed", exc_info=True)
         failures = [each for each in self.all_gather(failed) if each is not None]
         if failures:
+            told = [cause for each, _ in failures for cause in each]
             if all(blamed for _, blamed in failures):
-                logger.warning("the storage failed on %s ranks: %s", len(failures), "; ".join(text for text, _ in failures))
-                raise StorageFailed(failures[0][0])  # of one rank: the same failure must read the same, on however many
-            raise CheckpointError("; ".join(text for text, _ in failures))
+                logger.warning("the storage failed: %s", summary(told))
+                raise StorageFailed(told[0][1])  # of one rank: the same failure must read the same, on however many
+            raise CheckpointError.of_ranks(told)
         return cast(T, result)
 
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:

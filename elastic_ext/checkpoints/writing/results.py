@@ -52,12 +52,19 @@ class Results:
         self.last_error: str | None = None
         self.failures = 0
         self.last_saved: int | None = None
+        self._saved: set[int] = set()  # steps committed by this group
         self.stale: StaleGroup | None = None
         self.ended = ""
+
+    def new_group(self) -> None:
+        """Forget what is saved: steps trained again belong to a new group."""
+        self.last_saved = None
+        self._saved.clear()
 
     def committed(self, name: str, step: int, size: int, seconds: float) -> None:
         """Record a committed save."""
         self.last_error, self.failures, self.last_saved = None, 0, step
+        self._saved.add(step)
         saves.report_saved(step, seconds)
         self.emit(Event("saved", step, name, seconds, size))
 
@@ -83,7 +90,7 @@ class Results:
         if self.ended:
             logger.info("step %s is not saved: %s", step, self.ended)
             saves.report_save_failed()
-        elif step == self.last_saved:
+        elif step in self._saved:  # nothing is ever written into a committed checkpoint
             logger.info("step %s is not saved: it has been saved already", step)
             saves.report_saved(step, 0.0)
         else:

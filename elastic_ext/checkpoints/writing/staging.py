@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,8 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.writing import pickling
 from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
-from elastic_ext.checkpoints.writing.state import Objects, StateDict, capture
+from elastic_ext.checkpoints.writing.extra_state import digests
+from elastic_ext.checkpoints.writing.state import EXTRA, Objects, StateDict, capture
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,14 @@ class Staged:
         tensors: tensors that torch.distributed.checkpoint shards.
         shared: pickled state that is equal on all ranks; rank 0 has it, the others have b"".
         own: this rank's own state, pickled.
+        extra: by extra object with tensors, a checksum of their keys, types and shapes; rank 0's must be the same.
         failure: why staging failed; the rest is then empty.
     """
 
     tensors: Mapping[str, Any] = field(default_factory=dict)
     shared: bytes = b""
     own: bytes = b""
+    extra: Mapping[str, str] = field(default_factory=dict)
     failure: SaveFailure | None = None
 
 
@@ -52,8 +55,10 @@ class Stager:
         """
         try:
             taken = capture(self._objects, self._rank, accumulation)
-            shared = pickled(taken.shared) if self._rank == 0 else b""
-            return Staged(self._copies.take(taken.tensors), shared, pickled(taken.own)), None
+            shared = pickling.saved(taken.shared, common=True) if self._rank == 0 else b""
+            own = pickling.saved(taken.own, common=False)
+            extra = digests(taken.tensors.get(EXTRA, {}))
+            return Staged(self._copies.take(taken.tensors), shared, own, extra), None
         except UsageError as error:
             return Staged(failure=SaveFailure(FailureKind.OTHER, str(error), self._rank)), error
         except Exception as error:  # training continues
@@ -65,25 +70,26 @@ class HostCopies:
     """Copies of tensors in host memory that the next copies reuse."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], Tensor] = {}
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
 
     def take(self, tensors: StateDict) -> StateDict:
         """Return a copy that training does not change. The previous copy must no longer be in use."""
-        kept: dict[tuple[str, ...], Tensor] = {}
+        kept: dict[tuple[Any, ...], Tensor] = {}
         copied: StateDict = self._copy(tensors, (), kept)
         self._kept = kept
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # copies from the device are asynchronous
         return copied
 
-    def _copy(self, value: Any, path: tuple[str, ...], kept: dict[tuple[str, ...], Tensor]) -> Any:
+    def _copy(self, value: Any, path: tuple[Any, ...], kept: dict[tuple[Any, ...], Tensor]) -> Any:
         if isinstance(value, Tensor):
             kept[path] = _copied(value.detach(), self._kept.get(path))
             return kept[path]
         if isinstance(value, Mapping):
-            return {key: self._copy(each, (*path, str(key)), kept) for key, each in value.items()}
+            return {key: self._copy(each, (*path, key), kept) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self._copy(each, (*path, str(number)), kept) for number, each in enumerate(value)]
+            copies = [self._copy(each, (*path, number), kept) for number, each in enumerate(value)]
+            return copies if isinstance(value, list) else tuple(copies)
         return copy.deepcopy(value)
 
 
@@ -94,10 +100,3 @@ def _copied(value: Tensor, room: Tensor | None) -> Tensor:
         room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
     assert room is not None
     return room.copy_(value, non_blocking=value.is_cuda)
-
-
-def pickled(value: object) -> bytes:
-    """Return the bytes that torch.save writes for a value."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -6,7 +6,8 @@ and each rank's own state. Checkpoints hold the keys of all three, so the keys m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,11 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.writing import optimizer_state, random_state
+from elastic_ext.checkpoints.writing import extra_state, optimizer_state, random_state
 from elastic_ext.checkpoints.writing.optimizer_state import Names
+
+logger = logging.getLogger(__name__)
 
 # Components that wrappers add to a parameter's name: torch.compile, activation checkpointing.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+EXTRA = "extra_tensors"  # where the tensors of extra objects are
 
 StateDict = dict[str, Any]
 
@@ -78,10 +83,11 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
 
     accumulation: micro-steps done toward the next optimizer step; above 0 the gradients are part of the state.
 
-    Raises UsageError for gradients that cannot be reached.
+    Raises UsageError for gradients that cannot be reached, and for what no load could put together again.
     """
     tensors: StateDict = {"model": get_model_state_dict(objects.model)}
-    shared: StateDict = {"optimizers": [], "extra": {}, "extra_tensors": []}
+    # Versions that do not know extra_forms find no tensors for what is in extra_tensors, and refuse to load.
+    shared: StateDict = {"optimizers": [], "extra": {}, "extra_tensors": [], "extra_forms": {}}
     own: StateDict = {}
     names = parameter_names(objects.model)
     for number, optimizer in enumerate(objects.optimizers):
@@ -93,11 +99,12 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
             shared[name] = part.state_dict()
     for name, part in objects.extra.items():
         state = part.state_dict()
-        if any(True for _ in _tensors(state)):
-            tensors.setdefault("extra", {})[name] = state
-            shared["extra_tensors"].append(name)
-        else:
+        taken = extra_state.take(name, state)
+        if taken is None:
             shared["extra"][name] = state
+        else:
+            tensors.setdefault(EXTRA, {})[name], shared["extra_forms"][name] = taken
+            shared["extra_tensors"].append(name)
     if accumulation:
         sharded, local = _take_gradients(names)
         tensors["gradients"] = sharded
@@ -122,9 +129,7 @@ def template(objects: Objects, saved: Saved) -> StateDict:
         )
     for number, form in enumerate(shared["optimizers"]):
         tensors.setdefault("optimizer", {})[str(number)] = optimizer_state.template(form, parameters)
-    for name in shared["extra_tensors"]:
-        if name in objects.extra:
-            tensors.setdefault("extra", {})[name] = objects.extra[name].state_dict()
+    _place_extra(objects, shared, tensors)
     if "gradients" in shared:
         tensors["gradients"] = {name: torch.zeros_like(parameters[name].detach()) for name in shared["gradients"]}
         tensors["rank_gradients"] = {
@@ -132,6 +137,17 @@ def template(objects: Objects, saved: Saved) -> StateDict:
             for rank, own in saved.own_states.items()
         }
     return _without_empty(tensors)
+
+
+def _place_extra(objects: Objects, shared: StateDict, tensors: StateDict) -> None:
+    """Add to `tensors` those of the extra objects to load into."""
+    forms = {name: form for name, form in shared.get("extra_forms", {}).items() if name in objects.extra}
+    present = {name: objects.extra[name].state_dict() for name in shared["extra_tensors"] if name in objects.extra}
+    for name, state in present.items():
+        if name not in forms:
+            logger.warning("an earlier version has saved extra %r: only what the object has now is loaded, in its types", name)
+            tensors.setdefault("extra", {})[name] = state
+    tensors[EXTRA] = extra_state.template(forms, present, objects.model)
 
 
 def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
@@ -147,12 +163,23 @@ def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
     for name, part in objects.extra.items():
         if name in shared["extra"]:
             part.load_state_dict(shared["extra"][name])
+        elif name in shared.get("extra_forms", {}):
+            part.load_state_dict(extra_state.put(shared["extra_forms"][name], tensors.get(EXTRA, {}).get(name, {})))
         elif name in shared["extra_tensors"]:
-            part.load_state_dict(tensors["extra"][name])
+            part.load_state_dict(_of_earlier_version(name, tensors))
     for parameter in names:
         parameter.grad = None
     if "gradients" in shared:
         _put_gradients(names, tensors, saved.own_states)
+
+
+def _of_earlier_version(name: str, tensors: StateDict) -> Any:
+    if name not in tensors.get("extra", {}):
+        raise UsageError(
+            f"the state of extra {name!r} was saved by an earlier version and is loaded into tensors that the object has: it has "
+            "none, expected those that were saved; make them before the load"
+        )
+    return tensors["extra"][name]
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -194,18 +221,6 @@ def _put_gradients(names: Names, tensors: StateDict, own_states: Mapping[int, St
         ]
         if found:
             parameter.grad = found[0] if len(own_states) == 1 else torch.stack(found).sum(0) / len(own_states)
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested mappings and sequences."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _without_empty(tensors: StateDict) -> StateDict:

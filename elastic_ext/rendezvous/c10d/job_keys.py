@@ -23,6 +23,7 @@ Under `elastic_ext/RUN_ID/`, where R is a rank and N a round number:
     ledger.before                   ledger of an earlier agent's `ledger_file`  the first node that has one -> all
     stopped                         the verdict that ended the job              who judges -> all
     refused/HOST                    why HOST may not come back yet              who judges -> HOST
+    late_joins                      a `LateJoins`                               who joins late, all who keep time -> who comes
     N/report/R                      a `NodeReport`                              rank R -> who judges
     N/judge                         id of the node that judges round N          the node that claims it -> all
     N/verdict/R                     the verdict on round N                      who judges -> rank R
@@ -50,6 +51,7 @@ ORDERS = "orders"
 LEDGER = "ledger"
 LEDGER_BEFORE = "ledger.before"
 STOPPED = "stopped"
+LATE_JOINS = "late_joins"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,31 @@ class NodeReport:
     node: Name
     order: int
     report: str
+
+
+@dataclass(frozen=True)
+class LateJoin:
+    """With this round, this host joined a job that was under way."""
+
+    host: Name
+    round: Count
+
+
+@dataclass(frozen=True)
+class LateRefusal:
+    """This host may not come back yet, because of its join with this round. reason: for people."""
+
+    host: Name
+    round: Count
+    reason: str
+
+
+@dataclass(frozen=True)
+class LateJoins:
+    """The late joins of the last hour, and the refusals that they led to, of all hosts: a store cannot list keys."""
+
+    joins: tuple[LateJoin, ...] = ()
+    refused: tuple[LateRefusal, ...] = ()
 
 
 def round_number(run_id: str) -> str:

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ from elastic_ext.base.errors import NodeRefused
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Ledger, Report
+from elastic_ext.rendezvous.c10d.admission import Admission
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
@@ -91,29 +91,6 @@ class Waits:
         return cls(settings.settle, patience_s, grace_s + patience_s + JUDGING_S)
 
 
-class Refusals:
-    """Hosts that were told to leave and may come back later. A store has no clock, so the remaining nodes keep the time.
-
-    Invariant: `_ends` is ordered by time, since all refusals of a job last equally long.
-    """
-
-    def __init__(self, refuse_s: float) -> None:
-        """refuse_s: how long a refusal lasts, in seconds."""
-        self._refuse_s = refuse_s
-        self._ends: list[tuple[float, str, str]] = []  # end of the refusal (monotonic), host, reason
-
-    def add(self, host: str, reason: str) -> None:
-        """Begin a refusal. reason: as it is in the job's store."""
-        self._ends.append((time.monotonic() + self._refuse_s, host, reason))
-
-    def ended(self) -> list[tuple[str, str]]:
-        """Return the host and reason of each refusal that has ended since the last call."""
-        now = time.monotonic()
-        ended = [(host, reason) for at, host, reason in self._ends if at <= now]
-        del self._ends[: len(ended)]
-        return ended
-
-
 class SeveralNodes:
     """This node's place in the job.
 
@@ -143,11 +120,11 @@ class SeveralNodes:
         self._ledger = ledger
         self._on_event = on_event
         self._waits = Waits.of(settings)
-        self._refusals = Refusals(settings.refuse_node)
         self._stopped = False  # by a verdict, for all nodes
         self._job_continues = False  # this node leaves and the job goes on
         self._torch = TorchRendezvous(params, address)
         self._job = RetryingJob(StoreJob(self._torch.store, params.run_id, self.node_id, self._torch.hosts_store, ledger.ledger))
+        self._admission = Admission(self._job, host, settings)
         self._round = Round(Membership(0, 0, 1), LocalEvents(on_event), concluded=True)
         if (known := self._job.call(StoreJob.enter_job)) is not None:
             ledger.begin(known)
@@ -176,20 +153,22 @@ class SeveralNodes:
 
     def next_round(self) -> RendezvousInfo:
         """Form the next round. Raises what `RendezvousHandler.next_rendezvous` raises, JobStopped and NodeRefused."""
-        if self.number == 0:
-            self._check_refused()
-        else:
+        if self.number:
             self._leave_round()
+        self._check_refused()
         joined, published, server = self._join()
         membership = Membership(published.round, joined.rank, joined.world_size)
         self._round = Round(membership, self._connect(published, membership), server)
+        if self._admission.entered(published.round):
+            # It goes through the start of the round nonetheless: torch lets the nodes of a round wait for each other there.
+            self.events.leaving(self._host)
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
 
     def _check_refused(self) -> None:
-        """Raise NodeRefused if this host may not come back yet."""
-        if why := self._job.call(lambda job_: job_.refused(self._host)):
+        """Raise NodeRefused if this host may not come back yet, or has to leave."""
+        if why := self._admission.refused():
             self._job_continues = True
-            raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
+            raise NodeRefused(why)
 
     def _leave_round(self) -> None:
         """If the round has failed on other nodes, get the verdict. Raises JobStopped."""
@@ -245,8 +224,7 @@ class SeveralNodes:
         return RoundEnd(EndKind.BROKEN, f"nodes waiting to join: {waiting}") if waiting else None
 
     def num_nodes_waiting(self) -> int:
-        for host, reason in self._refusals.ended():
-            self._job.call(functools.partial(StoreJob.end_refusal, host=host, reason=reason))
+        self._admission.keep_time()
         return self._torch.num_nodes_waiting()
 
     # Verdicts
@@ -275,9 +253,9 @@ class SeveralNodes:
         self._round.concluded = True
         self._stopped = verdict.ends_job
         self._ledger.adopt(ledger, verdict)
+        self._admission.judged(verdict)
         if verdict.decision.response is kinds.Response.REPLACE_NODE:
             self._job_continues = verdict.node == self.node_id
-            self._refusals.add(verdict.host, verdict.decision.reason)
 
     # The end
 

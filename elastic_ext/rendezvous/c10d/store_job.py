@@ -22,9 +22,10 @@ from elastic_ext.base import kinds
 from elastic_ext.base.printable import printable
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger, encode_report, encode_verdict
 from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.c10d import job_keys
-from elastic_ext.rendezvous.c10d.job_keys import NodeReport
+from elastic_ext.rendezvous.c10d import job_keys, late_joins
+from elastic_ext.rendezvous.c10d.job_keys import LateJoins, NodeReport
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING, StoreCalls, StoreLost
+from elastic_ext.rendezvous.late_joins import Decision
 from elastic_ext.rendezvous.reader import RecordReader
 
 logger = logging.getLogger(__name__)
@@ -133,12 +134,50 @@ class StoreJob:
 
     def refused(self, host: str) -> str:
         """Return why this host may not come back yet; "" if it may."""
-        return printable(self.calls.read(job_keys.refused(host)))
+        by_verdict = self.calls.read(job_keys.refused(host))
+        return printable(by_verdict or late_joins.why_refused(self._late_joins()[1], host))
 
     def end_refusal(self, host: str, reason: str) -> None:
         """End the refusal of this host, unless it has been refused for another reason since."""
         self.calls.swap(job_keys.refused(host), reason, "")
         logger.info("host %s may come back", host)
+
+    def join_late(self, host: str, round_: int, limit: int) -> Decision | None:
+        """Count that this host joined the running job with this round, and decide on it. None: that cannot be counted.
+
+        The host of the store cannot come and go: the store would go with it. A store that no agent hosts outlives them all. In
+        it a late join looks like a new start of the whole job, and there may be nobody who keeps the time.
+        """
+        if self._hosts or not self.calls.read(job_keys.HOST):
+            return None
+        while True:
+            text, record = self._late_joins()
+            after, decided = late_joins.joined(record, host, round_, limit)
+            if self._swap_late_joins(text, record, after):
+                return decided
+
+    def end_late_joins(self, joins: int, refusals: int) -> None:
+        """Forget the late joins up to the round `joins`, and end the refusals that they led to, up to the round `refusals`."""
+        while True:
+            text, record = self._late_joins()
+            after = late_joins.passed(record, joins, refusals)
+            if self._swap_late_joins(text, record, after):
+                break
+        for each in set(record.refused) - set(after.refused):
+            logger.info("host %s may come back", printable(each.host))
+
+    def _late_joins(self) -> tuple[str, LateJoins]:
+        """Return the text of the record, and the record; an empty one if it is missing or unreadable."""
+        text = self.calls.read(job_keys.LATE_JOINS)
+        record = self._reader.read(LateJoins, text, job_keys.LATE_JOINS, job_keys.SCHEMA) if text else None
+        return text, record or LateJoins()
+
+    def _swap_late_joins(self, text: str, before: LateJoins, after: LateJoins) -> bool:
+        """Write the record, unless nothing changes. Return False if another node has changed it since it was this text."""
+        if after == before:
+            return True
+        wanted = json.dumps({"schema": job_keys.SCHEMA, **asdict(after)})
+        return self.calls.swap(job_keys.LATE_JOINS, text, wanted) == wanted
 
     def leave(self) -> None:
         """Mark this agent as gone: `await_others` no longer waits for it."""

@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, Put, QuotaExceeded
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError, QuotaExceeded
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
@@ -31,6 +31,7 @@ from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.leader import Leader
 from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
+from elastic_ext.rendezvous.etcd.own_offer import OwnOffer
 from elastic_ext.rendezvous.etcd.own_watches import OwnWatches
 from elastic_ext.rendezvous.etcd.recovery import Recovery
 from elastic_ext.rendezvous.etcd.registration import Registration
@@ -70,12 +71,11 @@ class Participant:
             on_failure=on_change,
         )
         self._context = context = NodeContext(client, config, JobKeys(config.run_id), RecordReader(), self.tasks)
-        self.registration = Registration(
-            context, lambda lost: self.recovery.register_again(lost), lambda last: self.election.find_predecessor(last)
-        )
+        self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
         outage = Outage(config.lease_ttl_s, lambda: self.registration.session)
         self._job_records = JobRecords(context)
         self.header_record = header = HeaderRecord(context, outage, self)
+        self._own_offer = OwnOffer(context, header, self.registration)
         self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, self.on_lost_record)
 
         def lead() -> Leader:
@@ -93,7 +93,6 @@ class Participant:
             leads=lambda: self.election.leader is not None,
         )
         self._watches = OwnWatches(context, self._enter_or_write, header.read)
-        self._offered = ""  # key of this node's last offer
 
     # Read by the agent, from any thread.
 
@@ -176,7 +175,7 @@ class Participant:
 
     def offer(self, seal: str, rank: int, text: str) -> None:
         """Tell the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
-        self.tasks.post(lambda: self._offer(seal, rank, text))
+        self.tasks.post(lambda: self._own_offer.write(seal, rank, text))
 
     def offers_of(self, seal: str) -> str:
         """Return the prefix of the keys of all offers of a round."""
@@ -254,6 +253,10 @@ class Participant:
         self._on_change()
         self.tasks.post(self.election.follow)
 
+    def _on_key_created(self, last: KeyValue | None) -> None:
+        self.election.find_predecessor(last)
+        self._own_offer.write_again()
+
     # The header record's Listener.
 
     def on_header(self) -> None:
@@ -269,16 +272,6 @@ class Participant:
     def _done(self) -> None:
         if (joined := self.joined) is not None:
             self.registration.update(lambda node: dataclasses.replace(node, done=joined[0].round))
-
-    def _offer(self, seal: str, rank: int, text: str) -> None:
-        """Put an offer in place of the one in the round before."""
-        session = self.registration.session
-        if session is None or seal != self.header.seal:  # a retry that comes too late
-            return
-        key = self._context.keys.offer(seal, rank)
-        before = [Delete(self._offered)] if self._offered not in ("", key) else []
-        self.client.txn([], [Put(key, text, lease_id=session.lease_id), *before])
-        self._offered = key
 
     def _leave(self, timeout_s: float) -> None:
         self._watches.close()

@@ -4,6 +4,7 @@ The file is one JSON object. "message" holds what torch's @record writes, "elast
 
     type, message     type and message of the exception, truncated
     frames            ["file.py:line in function", ...], outermost first, truncated
+    causes            ["type: message", ...] of the exceptions that Python shows above it, nearest first, truncated
     monotonic_ns      when the exception left the script
     first_step_done   whether an optimizer step was done; null if steps are not counted
 
@@ -25,6 +26,7 @@ MESSAGE_CHARACTERS = 16 * 1024
 CALLSTACK_CHARACTERS = 128 * 1024
 PRESENT_BYTES = 1 << 20
 FIRST_FRAMES, LAST_FRAMES = 8, 56
+CAUSES, CAUSE_CHARACTERS = 8, 2 * 1024
 
 
 def runpy_refusal(error: BaseException) -> "tuple[str, str] | None":
@@ -53,6 +55,7 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
         "type": kind,
         "message": _clip(message, MESSAGE_CHARACTERS),
         "frames": frames if len(frames) <= FIRST_FRAMES + LAST_FRAMES else frames[:FIRST_FRAMES] + frames[-LAST_FRAMES:],
+        "causes": [] if refusal else _causes(error),
         "monotonic_ns": time.monotonic_ns(),
         "first_step_done": first_step_done,
     }
@@ -107,6 +110,22 @@ def _type_name(kind: "type[BaseException]") -> str:
     if kind.__name__ == "OutOfMemoryError" and str(kind.__module__).partition(".")[0] == "torch":
         return "torch.OutOfMemoryError"
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _causes(error: BaseException) -> "list[str]":
+    """Return what Python shows above `error`: the exceptions that it was raised from, or while they were handled."""
+    found: list[str] = []
+    seen = {id(error)}
+    above = _above(error)
+    while above is not None and id(above) not in seen and len(found) < CAUSES:  # a script can make a ring of them
+        seen.add(id(above))
+        found.append(_clip(f"{_type_name(type(above))}: {text_of(above)}", CAUSE_CHARACTERS))
+        above = _above(above)
+    return found
+
+
+def _above(error: BaseException) -> "BaseException | None":
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def text_of(error: BaseException) -> str:

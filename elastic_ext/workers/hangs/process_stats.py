@@ -118,7 +118,7 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
     families = members(processes, wanted)
     sockets = tcp_traffic.by_inode()
     found = {}
-    for pid in wanted:
+    for pid in wanted & processes.keys():  # without its family it would seem to do nothing
         try:
             own = _read_process(pid)
         except (OSError, ValueError, IndexError):  # it has just ended, or this /proc differs from proc(5)
@@ -187,15 +187,22 @@ def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[i
 
 
 def _processes() -> dict[int, Process]:
-    found = {}
-    for entry in os.listdir("/proc"):
+    """Return all processes of this machine, by pid; none if not all can be read, as when no descriptor is left for a while."""
+    found: dict[int, Process] = {}
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return found
+    for entry in entries:
         if not entry.isdecimal():
             continue
         try:
             state, parent, group, session, *rest = _stat(entry)
             ticks = sum(map(int, rest[7:11]))  # utime, stime, cutime, cstime
-        except (OSError, ValueError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):  # it has just ended, or is not to be seen
             continue
+        except OSError:
+            return {}
         found[int(entry)] = Process(int(parent), int(group), int(session), state, ticks / _TICKS)
     return found
 
@@ -263,8 +270,10 @@ def _own_sockets(pid: int, moved: Mapping[int, int]) -> frozenset[int] | None:
 def _lives(pid: int) -> bool:
     try:
         return _stat(pid)[0] not in _ENDED
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, IndexError):
         return False
+    except OSError:
+        return True  # for all that can be seen
 
 
 def _threads(pid: int) -> list[str]:

@@ -5,6 +5,7 @@ Only one thread at a time may use an object of this module.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -35,6 +36,7 @@ SERVER = str(Path(__file__).with_name("server.py"))
 PARK_S = 5.0  # a fork takes 10 ms
 RELEASE_S = 2.0  # the standby does nothing but wait for this; one that does not read is stopped or swapped out
 END_S = 5.0
+REAP_S = 0.001
 NICE = 10  # a tenth of a worker's share of a processor that both want
 OUTPUT_BYTES = 1000  # how much of a server's output goes to the log
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
@@ -221,11 +223,12 @@ class ServerProcess:
                 pass  # `receive_ready` reports that
 
     def end(self) -> None:
-        """Kill and reap it. Its standbys keep waiting without it."""
+        """Kill and reap it, and what it was forking. Its standbys keep waiting without it."""
         self._control.close()
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+        _reap_group(self.pid)
         os.close(self.pidfd)
 
     def how_it_ended(self) -> ServerEnd:
@@ -264,11 +267,27 @@ def _accept(waiting: socket.socket, deadline: float) -> Standby | None:
     return None
 
 
+def _reap_group(server: int) -> None:
+    """Kill and reap what this process has adopted of a server that was killed as it forked. Standbys lead their own groups.
+
+    Without a descriptor: it must work when none is left. And without a wait for the group: the kernel ends none when a late
+    standby leaves it and only then dies.
+    """
+    deadline = time.monotonic() + END_S
+    with contextlib.suppress(ChildProcessError):  # nothing of it is our child
+        while time.monotonic() < deadline:
+            if os.waitid(os.P_PGID, server, os.WEXITED | os.WNOHANG) is None:
+                with contextlib.suppress(ProcessLookupError):  # the last one has just left it
+                    os.killpg(server, signal.SIGKILL)
+                time.sleep(REAP_S)
+
+
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
     """Make this process the parent of orphaned descendants while standbys are forked.
 
-    Any other orphan that arrives in these milliseconds stays a child of the agent, and becomes a zombie when it has ended.
+    Any other orphan that arrives in these milliseconds stays a child of the agent, and becomes a zombie when it has ended. So
+    does a standby that leads its group but has missed its deadline; what a server was still forking does not, see `_reap_group`.
     """
     before = ctypes.c_int()
     _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)

@@ -13,7 +13,8 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
     ledger                       a verdict as the job's ledger has it in etcd at the end: the fields of a decision that checks use
     nobody, skipped              a fault that was not done: nobody was there, or it cannot be done here; kind
-    all                          before the training was told to end: together (all hosts that have room trained), training, room
+    all                          before the training was told to end: together (all hosts that have room trained), training, room,
+                                 zombies (children of processes that ran, not waited for)
     dropped                      events that an agent could not write: host, count
     chosen                       what an agent has its workers begin with, likewise (checkpoint_chosen)
     led                          how many times the agents of a host have led the rendezvous, told at the end
@@ -22,6 +23,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
 
 from __future__ import annotations
 
+import math
 import signal
 from bisect import bisect
 from collections import defaultdict
@@ -46,6 +48,7 @@ HOLD_UP_REQUESTS = (
     *("kill host", "lose host", "too few nodes"),  # cut off first, and killed before a request has gone out
 )
 DISMISSED = {75, -signal.SIGTERM}  # what else an agent may leave with that came too late
+MEMBER_BACK_S = 20.0  # from the start of a host's agent until its etcd has a member in place of the lost one, and some more
 TOLD_TO_END = "terminate agent"
 TRAINING = ("loaded", "step", "saving", "done")
 
@@ -62,8 +65,32 @@ def groups(events: Sequence[Event]) -> dict[str, list[Event]]:
     return dict(found)
 
 
-def launches(events: Sequence[Event]) -> list[float]:
-    """When an agent started while none ran: if the job in etcd has expired by then, restarts count from 0 again."""
+def launches(plan: Plan, events: Sequence[Event]) -> list[float]:
+    """When restarts may count from 0 again: an agent started while none ran, and the job in etcd may have expired by then; or the
+    etcd that the job brings lost a majority of its members, and with it all that it knew."""
+    return sorted([*first_starts(events), *(majorities_lost(events) if plan.etcd == ETCD_ON[-1] else ())])
+
+
+def majorities_lost(events: Sequence[Event]) -> list[float]:
+    """When more than one host was dead or without its member. A host that is back has one again soon after."""
+    found: list[float] = []
+    without: dict[str, float] = {}  # host -> until when
+    for each in of(events, "strike", "started"):
+        if each["what"] == "started":
+            if each["host"] in without:
+                without[each["host"]] = each["t"] + MEMBER_BACK_S
+            continue
+        if each["kind"] not in HOST_DIES:
+            continue
+        without = {host: until for host, until in without.items() if until > each["t"]}
+        without.update(dict.fromkeys((each["target"] or each["detail"]).split(","), math.inf))
+        if len(without) > 1:
+            found.append(each["t"])
+    return found
+
+
+def first_starts(events: Sequence[Event]) -> list[float]:
+    """When an agent started while none ran."""
     found: list[float] = []
     running: set[int] = set()
     for each in of(events, "started", "exit"):
@@ -76,16 +103,16 @@ def launches(events: Sequence[Event]) -> list[float]:
     return found
 
 
-def restarts(events: Sequence[Event]) -> dict[str, tuple[int, int]]:
+def restarts(plan: Plan, events: Sequence[Event]) -> dict[str, tuple[int, int]]:
     """For each group, how many launches and how many restarts there were before it."""
-    begun = launches(events)
+    begun = launches(plan, events)
     return {name: (bisect(begun, told[0]["t"]), told[0]["restart"]) for name, told in groups(events).items()}
 
 
 def one_world_each_round(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """Ranks are unique and contiguous, all of a round see the same world, and no other group has its restart count."""
     by_restart: dict[tuple[int, int], set[str]] = defaultdict(set)
-    for name, restart in restarts(events).items():
+    for name, restart in restarts(plan, events).items():
         by_restart[restart].add(name)
     for name, told in groups(events).items():
         worlds = {each["world"] for each in told}
@@ -211,7 +238,7 @@ def no_late_commit(plan: Plan, events: Sequence[Event], alone: Sequence[str]) ->
 
 def restarts_count_up(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """A broken round is never resumed: each group that trains has a higher restart count than those of its launch before it."""
-    order, counted = sorted(first_steps(events).items(), key=lambda each: each[1]), restarts(events)
+    order, counted = sorted(first_steps(events).items(), key=lambda each: each[1]), restarts(plan, events)
     counts = [counted[name] for name, _ in order]
     if counts != sorted(set(counts)):
         yield f"the launches and restart counts of the groups, in the order in which they trained: {counts}"
@@ -259,7 +286,8 @@ def adds_up(kinds: Collection[str]) -> bool:
     In an outage of etcd a node trains on if it hears in time that all are in it. On slow links, with leases as short as here, it
     may not.
     """
-    return any(kind in SLOW_LINKS for kind in kinds) and any(KINDS[kind].scope == "etcd" for kind in kinds)
+    stops_members = any(KINDS[kind].scope == "etcd" or kind == "kill keeper" for kind in kinds)  # a member dies with its keeper
+    return stops_members and any(kind in SLOW_LINKS for kind in kinds)
 
 
 def leaders(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
@@ -302,7 +330,7 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
     if end["stuck"]:
         yield f"stuck: {end['stuck']}"
         return
-    counted = restarts(events)
+    counted = restarts(plan, events)
     last = groups(events)[max(counted, key=lambda name: counted[name])] if counted else []
     at = {each["rank"]: each["step"] for each in of(last, "done") if each["step"] >= plan.steps}
     if not last or at.keys() != set(range(last[0]["world"])) or len(set(at.values())) != 1:
@@ -320,12 +348,16 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
 
 
 def nothing_left(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """No process; in shared memory and among temporary files only what hosts that died whole had no time to remove."""
+    """No process, and no zombie while the agents run; in shared memory and among temporary files only what hosts that died whole
+    had no time to remove."""
     end = events[-1]
     if end["stuck"]:
         return
     if end["processes"]:
         yield f"left behind: {end['processes']}"
+    for each in of(events, "all"):
+        if each["zombies"]:
+            yield f"nobody waited for {each['zombies']}"
     died = [host for each in of(events, "strike") if each["kind"] in HOST_DIES for host in _hosts(each)]
     if tmp := [each for each in end["tmp"] if each.partition("/")[0] not in died]:
         yield f"left among temporary files: {tmp}; hosts that died: {died}"

@@ -188,11 +188,13 @@ class Hosts:
         return [each for each in processes.descendants(os.getpid()) if _namespace(each.pid) == namespace]
 
     def of_role(self, host: str, role: str) -> Iterator[Process]:
-        """The host's agent, its worker that told something last, or one of the agent's helpers."""
+        """The host's agent, its worker that told something last, or one of the agent's helpers. A keeper outlives its agent."""
+        if host not in self.agents:
+            return  # a spare that has not come yet
         agent, worker = self.agents[host].pid, self.history.workers.get(host, {}).get("pid")
         for each in self.pids(host):
             found = "agent" if each.pid == agent else "worker" if each.pid == worker else each.role
-            if found == role and agent in (each.pid, each.parent):
+            if found == role and (role == "keeper" or agent in (each.pid, each.parent)):
                 yield each
 
     def kill(self, host: str) -> list[int]:

@@ -17,7 +17,7 @@ from tests.chaos.seeded.hosts import CUT, STORE, Hosts
 from tests.chaos.seeded.members import leader
 from tests.chaos.seeded.object_store import WELL, Ill
 from tests.chaos.seeded.schedule import BETWEEN, KINDS, SPARE, Fault
-from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, slow
+from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, is_slow, slow
 from tests.lossy_network import CLEAN, Way
 
 LINKS = {
@@ -183,6 +183,8 @@ def _disk(fault: Fault, target: str, hosts: Hosts) -> Struck:
     if what == "slow":
         slow(folder, SLOW_BYTES, SLOW_WRITES)
         return Struck(target, [], folder.name, lambda: slow(folder, 0, 0))
+    if is_slow(folder):
+        raise NotYet  # the suite itself would wait for it, and heal nothing meanwhile
     if what == "full":
         if not os.access(folder, os.W_OK) or (folder / "filler").exists():
             raise NotYet  # another fault has it
@@ -233,8 +235,10 @@ def _memory(fault: Fault, host: str, hosts: Hosts) -> Struck:
         raise NotYet
     Path(f"/proc/{found[0].pid}/oom_score_adj").write_text(str(OOM_KILL_FIRST))
     memory = hosts.surroundings.memory(host)
-    killed = memory.press()
-    return Struck(host, [found[0].pid], "killed" if killed else "nobody killed", memory.release)
+    if not memory.press():
+        memory.release()
+        raise NotYet
+    return Struck(host, [found[0].pid], "killed", memory.release)
 
 
 def _corrupt(fault: Fault, target: str, hosts: Hosts) -> Struck:
@@ -248,10 +252,12 @@ def _corrupt(fault: Fault, target: str, hosts: Hosts) -> Struck:
         newest = max(stored.union(*map(whole, hosts.disks.values())), key=order_or_oldest, default="")
         if not workers or not stored - {newest}:  # without any that may be used the job ends, as it must
             raise NotYet
+        there = [folder / newest for folder in (hosts.store, *hosts.disks.values()) if (folder / newest).exists()]
+        if not all(os.access(each, os.W_OK) for each in there):  # another fault has made it read-only
+            raise NotYet
         hosts.history.record("corrupted", name=newest)
-        for folder in (hosts.store, *hosts.disks.values()):
-            if (folder / newest).exists():
-                _flip_bits(folder / newest)
+        for each in there:
+            _flip_bits(each)
         host = max(workers, key=lambda each: hosts.history.workers[each]["t"])
         workers[host].send(signal.SIGKILL)
         return Struck(host, [workers[host].pid], newest)
@@ -266,11 +272,12 @@ def whole(folder: Path) -> set[str]:
 
 
 def _flip_bits(checkpoint: Path) -> None:
-    for file in checkpoint.iterdir():
-        if file.name != MANIFEST and file.is_file() and file.stat().st_size:
-            data = bytearray(file.read_bytes())
-            data[len(data) // 2] ^= 1
-            file.write_bytes(data)
+    """In place: the storage may be full."""
+    for path in checkpoint.iterdir():
+        if path.name != MANIFEST and path.is_file() and (size := path.stat().st_size):
+            with path.open("r+b", buffering=0) as file:
+                (byte,) = os.pread(file.fileno(), 1, size // 2)
+                os.pwrite(file.fileno(), bytes([byte ^ 1]), size // 2)
 
 
 # By the kind; what is not here is done to one process.

@@ -2,8 +2,8 @@
 
     object_store.py ADDRESS      the server, started by ObjectStore
 
-Lines on its stdin, one JSON object each, say how ill it is (the fields of Ill). On stdout it says its port, and then the path of
-each object that a request has put whole.
+Lines on its stdin, one JSON object each, say how ill it is (the fields of Ill). On stdout it says its port, then the path of each
+object that a request has put whole, and an empty line once it is as ill as it was told to be.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 SECRETS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 BUCKET = "chaos"
+HEARS_S = 30
 ANSWERS = {
     "InternalError": "500 Internal Server Error",
     "ServiceUnavailable": "503 Service Unavailable",
@@ -60,16 +61,22 @@ class ObjectStore:
         self.url = f"s3://{BUCKET}/checkpoints"
         self.environ = {**SECRETS, "AWS_ENDPOINT_URL": f"http://{address}:{port}"}
         self._put = put
+        self._heard = threading.Semaphore(0)
         threading.Thread(target=self._read, daemon=True).start()
 
     def be(self, ill: Ill) -> None:
+        """Return once it is so."""
         assert self._process.stdin is not None
         print(json.dumps(asdict(ill)), file=self._process.stdin, flush=True)
+        assert self._heard.acquire(timeout=HEARS_S), f"the store has not heard of {ill} within {HEARS_S} s"
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._put(line.strip())
+            if path := line.strip():
+                self._put(path)
+            else:
+                self._heard.release()
 
     def _end(self) -> None:
         self._process.kill()
@@ -113,7 +120,7 @@ class Server:
             and answered
             and answered[0].startswith("2")
         ):
-            print(environ["PATH_INFO"], flush=True)
+            print(environ["PATH_INFO"] + "\n", end="", flush=True)  # in one piece: other threads print, too
         return body
 
     def _refusal(self) -> str:
@@ -143,6 +150,7 @@ def serve(address: str) -> None:
     print(listening.server_port, flush=True)
     for line in sys.stdin:
         server.be(Ill(**json.loads(line)))
+        print(flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ FIRST_WORD_S = 180.0  # until a worker tells something: all processors are busy 
 LONGEST_S = 300.0  # of a run whose agents start again and again
 LEARN_S = LEASE_S / 2  # after all is healed, until an agent knows that its lease is gone: it renews it each third of that time
 AGAIN_STEPS = 6  # then, of all hosts that have room: at least one checkpoint
-AGAIN_S = 90.0  # in which they must have made them
+AGAIN_S = 150.0  # in which they must have made them; an etcd of the job that has lost its majority begins anew after a minute
+ZOMBIE_S = 5.0  # for a parent to wait for its child, with all processors busy
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Run:
         self._watching = Watching(self.hosts, self.history)
         self._settled: float | None = None  # when the last fault was healed, or struck if there is nothing to heal
         self._again: tuple[int, int] | None = None  # restart count and first step of the group that all train in since
+        self._zombies: dict[int, float] = {}  # since when they are seen, by pid
 
     def _possible(self, number: int, fault: Fault) -> bool:
         why = unavailable(fault.kind)
@@ -141,8 +143,16 @@ class Run:
         if together and (self._again is None or self._again[0] != restart):
             self._again = restart, min(told)
         enough = together and self._again is not None and min(told) >= self._again[1] + AGAIN_STEPS and self._all_have_joined()
-        if enough or now > self._settled + AGAIN_S:
-            self.history.record("all", together=enough, training=sorted(group), room=room, running=self.hosts.running)
+        late = now > self._settled + AGAIN_S
+        if enough or late:
+            zombies = {
+                each.pid: f"{each.pid} of {parent.pid} {_shown(parent)}" for each, parent in processes.zombies(os.getpid())
+            }
+            self._zombies = {pid: self._zombies.get(pid, now) for pid in zombies}
+            if not late and any(now < since + ZOMBIE_S for since in self._zombies.values()):
+                return  # while the agents run: with them, all zombies go
+            shown = {"together": enough, "training": sorted(group), "room": room, "running": self.hosts.running}
+            self.history.record("all", **shown, zombies=[*zombies.values()])
             self.hosts.end()
 
     def _all_have_joined(self) -> bool:
@@ -168,7 +178,7 @@ class Run:
             "end",
             stuck=stuck,
             codes=self.hosts.codes,
-            processes=[f"{each.pid} {each.role or ' '.join(each.command)[:60]} {each.state}" for each in left],
+            processes=[f"{each.pid} {_shown(each)} {each.state}" for each in left],
             shm=sorted(set(os.listdir("/dev/shm")) - self._shm),
             tmp=[
                 f"{host}/{name}"
@@ -192,3 +202,7 @@ class Run:
             told = json.loads(line)
             if what := OF_AGENTS.get(told["event"]):
                 self.history.events.append({**told, "what": what, "t": told["monotonic"], "host": host})
+
+
+def _shown(process: processes.Process) -> str:
+    return process.role or " ".join(process.command)[:60]

@@ -130,6 +130,13 @@ def slow(path: Path, bytes_per_s: int, writes_per_s: int) -> None:
         _throttle(what).write_text(f"{os.major(device)}:{os.minor(device)} {value}")
 
 
+def is_slow(path: Path) -> bool:
+    """Return whether the device of this file system is slowed."""
+    device = os.stat(path).st_dev
+    rules = _throttle("bps").read_text().splitlines() if _throttle("bps").exists() else []
+    return any(rule.split()[0] == f"{os.major(device)}:{os.minor(device)}" for rule in rules)
+
+
 def _throttle(what: str) -> Path:
     """Of the whole machine: writes of the page cache are by no process. A rule holds for one device, ours."""
     return CGROUPS / f"blkio/blkio.throttle.write_{what}_device"

@@ -18,9 +18,9 @@ from tests.chaos.seeded.checks import Event, groups, of, verdicts
 from tests.chaos.seeded.schedule import BETWEEN, KINDS
 
 HEADING = """\
-Of runs with one fault, on hosts that trained, in which all checks held. An agent left: by itself, and was started again. Seconds
-without a step of all ranks: where a new round began, until the next group made its first; else the longest from the fault until
-it was healed.
+Of runs with one fault, on hosts that trained, in which all checks held. "An agent left" counts agents that left by themselves and
+were started again. Seconds without a step of all ranks: where a new round began, until the next group made its first; else the
+longest from the fault until it was healed.
 """
 
 

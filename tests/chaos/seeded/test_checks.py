@@ -95,9 +95,28 @@ def struck_by(kind: str) -> History:
 
 def test_an_outage_of_etcd_on_slow_links_may_cost_a_round():
     one = next(each for each in struck_by("delay") if each["what"] == "strike")
-    both = sorted([*struck_by("pause etcd leader"), {**one, "number": 1}], key=lambda each: each["t"])
-    assert list(checks.CHECKS["alone"](PLAN, struck_by("pause etcd leader"), ALONE))
+    both = sorted([*struck_by("kill etcd leader"), {**one, "number": 1}], key=lambda each: each["t"])
+    assert list(checks.CHECKS["alone"](PLAN, struck_by("kill etcd leader"), ALONE))
     assert not list(checks.CHECKS["alone"](PLAN, both, ALONE))
+
+
+def dead(host: str, t: float, back: float) -> History:
+    struck = {"what": "strike", "t": t, "number": 1, "kind": "kill host", "target": host, "pids": [], "detail": ""}
+    return [struck, {"what": "started", "t": back, "host": host, "pid": 50}]
+
+
+@pytest.mark.parametrize(
+    ("etcd", "others", "forgotten"),
+    [
+        ("job:", [*dead("b", 1.3, 1.5), *dead("c", 1.6, 1.8)], True),  # the member of b was not back yet
+        ("job:", [*dead("b", 1.3, 1.5)], False),
+        ("job:", [*dead("b", -90.0, -60.0), *dead("c", 1.3, 1.5)], False),  # it was
+        ("own hosts", [*dead("b", 1.3, 1.5), *dead("c", 1.6, 1.8)], False),
+    ],
+)
+def test_restarts_count_from_0_again_after_the_jobs_own_etcd_lost_its_majority(etcd: str, others: History, forgotten: bool):
+    plan = replace(PLAN, etcd=etcd)
+    assert bool(list(checks.CHECKS["restarts count up"](plan, counted(1, 0, *others), ALONE))) is not forgotten
 
 
 def struck(kind: str, code: int, t: float = 2.05) -> History:
@@ -119,6 +138,8 @@ LATE: History = [
     {"what": "published", "t": 2.25, "name": "step_00000003.g0002", "step": 3},
     {"what": "published", "t": 2.26, "name": "step_00000004.g0001", "step": 4},
 ]
+
+ALL = {"what": "all", "t": 2.35, "together": True, "training": ["a", "b"], "room": 2, "running": ["a", "b"], "zombies": []}
 
 BAD: list[tuple[str, History]] = [
     ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
@@ -158,8 +179,9 @@ BAD: list[tuple[str, History]] = [
     ("ends", having(lambda each: None if each["what"] == "done" and each["rank"] == 1 else each)),
     ("ends", having(of_group(1, "done", error="no space"))),
     ("ends", having(lambda each: {**each, "step": 3} if each["what"] == "done" and each["rank"] == 1 else each)),
-    ("ends", with_({"what": "all", "t": 2.35, "together": False, "training": ["a"], "room": 2, "running": ["a", "b"]})),
+    ("ends", with_({**ALL, "together": False, "training": ["a"]})),
     ("nothing left", ending(processes=["100 worker S"])),
+    ("nothing left", with_({**ALL, "zombies": ["100 of 10 agent"]})),
     ("nothing left", ending(shm=["elastic_ext_x"])),
     ("nothing left", ending(tmp=["a/file"])),
 ]

@@ -1,8 +1,10 @@
 """Which copy in memory a round can load."""
 
+from dataclasses import replace
+
 import pytest
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, Move, NodeMemory, newest_whole
+from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, Move, NodeMemory, Saved, needs_no_storage, newest_whole
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import directory_name
 
@@ -60,6 +62,13 @@ def test_nodes_with_different_numbers_of_workers():
     assert newest_whole(list(reversed(nodes))).moves == (Move(0, 1, 0), Move(3, 0, 1))
 
 
+def test_none_can_be_loaded_if_a_node_has_no_memory():
+    nodes = on([ALL], [])
+    found = newest_whole([nodes[0], replace(nodes[1], usable=False)])
+    assert found.offer is None
+    assert [reason.partition(":")[0] for _, reason in found.lost] == ["node 1 has no memory for copies"]
+
+
 ALL = offer(7, 0, 1, 2, 3)
 
 
@@ -87,3 +96,35 @@ def test_parts_that_other_nodes_have_are_moved(nodes, step, moves):
 def test_what_nobody_has_is_told():
     assert newest_whole(on([WHOLE[0]], [])).lost == ((ALL.name, "no node has the part of rank 2"),)
     assert newest_whole(on([ALL], [])).moves == (Move(2, 0, 1), Move(3, 0, 1))
+
+
+COPY, FRESH = offer(7, 0, world=1, nodes=1), Saved()
+
+
+def node(*held: Offer, saved: Saved | None) -> NodeMemory:
+    return NodeMemory(1, held, saved=saved)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "enough"),
+    [
+        ([node(COPY, saved=Saved(3, 7))], True),  # the last round resumed from it, or has saved this step
+        ([node(COPY, saved=Saved(3, 0))], True),  # nothing was ever saved
+        ([node(COPY, saved=Saved(3, 8))], False),
+        ([node(COPY, saved=None)], False),  # its workers do not report
+        ([node(saved=FRESH), node(COPY, saved=Saved(3, 6))], True),  # a replacement, which knows of nothing
+        ([node(COPY, saved=Saved(3, 6)), node(COPY, saved=Saved(3, 8))], False),
+        ([node(COPY, saved=Saved(3, 6)), node(saved=Saved(2, 8))], True),  # in round 3 the job went back to an older one
+        ([node(COPY, saved=Saved(2, 6)), node(saved=Saved(3, 5))], False),  # its workers are not those of the last round
+    ],
+)
+def test_whether_a_copy_needs_no_storage(nodes, enough):
+    assert needs_no_storage(COPY, None, nodes) == enough
+    assert not needs_no_storage(None, None, nodes)
+
+
+def test_what_is_newer_on_the_local_disks_is_known_of():
+    nodes = [node(COPY, saved=Saved(3, 6))]
+    assert needs_no_storage(COPY, offer(7), nodes)
+    assert not needs_no_storage(COPY, offer(8), nodes)
+    assert not needs_no_storage(COPY, offer(5, generation=2), nodes)

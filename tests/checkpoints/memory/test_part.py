@@ -1,9 +1,13 @@
 """The content of one buffer, and the buffers."""
 
 import errno
+import mmap
 import os
 import pickle
 import resource
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ext.checkpoints.directory.tiers import memory_file, rank_of
+from elastic_ext.checkpoints.memory import buffers as buffers_module
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.buffers import Buffers, create, open_mapped
 from elastic_ext.checkpoints.memory.part import Box, PartError
@@ -24,12 +29,19 @@ COMMON = [(("model", name), size) for name, size in (("a", 100), ("b", 60), ("c"
 
 def trained() -> Capture:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).to(torch.bfloat16).to(torch.float64))
+    model = nn.Sequential(Noted(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).to(torch.bfloat16).to(torch.float64))
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     average = Stateful({"values": [torch.tensor(1.5, dtype=torch.float16), "text"], "empty": torch.empty(0, 3)})
     return capture(Objects(model, (optimizer,), extra={"average": average}), rank=1, accumulation=1)
+
+
+class Noted(nn.Identity):
+    """A module with state of its own, which has a value beside a tensor."""
+
+    def get_extra_state(self) -> dict:
+        return {"values": [torch.tensor(1.5, dtype=torch.float16), "text"]}
 
 
 class Stateful:
@@ -62,7 +74,7 @@ def test_what_is_written_is_read():
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor.detach())
         assert index.tensors[path].offset % part.ALIGNMENT == 0
-    assert index.values == {("extra", "average", "values", 1): "text"}
+    assert index.values == {("model", "0._extra_state", "values", 1): "text"}
     assert index.shared["optimizers"] == captured.shared["optimizers"]
     assert index.own["generators"]["python"] == captured.own["generators"]["python"]
 
@@ -164,6 +176,24 @@ def test_both_buffers_must_be_within_the_limit(tmp_path):
     assert not buffers.fit(1)
 
 
+def test_a_copy_of_other_ranks_takes_the_place_of_a_buffer(tmp_path):
+    storage = open_storage(str(tmp_path))
+    create(storage, "loaded/rank_00001.mem", 4096)
+    buffers = Buffers(storage, 0, limit=2 * 4096)
+    buffers.keep("loaded", reuse=False)
+    buffers.allocate(4096)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.mem")) == 2 * 4096
+    buffers.begin("next")
+    assert buffers.keeps_others
+    buffers.committed("next")
+    assert not buffers.keeps_others
+    assert not buffers.fit(4096)
+    storage.remove_tree("loaded")
+    buffers.allocate(4096)
+    assert buffers.fit(4096)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.mem")) == 2 * 4096
+
+
 def test_without_room_nothing_is_left(tmp_path):
     """A limit on the size of files stands for a full tmpfs: both fail where the memory is taken, not where it is written."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -177,6 +207,45 @@ def test_without_room_nothing_is_left(tmp_path):
             os._exit(0 if error.errno == errno.EFBIG and not list(tmp_path.rglob("*.mem")) else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_other_threads_go_on_while_a_buffer_is_made(tmp_path, monkeypatch):
+    """Python changes threads only where a call lets go of its lock: that is while memory is populated, and never in mmap."""
+    steps, done = [0], threading.Event()
+    seen: list[int] = []
+    populate, mapped = buffers_module.populate, mmap.mmap
+
+    def counted(memory):
+        before = steps[0]
+        populate(memory)
+        seen.append(steps[0] - before)
+
+    def without_populating(*args, flags):
+        assert not flags & mmap.MAP_POPULATE
+        return mapped(*args, flags=flags)
+
+    def make():
+        try:
+            create(open_storage(str(tmp_path)), "a/rank_00000.mem", 256 << 20)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(buffers_module, "populate", counted)
+    monkeypatch.setattr(buffers_module, "SLICE", 1 << 20)
+    monkeypatch.setattr(mmap, "mmap", without_populating)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        thread = threading.Thread(target=make)
+        thread.start()
+        while not done.is_set():
+            steps[0] += 1
+            time.sleep(0)  # lets go of the lock
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(seen) == 1
+    assert seen[0] > 0
 
 
 def test_a_private_mapping_leaves_the_file_as_it_is(tmp_path):

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, environment, wait_gone
+from tests.checkpoints.rank_groups import RankGroups
+from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, wait_gone
 
 STEPS = 12
 SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS), "5"]
@@ -45,9 +44,12 @@ def check(done: Finished, unbroken: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken() -> list[str]:
-    command = [sys.executable, str(SCRIPTS / "chaos_training.py"), "--alone", str(STEPS)]
-    return list(json.loads(subprocess.run(command, capture_output=True, check=True, env=environment(OMP_NUM_THREADS="1")).stdout))
+def unbroken(forking: RankGroups) -> list[str]:
+    """In a process of its own, which has torch already."""
+    with forking.lent() as groups:
+        (states,) = groups.run("alone", 1, {"steps": STEPS})
+        assert states is not None, groups.stderr.read_text()
+    return list(states)
 
 
 @pytest.mark.long("planned", "copied", "reported", "committed")
@@ -73,12 +75,15 @@ def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     assert "has changed since the standbys were started" not in done.err
 
 
+@pytest.mark.long
 def test_damaged_copies(tmp_path, unbroken):
     """All ranks load from disk, as the log says; nothing of a damaged copy is left in the state."""
-    with start(tmp_path, {"at": "damage", "copies": 2, "rank": 1}) as job:
+    gate = Gate(tmp_path / "gate")
+    with start(tmp_path, {"at": "damage", "copies": 2, "rank": 1, "hold": 8}) as job:
         pid = job.wait_for(r"step 0 8 \w+ (\d+)")[0][1]
         os.kill(int(pid), signal.SIGKILL)
         done = job.finish()
+        gate.open()
     check(done, unbroken)
     assert loaded(done)[1][::2] == (5, "checkpoints")
     assert "cannot be loaded" in done.err
@@ -86,14 +91,17 @@ def test_damaged_copies(tmp_path, unbroken):
 
 
 @pytest.mark.parametrize("how", ["full", "limit"])
-@pytest.mark.long("full")
+@pytest.mark.long
 def test_no_room(tmp_path, unbroken, how):
     """Training goes on, the log says so once, and a restart resumes from disk."""
+    gate = Gate(tmp_path / "gate")
     room = {"ELASTIC_EXT_MEMORY_LIMIT": "100K"} if how == "limit" else {}
-    with start(tmp_path, {"at": "full", "step": 0, "rank": 0} if how == "full" else {}, **room) as job:
+    act = {"at": "full", "step": 0, "rank": 0} if how == "full" else {"at": ""}
+    with start(tmp_path, {**act, "hold": 8}, **room) as job:
         pid = job.wait_for(r"step 0 8 \w+ (\d+)")[0][1]
         os.kill(int(pid), signal.SIGKILL)
         done = job.finish()
+        gate.open()
     check(done, unbroken)
     assert loaded(done)[1][::2] == (5, "checkpoints")
     assert done.err.count("cannot copy its state to memory") in (1, 2)  # once in each round

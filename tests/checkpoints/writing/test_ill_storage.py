@@ -22,12 +22,15 @@ from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice.in_memory import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, agree
+from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
+from tests.checkpoints.choice.test_resolution import copies
 
 
 @pytest.fixture
@@ -74,6 +77,66 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
     monkeypatch.setattr(resolution, "AWAY_S", 0.1)
     with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
         agree(settings, "run", SingleNode(), Place())
+
+
+@pytest.mark.parametrize(
+    ("path", "saved", "resumed"),
+    [
+        ("", Saved(1, 2), 3),
+        ("", Saved(1, 4), None),  # saved later than the copy: it must not be passed over
+        ("", None, None),  # nobody knows what was saved
+        ("/step_00000002.g0001/manifest.json", Saved(1, 2), 3),  # which is not even read
+        ("/step_00000004.g0001/manifest.json", Saved(1, 2), None),  # the storage has shown something newer
+    ],
+)
+def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_as_all_that_is_known(
+    store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    saved: Saved | None,
+    resumed: int | None,
+) -> None:
+    _save(store, 2, *([4] if "4" in path else []))
+    place = Place(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
+    settings = replace(Settings(), checkpoint_dir=store.url)
+    store.be(Ill(errors=1.0, path=path))
+    if resumed is None:
+        monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+        with pytest.raises(StorageAway):
+            agree(settings, "run", SingleNode(), place)
+        return
+    monkeypatch.setattr(resolution, "poll", None)  # it does not wait
+    assert agree(settings, "run", SingleNode(), place).step == resumed
+    assert len([each for each in caplog.records if "does not answer" in each.message]) == (not path)
+
+
+def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and_the_storage_is_away(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 2 is older than both. With no copy that is whole, the storage has failed."""
+    _save(store, 2)
+    for name, value in Room(str(tmp_path / "memory"), 1 << 20, 1).variables(1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ELASTIC_EXT_CHECKPOINT_DIR", store.url)
+    (tmp_path / "memory").mkdir()
+    with Checkpointer(model=torch.nn.Linear(2, 2)) as checkpointer:
+        assert checkpointer.load().step == 2
+        for step in (3, 4, 5):  # the first makes the buffers
+            checkpointer.snapshot(step)
+            checkpointer._memory.wait()
+    older, newer = sorted((tmp_path / "memory").glob("step_*"))
+    store.be(Ill(errors=1.0))
+    for damaged, step in ((newer, 4), (older, None)):
+        _flip(damaged / "rank_00000.mem")
+        monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(newer))
+        with Checkpointer(model=torch.nn.Linear(2, 2)) as checkpointer:
+            if step is None:
+                with pytest.raises(StorageFailed):
+                    checkpointer._loader.load_chosen(str(newer))
+            else:
+                assert checkpointer._loader.load_chosen(str(newer)).step == step
 
 
 def test_a_signal_is_no_failure_of_the_storage() -> None:
@@ -156,6 +219,12 @@ def _save(store: ObjectStore, *steps: int) -> None:
         for step in steps:
             checkpointer.save(step, wait=True)
             assert checkpointer.last_error is None
+
+
+def _flip(part: Path) -> None:
+    data = bytearray(part.read_bytes())
+    data[70] ^= 1
+    part.write_bytes(data)
 
 
 @contextmanager

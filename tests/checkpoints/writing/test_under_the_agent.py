@@ -35,6 +35,23 @@ def newest(directory: Path) -> int:
     return max(int(path.parent.name[5:13]) for path in directory.glob("step_*/manifest.json"))
 
 
+def test_a_relative_directory_means_the_same_to_a_script_that_has_changed_its_own(tmp_path):
+    script = tmp_path / "moves.py"
+    script.write_text(
+        "import os, sys, torch, torch.distributed as dist, elastic_ext\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\n"
+        "dist.init_process_group('gloo')\ncheckpointer = elastic_ext.Checkpointer(model=torch.nn.Linear(1, 1))\n"
+        "step = checkpointer.load().step\nprint('loaded', step, os.environ['ELASTIC_EXT_CHECKPOINT_DIR'], flush=True)\n"
+        "if step == 0:\n    checkpointer.save(5, wait=True)\n    os._exit(3)\n"
+    )
+    conf = "checkpoint_dir=kept,local_dir=near,backoff=0"
+    done = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", str(script)], tmp_path)
+    assert done.returncode == 0, done.all
+    assert re.findall(r"^loaded (.*)$", done.out, re.MULTILINE) == [f"{step} {tmp_path}/kept" for step in (0, 5)]
+    assert newest(tmp_path / "kept") == 5
+    assert newest(tmp_path / "near") == 5
+    assert not list((tmp_path / "sub").iterdir())
+
+
 @pytest.mark.long
 def test_told_to_leave_no_step_is_lost(tmp_path):
     """SIGTERM: one more checkpoint, at the step where they are; started again the job goes on from there."""
@@ -57,7 +74,7 @@ def test_told_to_leave_no_step_is_lost(tmp_path):
 @pytest.mark.parametrize("directory", ["local", "s3"])
 def test_a_killed_worker_resumes_where_the_agent_says(request, tmp_path, directory):
     where = request.getfixturevalue("s3") if directory == "s3" else tmp_path / "broken"
-    with Job(command(where, "broken", 14), tmp_path) as job:
+    with Job(command(where, "broken", 14), tmp_path, HOLD="1") as job:
         (pid,) = {int(found[1]) for found in job.wait_for(r"pid (\d+) is at step 6", 1)[:1]}
         os.kill(pid, signal.SIGKILL)
         done = job.finish()

@@ -117,6 +117,7 @@ def test_training_goes_on_when_the_host_of_the_store_is_gone(tmp_path):
             with open(tmp_path / "fifo", "w"):
                 pass
             other.wait_for("done")
+            other.process.kill()  # else it would try for seconds to tell the node that is gone
 
 
 def test_an_agent_says_whether_the_rendezvous_store_is_its_own(caplog):

@@ -125,7 +125,7 @@ def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes)
     assert (verdict["host"], verdict["decision"]["kind"]) == ("b", "code")
 
 
-@pytest.mark.long("a")
+@pytest.mark.long
 @pytest.mark.parametrize("bad", ["a", "b"])
 def test_a_bug_on_one_node_stops_the_healthy_ones_too(nodes, bad):
     """Their workers would never have ended. "a" hosts the store: it stays until all have read why."""

@@ -144,10 +144,10 @@ def test_the_last_node_to_claim_a_stall_ends_the_round(server):
 
 
 def test_a_withdrawal_that_got_lost_is_sent_again(server, monkeypatch, caplog):
-    monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.5))
     with Proxy(server.port) as proxy:
         one = RoundEvents("127.0.0.1", proxy.port, 0, 3, nothing)
         others = [RoundEvents("localhost", server.port, rank, 3, nothing) for rank in (1, 2)]
+        monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.5))  # of the attempts, not of the connections above
         one.stalled(True)
         settle(one)
         proxy.refuse()  # the connection for events goes on

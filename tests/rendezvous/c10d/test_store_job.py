@@ -178,12 +178,12 @@ def test_a_store_that_dies_ends_the_waits_and_is_not_asked_again():
 
 def test_a_store_behind_a_cut_link_holds_up_nobody(store, monkeypatch):
     """Torch's own calls would wait for as long as TCP does."""
-    monkeypatch.setattr(store_calls, "CALL_S", 0.2)
     with Proxy(store.port) as proxy:
         host, port = proxy.endpoint.split(":")
         calls = StoreCalls(TCPStore(host, int(port), is_master=False, wait_for_workers=False), "x/")
         calls.connect()
         calls.put("a", "1")
+        monkeypatch.setattr(store_calls, "CALL_S", 0.2)
         proxy.deaf()
         begin = time.monotonic()
         with pytest.raises(StoreLost, match="no answer"):
@@ -201,16 +201,16 @@ def client_of(port: int) -> TCPStore:
 
 def test_a_store_that_was_slow_is_asked_again_and_knows_all(monkeypatch):
     """The call that was given up holds its connection, and is carried out in the end: nothing is told twice."""
-    monkeypatch.setattr(store_calls, "CALL_S", 1.0)
     with StoreServer() as server:
         nodes = make(client_of(server.port), "ab")
         a, b = nodes
         told = report("a", signal="SIGKILL")
         server.pause()
-        with pytest.raises(StoreLost, match="no answer"):
-            a.conclude(told, settle_s=0.1)
         with monkeypatch.context() as context:
+            context.setattr(store_calls, "CALL_S", 1.0)
             context.setattr(store_calls, "CONNECT_S", 1.0)
+            with pytest.raises(StoreLost, match="no answer"):
+                a.conclude(told, settle_s=0.1)
             with pytest.raises(StoreLost, match="no answer"):
                 a.job.reconnect()  # not yet there
         server.resume()

@@ -135,7 +135,7 @@ def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
         assert third.finish().returncode == 0
 
 
-@pytest.mark.long("torchrun-15-75", "agent-2-130")
+@pytest.mark.long("torchrun-15-75", "agent-2-130", "torchrun-2-130")
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("launcher", ["torchrun", "agent"])
 def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server, nodes, tmp_path, launcher, sig, code):
@@ -160,7 +160,7 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
         assert stays.finish().returncode == 0
 
 
-@pytest.mark.long("for etcd-15-75", "for etcd-2-130")
+@pytest.mark.long("for etcd-15-75", "for etcd-2-130", "before a restart-15-75")
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("waits", ["for etcd", "before a restart"])
 def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes, tmp_path, waits, sig, code):

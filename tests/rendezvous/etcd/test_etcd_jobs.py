@@ -192,7 +192,7 @@ def waiting_pair(server: EtcdServer, nodes: Nodes, tmp_path: Path, nnodes: str) 
     """Two agents; the second one is paused, and its worker has failed."""
     script = tmp_path / "waits.py"
     script.write_text(ONE_WAITS_FOR_THE_OTHER)
-    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=2,last_call=5"]
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=4,last_call=60"]
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=0", str(script)]
     env = {"GATE": str(nodes.gate.path)}
     first, second = (nodes.stack.enter_context(Job(command, tmp_path, NODE=name, **env)) for name in "ab")
@@ -259,13 +259,13 @@ def test_another_job_under_the_same_id_is_refused(server, nodes):
 
 def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
     """join_timeout is for a job that does not train: a scheduler counts each 75 of a spare as a failure."""
-    conf = f"{CONF},join_timeout=6"
+    conf = "lease_ttl=2,last_call=0.5,stop_grace=2,join_timeout=3"
     first = nodes.start("a", server.endpoint, "1", conf=conf)
     first.wait_for(seen(1, 0))
     spare = nodes.start("b", server.endpoint, "1", conf=conf)
     wait_for_nodes(server, 2)
     with pytest.raises(subprocess.TimeoutExpired):
-        spare.process.wait(9)
+        spare.process.wait(4.5)
     first.process.send_signal(signal.SIGTERM)
     spare.wait_for(seen(1, 1))
     nodes.open_gate()
@@ -275,20 +275,22 @@ def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
 def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
     """Its pods may start later than those of the job. Where it stays away, a scheduler is asked to try again."""
     (tmp_path / "ok.py").write_text("print('started')")
-    conf = "--rdzv-conf=join_timeout=6,lease_ttl=2"
-    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", "--rdzv-id=j", conf]
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", "--rdzv-id=j"]
     server.kill()
-    with Job([*command, f"--rdzv-endpoint={server.endpoint}", "ok.py"], tmp_path) as job:
-        job.wait_for(f"etcd at {server.endpoint} does not answer; trying for 6 s")
+    conf = "--rdzv-conf=join_timeout=60,lease_ttl=2"  # enough for it to start
+    with Job([*command, conf, f"--rdzv-endpoint={server.endpoint}", "ok.py"], tmp_path) as job:
+        job.wait_for(f"etcd at {server.endpoint} does not answer; trying for 60 s")
         server.start()
         assert job.finish().returncode == 0, job.err
-    away = run([*command, "--rdzv-endpoint=127.0.0.1:1", "ok.py"], tmp_path)
+    conf = "--rdzv-conf=join_timeout=3,lease_ttl=2"
+    away = run([*command, conf, "--rdzv-endpoint=127.0.0.1:1", "ok.py"], tmp_path)
     assert away.returncode == 75, away.all
     (line,) = [line for line in away.err.splitlines() if line.startswith("elastic_ext: ")]
-    assert "127.0.0.1:1 has not answered for 6 s" in line
+    assert "127.0.0.1:1 has not answered for 3 s" in line
     assert "Traceback" not in away.err
 
 
+@pytest.mark.long("options3", "options4", "options5")
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -199,7 +199,7 @@ def leading(nodes: Nodes) -> str:
 # etcd goes away.
 
 
-@pytest.mark.long("leader", "follower")
+@pytest.mark.long
 @pytest.mark.parametrize("lost", ["leader", "follower", "all"])
 def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(cluster, tmp_path, stack, lost):
     """Afterwards all is as before: a third node joins."""

@@ -1,8 +1,5 @@
 """Who stops and who trains on when leases are not renewed: several fences over a real store."""
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,6 +9,7 @@ from torch.distributed import TCPStore
 from elastic_ext.rendezvous.etcd.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
 from elastic_ext.rendezvous.etcd.node_states import NodeStates, RoundStore
 from elastic_ext.rendezvous.etcd.outage import returning_s
+from tests.store_server import StoreServer
 
 TTL_S = 2.0
 LONG_S = 30.0
@@ -22,12 +20,19 @@ class Node:
 
     def __init__(self, store, rank, nodes):
         self.lease = (rank + 1, time.monotonic() + LONG_S)
+        self.keeps_s = None
         self.changed = threading.Event()
-        self.fence = Fence(lambda: self.lease, TTL_S, self.changed.set)
+        self.fence = Fence(self._lease, TTL_S, self.changed.set)
         self.fence.watch(RoundStore("localhost", store.port, rank, nodes))
 
-    def ends_in(self, seconds, lease_id=None):
+    def _lease(self):
+        keeps_s = self.keeps_s
+        return self.lease if keeps_s is None else (self.lease[0], time.monotonic() + keeps_s)
+
+    def ends_in(self, seconds, lease_id=None, keeps=False):
+        """keeps: so much of the lease is left until the next call, however long that takes."""
         self.lease = (lease_id or self.lease[0], time.monotonic() + seconds)
+        self.keeps_s = seconds if keeps else None
         self.fence._wake.acquire()
         self.fence._wake.notify()
         self.fence._wake.release()
@@ -55,6 +60,20 @@ def said(store, rank, what):
         time.sleep(0.01)  # a store tells of no change
 
 
+def all_in_trouble(nodes, store):
+    """All have said so, and each has read it of the others, before a lease is about to end: nobody is taken to be well."""
+    for node in nodes:
+        node.ends_in(TTL_S / 2, keeps=True)
+    for rank in range(len(nodes)):
+        said(store, rank, b"1")
+    deadline = time.monotonic() + LONG_S
+    while any(node.fence._trouble.all_down_at is None for node in nodes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # a fence that has looked tells of no change
+    for node in nodes:
+        node.ends_in(0.3)
+
+
 def test_a_node_that_alone_is_cut_off_stops_before_its_lease_ends(nodes):
     nodes[0].ends_in(TTL_S / 2)
     assert nodes[0].changed.wait(LONG_S)
@@ -77,37 +96,30 @@ def test_a_node_that_has_been_cut_off_stays_so_for_the_round(nodes, store):
     assert not nodes[0].fence.closed
 
 
-SERVER = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def frozen_store():
-    """(process, a node of rank 1 of 2): the store of the round is in the process, which the test stops and continues."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        store = TCPStore("localhost", int(process.stdout.readline()), is_master=False, wait_for_workers=False)
+    """(server, a node of rank 1 of 2, a client): the store of the round is in a process that the test stops and continues."""
+    with StoreServer() as server:
+        store = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
         node = Node(store, 1, 2)
-        yield process, node, store
-        process.send_signal(signal.SIGCONT)
+        yield server, node, store
+        server.resume()
         node.fence.close()
-        process.stdin.close()
+        for call in threading.enumerate():
+            if call.name == "elastic_ext-node-states":
+                call.join(LONG_S)  # before the store is killed: it would try again, and torch would complain
 
 
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected):
     """The host of rank 0 is frozen or cut off: torch's call on its connection would never return."""
-    process, node, store = frozen_store
+    server, node, store = frozen_store
     if connected:
         node.ends_in(TTL_S / 2)
         said(store, 1, b"1")
         node.ends_in(LONG_S)
         said(store, 1, b"0")
-    process.send_signal(signal.SIGSTOP)
+    server.pause()
     node.ends_in(TTL_S / 2)
     until = node.lease[1]
     assert node.changed.wait(LONG_S)
@@ -116,8 +128,8 @@ def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected
 
 
 def test_what_hangs_in_the_store_of_a_round_does_no_harm_in_the_next(frozen_store, store):
-    process, _, frozen = frozen_store
-    process.send_signal(signal.SIGSTOP)
+    server, _, frozen = frozen_store
+    server.pause()
     states = NodeStates(1.0)
     for _ in range(4):
         assert states.swap(RoundStore("localhost", frozen.port, 1, 2), "1", 0.05) is None
@@ -137,13 +149,13 @@ def test_without_another_thread_the_store_counts_as_silent(store, monkeypatch):
 
 
 def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
-    process, node, store = frozen_store
+    server, node, store = frozen_store
     node.ends_in(TTL_S / 2)
     said(store, 1, b"1")
-    process.send_signal(signal.SIGSTOP)
+    server.pause()
     assert node.changed.wait(LONG_S)
     node.ends_in(LONG_S)
-    process.send_signal(signal.SIGCONT)
+    server.resume()
     said(store, 1, b"0")
     deadline = time.monotonic() + LONG_S
     while not node.fence._states.settled or node.fence._written != "0":
@@ -153,20 +165,16 @@ def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
 
 
 def test_while_nobody_can_renew_all_train_on(nodes, store):
-    for node in nodes:
-        node.ends_in(0.3)
-    for rank in range(3):
-        said(store, rank, b"1")
-    assert not any(node.changed.wait(TTL_S) for node in nodes)
+    all_in_trouble(nodes, store)
+    assert not nodes[0].changed.wait(TTL_S)
+    assert not any(node.changed.is_set() for node in nodes)
 
 
+@pytest.mark.long("77")
 @pytest.mark.parametrize("lease_id", [None, 77])
 def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, lease_id):
     """With its old lease, which the server had kept, or with a new one: it has registered again."""
-    for node in nodes:
-        node.ends_in(0.3)
-    for rank in range(3):
-        said(store, rank, b"1")
+    all_in_trouble(nodes, store)
     assert not nodes[1].changed.wait(1.0)  # the leases are over by their count
     nodes[0].ends_in(LONG_S, lease_id)
     said(store, 0, b"2")

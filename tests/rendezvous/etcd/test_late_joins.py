@@ -10,8 +10,9 @@ import pytest
 
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.late_joins import NO_LIMIT, WINDOW_S, Answer, LateJoins, decide
+from elastic_ext.rendezvous.etcd.late_joins import LateJoins
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
+from elastic_ext.rendezvous.late_joins import WINDOW_S
 from tests.etcd_server import EtcdServer
 from tests.rendezvous.etcd.test_etcd_jobs import CONF, Nodes
 
@@ -22,17 +23,6 @@ KEYS = JobKeys("job")
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes(tmp_path, stack)
-
-
-@pytest.mark.parametrize(
-    ("joins", "limit", "answer"),
-    [
-        *[(1, 20, Answer.NOTHING), (20, 20, Answer.NOTHING), (21, 20, Answer.REFUSE), (22, 20, Answer.LEAVE)],
-        *[(1, 0, Answer.REFUSE), (2, 0, Answer.LEAVE), (1000, NO_LIMIT, Answer.NOTHING)],
-    ],
-)
-def test_what_follows_from_a_join(joins: int, limit: int, answer: Answer) -> None:
-    assert decide(joins, limit).answer is answer
 
 
 class Tasks:

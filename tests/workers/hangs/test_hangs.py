@@ -514,7 +514,7 @@ def test_a_long_evaluation_is_no_hang(tmp_path, ranks):
     """On all ranks, or on one while the others wait for it."""
     stop = tmp_path / "stop"
     command = [*AGENT, "--nproc-per-node=2", f"--rdzv-conf={CONF}", JOB, *(f"eval:{rank}" for rank in ranks)]
-    with Job(command, tmp_path, STOP=str(stop), EVAL_S="7") as job:
+    with Job(command, tmp_path, STOP=str(stop), EVAL_S="20") as job:
         job.wait_for("evaluated", len(ranks))
         finishes(job, stop)
 
@@ -587,7 +587,7 @@ def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_
     """Its own workers all stall for longer than their limit."""
     stop = tmp_path / "stop"
     with ExitStack() as stack:
-        jobs = start_two(request, stack, tmp_path, backend, "eval:3", EVAL_S="7")
+        jobs = start_two(request, stack, tmp_path, backend, "eval:3", EVAL_S="20")
         pause = threading.Event()
         for job in jobs:
             job.wait_for('"attempt": 0', 2)
@@ -606,13 +606,12 @@ def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_
 @pytest.mark.parametrize("launcher", [AGENT, [*TORCHRUN, "--standalone"]])
 def test_the_health_barrier_names_who_is_missing(tmp_path, launcher):
     script = SCRIPTS / "barrier_job.py"
-    with Job([*launcher, "--nproc-per-node=3", script], tmp_path) as job:
+    with Job([*launcher, "--nproc-per-node=2", script], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.err
     assert "did not arrive" not in done.out
-    assert done.out.count("passed") == 3
-    with Job([*launcher, "--nproc-per-node=3", script, "absent:1"], tmp_path) as job:
+    assert done.out.count("passed") == 2
+    with Job([*launcher, "--nproc-per-node=2", script, "absent:1"], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.err
-    for rank in (0, 2):
-        assert f"rank {rank}: health barrier: rank 1 of 3 did not arrive within 2 s (1,)" in done.out
+    assert "rank 0: health barrier: rank 1 of 2 did not arrive within 2 s (1,)" in done.out

@@ -279,13 +279,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watched(
-    table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.0, world: int = 1
+    table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.5, world: int = 1
 ) -> detector.Assessment:
-    """Watch until they stall, or for `for_s` seconds."""
+    """Watch until they stall, or for `for_s` seconds: the looks at those that do not stay are after .4, .9, 1.9 and 3.9 s."""
     watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None, world), threading.Event()
     deadline, verdict = time.monotonic() + for_s, None
     while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
-        pause.wait(watch.next_check_s())
+        pause.wait(min(watch.next_check_s(), max(0.0, deadline - time.monotonic())))
         verdict = watch.check(dict(enumerate(pids)), files) or verdict
     assert verdict is not None
     return verdict
@@ -310,6 +310,7 @@ def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, script
     assert verdict.waiting
 
 
+@pytest.mark.long("thread", "connections", "python", "answers-blocked")
 @pytest.mark.parametrize(
     "script",
     [
@@ -345,10 +346,19 @@ def test_each_worker_is_asked_for_a_first_answer(tmp_path, quick):
         assert found[0].read(0).answers > 1
 
 
+def wait_for_pause(pid: int) -> None:
+    """Wait until the main thread waits for a signal. A question that comes as it begins to may end the call."""
+    pause, deadline = threading.Event(), time.monotonic() + 20
+    while not process_stats.read([pid])[pid].awaits_signal:
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
+
+
 @pytest.mark.parametrize("first", ["", ANSWERS], ids=["first-question", "look"])
 def test_a_main_thread_that_waits_for_a_signal_is_left_alone(tmp_path, quick, first):
     """It goes on after any signal: most scripts would then end."""
     with workers(tmp_path, ["signal.pause()"], first=first) as found:
+        wait_for_pause(found[1][0])
         watched(*found)
         assert process_stats.read(found[1])[found[1][0]].state == "S"
 
@@ -384,9 +394,8 @@ def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch
     tried: list[int] = []
     read = process_stats.read
     with workers(tmp_path, [script], first=first) as (table, pids, _):
-        settle = time.monotonic() + 20
-        while script != SPIN and not read(pids)[pids[0]].awaits_signal:
-            assert time.monotonic() < settle
+        if script != SPIN:
+            wait_for_pause(pids[0])
         answers = looks.FirstAnswers()
         for second in range(600):
             monkeypatch.setattr(process_stats, "read", lambda pids, at=second: tried.append(at) or read(pids))
@@ -443,7 +452,7 @@ def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
         assert "in all_reduce" in Path(found[2][0]).read_text()  # that of the hang is kept
     stays, works = (dumps[pid] for pid in found[1])
     assert stays == 2  # one is ours
-    assert 2 <= works <= 5  # eight without longer gaps
+    assert 2 <= works <= 5  # ten without longer gaps
 
 
 def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import selectors
@@ -209,6 +210,43 @@ def python(code: str, *arguments: str) -> str:
 def test_counts_that_may_not_be_read_are_not_known():
     with process(SHUT) as one:
         assert python(STRANGER, str(one.pid)).split()[1:] == ["None", "None"]
+
+
+# The first call gets what it caches; the descriptors run out afterwards.
+POOR = """
+import resource, sys
+from elastic_ext.workers.hangs import process_stats
+pid = int(sys.argv[1])
+seen = len(process_stats.read([pid]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+print(seen, process_stats.read([pid]), process_stats.open_sockets([pid]))
+"""
+
+
+@pytest.mark.parametrize(("asked", "known"), [("stat", []), ("io", [None])])
+def test_a_family_is_not_known_in_part_when_the_descriptors_run_out_halfway(monkeypatch, asked, known):
+    """The worker sleeps, and its child may work."""
+    with process("child = subprocess.Popen(['sleep', '100']); ready(); print(child.pid, flush=True); child.wait()") as one:
+        assert one.stdout is not None
+        child = int(one.stdout.readline())
+        text, run_out = process_stats._text, False
+
+        def refused(pid: int | str, name: str) -> str:
+            nonlocal run_out
+            run_out = run_out or (int(pid), name) == (child, asked)
+            if run_out and int(pid) == child:
+                raise OSError(errno.EMFILE, "too many open files")
+            return text(pid, name)
+
+        assert of(one.pid).io_bytes is not None
+        monkeypatch.setattr(process_stats, "_text", refused)
+        found = process_stats.read([one.pid])
+    assert [each.io_bytes for each in found.values()] == known
+
+
+def test_without_a_descriptor_left_nothing_is_known():
+    with process(SHUT) as one:
+        assert python(POOR, str(one.pid)).split(maxsplit=1) == ["1", f"{{}} {{{one.pid}: set()}}\n"]
 
 
 # A filter as container runtimes have it: socket(AF_NETLINK, ...) is refused (linux/filter.h, linux/seccomp.h).
@@ -424,6 +462,7 @@ def test_workers_that_do_nothing_stall(tmp_path, quick):
     assert verdict.stalled, verdict.reason
 
 
+@pytest.mark.long("::1")
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_an_upload_from_memory_is_work(tmp_path, quick, family, address):
     with sink(family, address) as port, process(UPLOAD, str(port), address) as one, process(PAUSE) as other:
@@ -453,6 +492,7 @@ def test_a_busy_helper_in_a_session_of_its_own_is_work(tmp_path, quick):
     assert not verdict.stalled, verdict.reason
 
 
+@pytest.mark.long("threading.Thread")
 @pytest.mark.parametrize("thread", [MAIN_THREAD, OTHER_THREAD])
 def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick, thread):
     os.mkfifo(tmp_path / "server")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -15,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers.standby import memory, protocol, rules
+from elastic_ext.workers.standby import client, memory, protocol, rules
 from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.rules import ColdReason, Learned
 from tests import jobs
 from tests.failures.test_sources import memory_group
-from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, open_files, run, wait_gone
+from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, children, command_of, open_files, run, wait_gone
 from tests.ports import free_port
 
 JOB = SCRIPTS / "standby_job.py"
@@ -49,11 +50,6 @@ def up(attempt: int) -> str:
 def ready(workers: int, times: int = 1) -> "tuple[str, int]":
     """What the agent logs each time that so many standbys wait."""
     return f"{workers} warm standbys wait", times
-
-
-def children(pid: int) -> "list[int]":
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 # ---- warm
@@ -142,6 +138,7 @@ CASES = {
 }
 
 
+@pytest.mark.long("no bootstrap")
 @pytest.mark.parametrize("case", CASES)
 def test_settings_and_programs_without_standbys(tmp_path, case):
     variables, options, said, _ = CASES[case]
@@ -272,6 +269,7 @@ UNSAFE = {
 }
 
 
+@pytest.mark.long("which workers would share", "starts a process", "changes", "unsafe reads", "seeds", "makes a temp")
 @pytest.mark.parametrize("why", UNSAFE)
 def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_warm(tmp_path, why):
     (tmp_path / "unsafe.py").write_text(UNSAFE[why])
@@ -491,8 +489,9 @@ def test_without_memory_there_are_none(tmp_path, small_group):
 
 
 def test_nothing_survives_a_killed_agent(tmp_path):
-    with Job([*AGENT, "--nproc-per-node=2", str(JOB), "gloo", "-1"], tmp_path, **VERBOSE) as job:
-        job.wait_for(up(0), 2)
+    script = make(tmp_path, "import os, signal\nos.write(1, b'up\\n')\nsignal.pause()")
+    with Job([*AGENT, "--nproc-per-node=2", str(script)], tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for("(?m)^up$", 2)
         job.wait_for(*ready(2))
         # Workers, the server, standbys, the reaper. While some come and go the kernel may leave out others: proc(5).
         pids: set[int] = set()
@@ -520,22 +519,19 @@ def test_a_server_and_a_standby_that_are_killed_are_replaced(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", "1"], tmp_path, **VERBOSE) as job:
         job.wait_for(up(0), 2)
         job.wait_for(r"(?s)warm standbys are ready.*warm standbys are ready.*2 warm standbys wait")
+        assert len(waiting_standbys(job.process.pid, 2)) == 2
         (server,) = [pid for pid in children(job.process.pid) if "standby/server" in command_of(pid) and children(pid) == []
                      and os.getsid(pid) == pid and not waits(pid)]  # fmt: skip
         seen = len(re.findall("2 warm standbys wait", job.err))
         os.kill(server, signal.SIGKILL)
         job.wait_for("2 warm standbys wait", seen + 1)
-        standby = next(pid for pid in children(job.process.pid) if waits(pid))
+        standby = waiting_standbys(job.process.pid, 2)[0]
         os.kill(standby, signal.SIGKILL)
         job.wait_for("2 warm standbys wait", seen + 2)
         os.kill(of_attempt(job.out, 0)[0]["pid"], signal.SIGKILL)
         done = job.finish()
     assert done.returncode == 0, done.all
     assert [each["warm"] for each in of_attempt(done.out, 1)] == [True, True]
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def waiting_standbys(agent: int, count: int) -> "list[int]":
@@ -548,7 +544,8 @@ def waiting_standbys(agent: int, count: int) -> "list[int]":
 
 def waits(pid: int) -> bool:
     """Whether it is a standby: its server holds the control socket, a standby only the one it waits at."""
-    return "standby/server" in command_of(pid) and not os.path.exists(f"/proc/{pid}/fd/{command_of(pid).split(chr(0))[-2]}")
+    command = command_of(pid)
+    return "standby/server" in command and not os.path.exists(f"/proc/{pid}/fd/{command.split(chr(0))[-2]}")
 
 
 @pytest.mark.long
@@ -618,6 +615,64 @@ def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
     assert wait_gone([one.pid]) == []
     one.end()
     other.end()
+
+
+DIES_FORKING = """
+import os, signal, socket, sys
+
+socket.recv_fds(socket.socket(fileno=int(sys.argv[1])), 1 << 16, 1)
+if os.fork() == 0:
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_server_was_forking_as_it_was_killed_stays_no_zombie(tmp_path, monkeypatch):
+    (tmp_path / "server.py").write_text(DIES_FORKING)
+    monkeypatch.setattr(client, "SERVER", str(tmp_path / "server.py"))
+    before = children(os.getpid())
+    server = ServerProcess([sys.executable], dict(os.environ), str(tmp_path / "output"))
+    assert server.park(1) == []
+    server.end()
+    assert children(os.getpid()) == before
+
+
+LEAVES = """
+import os, sys
+sys.stdin.read()
+os.setsid()
+"""
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("when", ["before it is killed", "while it is waited for"])
+def test_a_late_standby_may_leave_the_group_of_its_server_as_that_is_reaped(monkeypatch, when):
+    leader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=os.setpgrp)
+    late = subprocess.Popen([sys.executable, "-c", LEAVES], stdin=subprocess.PIPE, preexec_fn=lambda: os.setpgid(0, leader.pid))
+    leader.kill()
+    leader.wait()
+    kill_group = os.killpg
+
+    def killpg(group: int, number: int) -> None:
+        late.stdin.close()  # now it leaves
+        if when == "before it is killed":
+            assert wait_gone([late.pid]) == []
+            kill_group(group, number)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    client._reap_group(leader.pid)
+    assert late.wait() == 0
+
+
+def test_a_server_can_be_ended_without_a_descriptor_left(tmp_path):
+    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        server.end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert server.pid not in children(os.getpid())
 
 
 def test_a_server_that_cannot_run_says_why(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, decode
@@ -17,7 +17,14 @@ LIMIT_S, LEAST_RATE = 30.0, 50e6  # limit for all parts: so long, and longer whe
 MAX_MANIFEST = 256 << 20  # bytes; a rank has about 150
 
 
-def fetch(storage: Storage, key: str, name: str, digest: str, sources: Mapping[int, tuple[str, int]]) -> None:
+def fetch(
+    storage: Storage,
+    key: str,
+    name: str,
+    digest: str,
+    sources: Mapping[int, tuple[str, int]],
+    over: Callable[[], bool],
+) -> None:
     """Get the parts of these ranks, and the manifest. Returns when all are in their place.
 
     Args:
@@ -26,18 +33,21 @@ def fetch(storage: Storage, key: str, name: str, digest: str, sources: Mapping[i
         name: of the copy.
         digest: of its manifest (`tiers.digest`).
         sources: by rank, host and port of the agent of a node that has its part.
+        over: returns whether the round is over, so that nobody needs them any more.
 
     Raises:
         OSError, ElasticExtError: a part could not be had.
     """
     deadline = time.monotonic() + LIMIT_S
-    manifest, data = _manifest(key, name, digest, next(iter(sources.values())), deadline)
+    manifest, data = _manifest(key, name, digest, next(iter(sources.values())), deadline, over)
     files = {file.name: file for file in manifest.files}
+    if missing := sorted(rank for rank in sources if tiers.memory_file(rank) not in files):
+        raise PeerError(f"the manifest of {name} has no part of rank {missing[0]}")
     for rank, source in sources.items():
         file = files[tiers.memory_file(rank)]
         deadline += file.size / LEAST_RATE
         part = Part(name, file.name, file.size, file.checksum)
-        with wire.connected(source, deadline) as connection:
+        with wire.connected(source, deadline, over) as connection:
             size = wire.ask(connection, key, Request(GET, name, file.name), ADOPT_S).size
             if size != part.size:
                 raise PeerError(f"{file.name} has {size} bytes there, expected {part.size}")
@@ -45,8 +55,10 @@ def fetch(storage: Storage, key: str, name: str, digest: str, sources: Mapping[i
     storage.put(f"{name}/{MANIFEST}", data)
 
 
-def _manifest(key: str, name: str, digest: str, source: tuple[str, int], deadline: float) -> tuple[Manifest, bytes]:
-    with wire.connected(source, deadline) as connection:
+def _manifest(
+    key: str, name: str, digest: str, source: tuple[str, int], deadline: float, over: Callable[[], bool]
+) -> tuple[Manifest, bytes]:
+    with wire.connected(source, deadline, over) as connection:
         size = wire.ask(connection, key, Request(GET, name, MANIFEST), ADOPT_S).size
         if not 0 < size <= MAX_MANIFEST:
             raise PeerError(f"the manifest of {name} has {size} bytes there")

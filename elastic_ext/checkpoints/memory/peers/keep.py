@@ -6,10 +6,9 @@ import logging
 import mmap
 import os
 import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from elastic_ext.checkpoints.directory import tiers
@@ -53,10 +52,11 @@ def check_readable(name: str, file: str) -> None:
 
 
 def clear_incoming(storage: Storage) -> None:
-    """Remove what never became whole. Raises OSError."""
-    path = storage.path(INCOMING)
-    if os.path.isdir(path):
-        shutil.rmtree(path)
+    """Remove what never became whole. Threads that still write to it may remove it at the same time. Raises OSError."""
+    folder = storage.path(INCOMING)
+    with suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            _unlink(os.path.join(folder, name))
 
 
 def receive(storage: Storage, part: Part, fill: Callable[[memoryview], str], beside: str = "") -> None:
@@ -118,7 +118,8 @@ class Kept:
         """Count what is there. limit: bytes for all of them. own: the ranks of this node. Raises OSError."""
         self._storage, self._limit, self._own = storage, limit, own
         self._lock = threading.Lock()
-        self._parts: dict[tuple[str, str], int] = {}  # (copy, file) -> bytes, those that are coming too
+        self._parts: dict[tuple[str, str], int] = {}  # (copy, file) -> bytes
+        self._coming: dict[str, int] = {}  # path -> bytes; they have their memory until they end, wanted or not
         for name in tiers.own_checkpoints(storage):
             for entry in storage.entries(name):
                 if (rank := rank_of(entry.name)) is not None and rank not in own:
@@ -136,36 +137,38 @@ class Kept:
         if not 0 < part.size <= self._limit:
             raise PeerError(f"a part of {part.size} bytes; memory_limit leaves {self._limit} for the parts of another node")
         beside = self._reserve(part, kept)
+        whole = False
         try:
             receive(self._storage, part, fill, beside)
-        except BaseException:
+            whole = True
+        finally:
             with self._lock:
-                self._parts.pop((part.name, part.file), None)
-            raise
+                del self._coming[beside]
+                if whole:
+                    self._parts[part.name, part.file] = part.size
 
     def _reserve(self, part: Part, kept: str) -> str:
-        """Make room; return the path of a file whose memory may be used again."""
+        """Make room; return the path of the file to write to. There may be one whose memory is used again."""
+        beside = _beside(self._storage, part)
         with self._lock:
-            beside = ""
             for name, file in [each for each in self._parts if each[0] not in (part.name, kept)]:
-                if file == part.file and not beside:
-                    beside = self._set_aside(f"{name}/{file}", part)
+                old = self._storage.path(f"{name}/{file}")
+                if file == part.file:
+                    _set_aside(old, beside)
                 else:
-                    _unlink(self._storage.path(f"{name}/{file}"))
+                    _unlink(old)
                 del self._parts[name, file]
             self._parts.pop((part.name, part.file), None)
-            used = sum(self._parts.values())
+            used = sum(self._parts.values()) + sum(self._coming.values())
             if used + part.size > self._limit:
-                if beside:
-                    _unlink(beside)
+                _unlink(beside)
                 raise PeerError(f"memory_limit leaves {self._limit - used} bytes for a part of {part.size} of another node")
-            self._parts[part.name, part.file] = part.size
+            self._coming[beside] = part.size
             return beside
 
-    def _set_aside(self, old: str, part: Part) -> str:
-        beside = _beside(self._storage, part)
-        try:
-            os.rename(self._storage.path(old), beside)
-        except FileNotFoundError:  # it went with its copy
-            return ""
-        return beside
+
+def _set_aside(old: str, beside: str) -> None:
+    try:
+        os.rename(old, beside)  # one that is there already goes
+    except FileNotFoundError:
+        logger.debug("%s went with its copy", old)

@@ -7,11 +7,16 @@ import socket
 from dataclasses import dataclass
 
 from elastic_ext.base import records
+from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.records import Name, NameOrEmpty, RecordError, Seconds
 from elastic_ext.checkpoints.memory.peers.wire import MAX_LINE
 
 SCHEMA = 1
 MARGIN_S = 2.0  # for the agent's answer
+
+
+class NoAgent(ElasticExtError):
+    """The worker's own agent does not answer: as a rule it has been killed, and the node is about to go."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,12 @@ class Sent:
 
 
 def send(path: str, wanted: Send) -> str:
-    """Have the agent send a part to the peer; return why it could not, or "". path: of the agent's socket."""
+    """Have the agent send a part to the peer; return why the peer does not have it, or "".
+
+    path: of the agent's socket.
+
+    Raises NoAgent.
+    """
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(wanted.limit_s + MARGIN_S)
@@ -43,7 +53,7 @@ def send(path: str, wanted: Send) -> str:
             with sock.makefile("rb") as reader:
                 return records.read(Sent, reader.readline(MAX_LINE), "the answer of the agent", SCHEMA).reason
     except (OSError, RecordError) as error:
-        return f"the agent does not answer: {error}"
+        raise NoAgent(f"the agent does not answer: {error}") from error
 
 
 def encode(message: Send | Sent) -> bytes:

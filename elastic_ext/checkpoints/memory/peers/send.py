@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
+from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.memory.peers import keep, wire
 from elastic_ext.checkpoints.memory.peers.request import Send
-from elastic_ext.checkpoints.memory.peers.wire import PUT, Answer, PeerError, Request
+from elastic_ext.checkpoints.memory.peers.wire import PUT, Answer, Pace, PeerError, Request
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 ADOPT_S = 15.0  # how much later than the others an agent may learn of its round
+BLOCK_S = 1 / 32  # of a block at the limit of the rate: short, as the receiver waits STALL_S, and all workers take turns
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # after a failure nothing is sent, ever longer
 
 
@@ -27,6 +28,23 @@ class PeerMetrics(Protocol):
 
     def part_sent(self, size: int | None) -> None:
         """Record that the peer has a part, of so many bytes; None: it does not have it."""
+
+
+class Paced:
+    """At most so many bytes a second. The threads of all workers share it."""
+
+    def __init__(self, rate: float, ended: threading.Event) -> None:
+        """rate: 0: no limit. ended: set when nothing is to wait any more."""
+        self.block = min(wire.BLOCK, max(1, int(BLOCK_S * rate))) if rate else wire.BLOCK
+        self._bucket, self._ended = TokenBucket(rate), ended
+        self._lock = threading.Lock()
+
+    def wait(self, size: int, most_s: float) -> None:
+        """Return when so many bytes may be sent, or after so long."""
+        with self._lock:
+            pause = self._bucket.take(size, time.monotonic())
+        if pause > 0:
+            self._ended.wait(min(pause, max(0.0, most_s)))
 
 
 @dataclass(frozen=True)
@@ -52,8 +70,7 @@ class Outbox:
     The threads of all workers share it.
     """
 
-    def __init__(self, storage: Storage, circle: Circle, pace: Callable[[int], None], metrics: PeerMetrics) -> None:
-        """pace: returns when so many bytes may be sent."""
+    def __init__(self, storage: Storage, circle: Circle, pace: Pace, metrics: PeerMetrics) -> None:
         self._storage, self._circle, self._pace, self._metrics = storage, circle, pace, metrics
         self._lock = threading.Lock()
         self._paused_until, self._pause_s = 0.0, 0.0
@@ -74,6 +91,9 @@ class Outbox:
             self._put(wanted, time.monotonic() + wanted.limit_s)
         except (OSError, RecordError, PeerError) as error:
             return printable(str(error)) or type(error).__name__
+        except Exception as error:  # the worker must have an answer, or it commits nothing at all
+            logger.exception("a part could not be sent")
+            return type(error).__name__
         return ""
 
     def _put(self, wanted: Send, deadline: float) -> None:

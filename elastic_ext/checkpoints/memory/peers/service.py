@@ -7,22 +7,24 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from elastic_ext.base.records import RecordError
-from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.memory.peers import fetch, keep, request, wire
+from elastic_ext.checkpoints.memory.peers.callers import Callers
 from elastic_ext.checkpoints.memory.peers.keep import Kept, Part
 from elastic_ext.checkpoints.memory.peers.request import Sent
-from elastic_ext.checkpoints.memory.peers.send import ADOPT_S, Circle, Outbox, PeerMetrics
+from elastic_ext.checkpoints.memory.peers.send import ADOPT_S, Circle, Outbox, Paced, PeerMetrics
 from elastic_ext.checkpoints.memory.peers.wire import GET, PUT, Answer, Connection, PeerError, Request
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 64  # at once; more than the workers of a node and those of its peer
+CONNECTIONS = 64  # of other nodes at once; more than a node has workers
+UNPROVEN = 64  # callers that may be anybody; they do not count among the above
+RETRY_S = 1.0
 SERVE_S = 600.0  # limit for a request of another node, which has its own, too
 
 Sign = Callable[[Answer], Answer]
@@ -46,42 +48,51 @@ class PeerService:
     def __init__(self, listening: socket.socket, socket_path: str, storage: Storage, rate: float, metrics: PeerMetrics) -> None:
         """
         Args:
-            listening: for the agents of other nodes; closed at the end.
+            listening: for the agents of other nodes; closed at the end, or if this fails.
             storage: the directory of the copies.
-            rate: bytes per second that are sent at most; 0: no limit.
+            rate: bytes per second that the peer is sent at most; 0: no limit.
 
         Raises OSError.
         """
         self.port: int = listening.getsockname()[1]
         self.socket_path = socket_path
         self._storage, self._metrics = storage, metrics
-        self._bucket, self._bucket_lock = TokenBucket(rate), threading.Lock()
         self._closing = threading.Event()
+        self._pace = Paced(rate, self._closing)
         self._adopted = threading.Condition()
         self._round: _Round | None = None
+        self._callers = Callers(UNPROVEN, self._adopted)
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
-        workers = socket.socket(socket.AF_UNIX)
-        workers.bind(socket_path)
-        workers.listen(CONNECTIONS)
+        with ExitStack() as if_fails:
+            if_fails.callback(listening.close)
+            workers = if_fails.enter_context(socket.socket(socket.AF_UNIX))
+            workers.bind(socket_path)
+            workers.listen(CONNECTIONS)
+            if_fails.pop_all()
         self._listening = {listening: self._serve_agent, workers: self._serve_worker}
         for sock in self._listening:
             threading.Thread(target=self._accept, args=(sock,), name="elastic_ext-peers", daemon=True).start()
 
     def adopt(self, circle: Circle | None) -> None:
         """Serve the nodes of this round, and no others; None: nobody. The workers of the last one have ended. Raises OSError."""
-        keep.clear_incoming(self._storage)
+        try:
+            keep.clear_incoming(self._storage)
+        except OSError as error:
+            logger.warning("what was left of parts of other nodes could not be removed: %s", error)
         found = None
         if circle is not None:
             kept = Kept(self._storage, circle.limit, circle.own)
-            found = _Round(circle, kept, Outbox(self._storage, circle, self._wait_to_send, self._metrics))
+            found = _Round(circle, kept, Outbox(self._storage, circle, self._pace, self._metrics))
         with self._adopted:
             self._round = found
             self._adopted.notify_all()
 
-    def fetch(self, name: str, digest: str, sources: Mapping[int, tuple[str, int]]) -> None:
+    def fetch(
+        self, name: str, digest: str, sources: Mapping[int, tuple[str, int]], over: Callable[[], bool] = lambda: False
+    ) -> None:
         """Get what this node lacks of a copy; see `fetch`. Only after `adopt`."""
         assert self._round is not None, "fetch before adopt"
-        fetch.fetch(self._storage, self._round.circle.key, name, digest, sources)
+        fetch.fetch(self._storage, self._round.circle.key, name, digest, sources, over)
 
     def close(self) -> None:
         """End the threads that listen. A second call does nothing."""
@@ -97,18 +108,27 @@ class PeerService:
     # Everything below runs on the service's threads.
 
     def _accept(self, listening: socket.socket) -> None:
-        while True:
+        """Serve who calls, until `close`. That this fails, for want of descriptors or threads, is logged when it begins."""
+        fails = False
+        while not self._closing.is_set():
             try:
-                sock, _ = listening.accept()
-            except OSError as error:
-                if not self._closing.is_set():
-                    logger.warning("the copies in memory are on this node only from now on: %s", error)
-                return
-            if not self._slots.acquire(blocking=False):
-                sock.close()
-                continue
-            serve = self._listening[listening]
-            threading.Thread(target=self._serve, args=(sock, serve), name="elastic_ext-peer", daemon=True).start()
+                self._accept_one(listening)
+                fails = False
+            except (OSError, RuntimeError) as error:
+                if not fails and not self._closing.is_set():
+                    logger.warning("others cannot reach the copies in memory of this node for now: %s", error)
+                fails = True
+                self._closing.wait(RETRY_S)  # nothing tells when there are descriptors or threads again
+
+    def _accept_one(self, listening: socket.socket) -> None:
+        """Raises OSError; RuntimeError: there can be no more threads."""
+        sock, _ = listening.accept()
+        args = sock, self._listening[listening]
+        try:
+            threading.Thread(target=self._serve, args=args, name="elastic_ext-peer", daemon=True).start()
+        except RuntimeError:
+            sock.close()
+            raise
 
     def _serve(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         try:
@@ -118,44 +138,53 @@ class PeerService:
             logger.debug("a connection for copies in memory failed: %s", error)
         except Exception:  # the top of a thread
             logger.exception("a connection for copies in memory failed")
-        finally:
-            self._slots.release()
 
     def _serve_worker(self, sock: socket.socket) -> None:
-        """Send the part that a worker of this node has written."""
+        """Send the part that a worker of this node has written. Nobody else can call, and each worker does so once at a time."""
         sock.settimeout(wire.STALL_S)
         with sock.makefile("rb") as reader:
             wanted = request.read_send(reader.readline(wire.MAX_LINE))
         now = self._round
         sock.sendall(request.encode(Sent(now.outbox.send(wanted) if now is not None else "this node is in no round")))
 
-    def _wait_to_send(self, size: int) -> None:
-        with self._bucket_lock:
-            pause = self._bucket.take(size, time.monotonic())
-        if pause > 0:
-            self._closing.wait(pause)
-
     def _serve_agent(self, sock: socket.socket) -> None:
         with Connection(sock, time.monotonic() + SERVE_S) as connection:
             try:
-                asked, sign = wire.greet(connection, lambda key_id: self._of(key_id).circle.key)
+                with self._callers.entered(sock):
+                    asked, sign = wire.greet(connection, lambda key_id: self._of(key_id, sock).circle.key)
                 serve = {PUT: self._take, GET: self._give}.get(asked.do)
                 if serve is None:
                     raise PeerError(f"unknown request {asked.do}")
-                serve(connection, asked, sign)
+                with self._slot():
+                    serve(connection, asked, sign)
             except (PeerError, RecordError, FileNotFoundError) as error:
                 connection.say(Answer(str(error)[: wire.MAX_REASON]))
                 raise
 
-    def _of(self, key_id: str) -> _Round:
-        """Return the round with this key, as soon as this agent knows of it. Raises PeerError."""
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        if not self._slots.acquire(blocking=False):
+            raise PeerError("this node has too many connections")
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _of(self, key_id: str, caller: socket.socket | None = None) -> _Round:
+        """Return the round with this key. Raises PeerError.
+
+        caller: it waits until this agent knows of the round; None: the agent does, or has forgotten it.
+        """
 
         def found() -> _Round | None:
             now = self._round
             return now if now is not None and wire.key_id(now.circle.key) == key_id else None
 
+        def waits() -> bool:
+            return caller is not None and self._callers.may_wait(caller) and not self._closing.is_set()
+
         with self._adopted:
-            self._adopted.wait_for(lambda: self._closing.is_set() or found() is not None, ADOPT_S)
+            self._adopted.wait_for(lambda: found() is not None or not waits(), ADOPT_S)
             now = found()
         if now is None:
             raise PeerError("this node is not in that round")
@@ -172,9 +201,9 @@ class PeerService:
         connection.say(Answer())
 
     def _give(self, connection: Connection, asked: Request, sign: Sign) -> None:
-        """Send a file of a copy to a node that lacks it."""
+        """Send a file of a copy to a node that lacks it, as fast as it goes: its workers wait, and so do all others."""
         keep.check_readable(asked.name, asked.file)
         with open(self._storage.path(f"{asked.name}/{asked.file}"), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             connection.say(sign(Answer(size=size)))
-            connection.send_file(file, size, self._wait_to_send)
+            connection.send_file(file, size)

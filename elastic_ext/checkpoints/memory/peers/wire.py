@@ -16,12 +16,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import IO, Annotated, TypeVar
+from typing import IO, Annotated, Protocol, TypeVar
 
 import xxhash
 
@@ -34,7 +36,8 @@ SCHEMA = 1
 PUT, GET = "put", "get"
 CONNECT_S = 3.0
 STALL_S = 5.0  # without a byte; then the peer counts as gone
-BLOCK = 4 << 20  # bytes between two looks at the clock
+BLOCK = 4 << 20  # bytes that are sent, or whose checksum is computed, at once
+LOOK_S = 0.2  # between two looks whether it still matters
 MAX_LINE = 16 << 10  # bytes of a message
 MAX_REASON = 500  # characters
 
@@ -45,6 +48,15 @@ T = TypeVar("T", bound="Hello | Request | Answer")
 
 class PeerError(ElasticExtError):
     """The other node refuses, or is not who it should be."""
+
+
+class Pace(Protocol):
+    """How fast a file may be sent, in blocks of so many bytes."""
+
+    block: int
+
+    def wait(self, size: int, most_s: float) -> None:
+        """Return when so many bytes may be sent, or after so long."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +104,21 @@ def key_id(key: str) -> str:
     return hashlib.sha256(b"id " + key.encode()).hexdigest()[:16]
 
 
-def connected(address: tuple[str, int], deadline: float) -> Connection:
-    """Connect to another agent. deadline: of all that happens on the connection (time.monotonic()). Raises OSError."""
+def connected(address: tuple[str, int], deadline: float, over: Callable[[], bool] = lambda: False) -> Connection:
+    """Connect to another agent; see `Connection`. Raises OSError."""
     left = deadline - time.monotonic()
     sock = socket.create_connection(address, timeout=max(0.001, min(CONNECT_S, left)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(sock, deadline)
+    return Connection(sock, deadline, over)
 
 
 class Connection:
     """A socket with a deadline for all that happens on it. Its methods raise OSError, RecordError or PeerError."""
 
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        """deadline: time.monotonic()."""
-        self._sock, self._deadline = sock, deadline
+    def __init__(self, sock: socket.socket, deadline: float, over: Callable[[], bool] = lambda: False) -> None:
+        """deadline: time.monotonic(). over: returns whether there is no more use for what happens here; asked every LOOK_S."""
+        self._sock, self._deadline, self._over = sock, deadline, over
+        self._look_at = time.monotonic() + LOOK_S
         self._reader = sock.makefile("rb", buffering=MAX_LINE)  # more than that is read into its place at once
 
     def __enter__(self) -> Connection:
@@ -120,21 +133,43 @@ class Connection:
         self._sock.sendall(json.dumps({"schema": SCHEMA, **records.plain(message)}).encode() + b"\n")
 
     def hear(self, kind: type[T], wait_s: float = 0.0) -> T:
-        """Return the next message. wait_s: how much longer than STALL_S it may take."""
-        self._limit(wait_s)
-        line = self._reader.readline(MAX_LINE)
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the connection ended" if len(line) < MAX_LINE else "a message is too long")
+        """Return the next message. wait_s: how much longer than STALL_S all of it may take."""
+        until = time.monotonic() + STALL_S + wait_s
+        line = b""
+        while not line.endswith(b"\n"):
+            self._limit(until - time.monotonic())
+            found = self._reader.peek()  # type: ignore[attr-defined]  # a BufferedReader
+            if not found:
+                raise ConnectionError("the connection ended")
+            line += self._reader.read(found.find(b"\n") + 1 or len(found))
+            if len(line) > MAX_LINE:
+                raise ConnectionError("a message is too long")
         return records.read(kind, line, "a message of another agent", SCHEMA)
 
-    def send_file(self, file: IO[bytes], size: int, pace: Callable[[int], None]) -> None:
-        """Send a file from its beginning. pace: called with the size of each block; returns when it may be sent."""
-        for offset in range(0, size, BLOCK):
-            count = min(BLOCK, size - offset)
-            pace(count)
-            self._limit()
-            if self._sock.sendfile(file, offset, count) != count:
+    def send_file(self, file: IO[bytes], size: int, pace: Pace | None = None) -> None:
+        """Send a file from its beginning. pace: None: as fast as it goes."""
+        block = pace.block if pace is not None else BLOCK
+        for offset in range(0, size, block):
+            count = min(block, size - offset)
+            if pace is not None:
+                pace.wait(count, self._deadline - time.monotonic())
+            self._send(file, offset, count)
+
+    def _send(self, file: IO[bytes], offset: int, count: int) -> None:
+        end = offset + count
+        while offset < end:
+            self._await_room()
+            sent = os.sendfile(self._sock.fileno(), file.fileno(), offset, end - offset)
+            if not sent:
                 raise PeerError("the file has become shorter")
+            offset += sent
+
+    def _await_room(self) -> None:
+        self._limit()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        if not poll.poll(1000 * (self._sock.gettimeout() or 0.0)):
+            raise TimeoutError("timed out")
 
     def receive(self, target: memoryview) -> str:
         """Fill the target with the bytes that follow; return their checksum."""
@@ -142,17 +177,31 @@ class Connection:
         for offset in range(0, len(target), BLOCK):
             # Released even if this raises: while there is a view of a mapped file, it cannot be closed.
             with target[offset : offset + BLOCK] as block:
-                self._limit()
-                if self._reader.readinto(block) != len(block):  # type: ignore[attr-defined]  # a BufferedReader
-                    raise ConnectionError("the connection ended within a file")
+                self._fill(block)
                 checksum.update(block)
         return checksum.hexdigest()
 
-    def _limit(self, wait_s: float = 0.0) -> None:
-        left = self._deadline - time.monotonic()
+    def _fill(self, block: memoryview) -> None:
+        done = 0
+        while done < len(block):
+            self._limit()
+            with block[done:] as rest:
+                count = self._reader.readinto1(rest)  # type: ignore[attr-defined]  # a BufferedReader
+            if not count:
+                raise ConnectionError("the connection ended within a file")
+            done += count
+
+    def _limit(self, most_s: float | None = None) -> None:
+        """Limit the socket's next system call. most_s: STALL_S by default."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            if self._over():
+                raise PeerError("the round is over")
+        left = min(STALL_S if most_s is None else most_s, self._deadline - now)
         if left <= 0:
             raise TimeoutError("it takes too long")
-        self._sock.settimeout(min(STALL_S + wait_s, left))
+        self._sock.settimeout(left)
 
 
 def ask(connection: Connection, key: str, request: Request, wait_s: float = 0.0) -> Answer:
@@ -162,7 +211,7 @@ def ask(connection: Connection, key: str, request: Request, wait_s: float = 0.0)
     connection.say(replace(request, proof=_proof(key, hello.nonce, request)))
     answer = connection.hear(Answer, wait_s)
     refuse(answer)  # first: a server that does not know the key cannot prove it
-    if not hmac.compare_digest(answer.proof, _proof(key, request.nonce, replace(answer, proof=""))):
+    if not _proves(answer, key, request.nonce):
         raise PeerError("the other node does not have the key of this round")
     return answer
 
@@ -182,9 +231,15 @@ def greet(connection: Connection, key_of: Callable[[str], str]) -> tuple[Request
     connection.say(hello)
     request = connection.hear(Request)
     key = key_of(request.key_id)
-    if not hmac.compare_digest(request.proof, _proof(key, hello.nonce, replace(request, proof=""))):
+    if not _proves(request, key, hello.nonce):
         raise PeerError("wrong proof of the key")
     return request, lambda answer: replace(answer, proof=_proof(key, request.nonce, answer))
+
+
+def _proves(message: Request | Answer, key: str, nonce: str) -> bool:
+    """Return whether the proof in a message is right. Whoever sent it may have written anything there."""
+    right = _proof(key, nonce, replace(message, proof=""))
+    return hmac.compare_digest(message.proof.encode(errors="replace"), right.encode())
 
 
 def _proof(key: str, nonce: str, message: Request | Answer) -> str:

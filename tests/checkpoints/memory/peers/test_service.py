@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,9 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.memory.peers import request, wire
+from elastic_ext.checkpoints.memory.peers import fetch, request, service, wire
 from elastic_ext.checkpoints.memory.peers.keep import INCOMING
-from elastic_ext.checkpoints.memory.peers.request import Send
+from elastic_ext.checkpoints.memory.peers.request import NoAgent, Send
 from elastic_ext.checkpoints.memory.peers.send import Circle
 from elastic_ext.checkpoints.memory.peers.service import PeerService
 from elastic_ext.checkpoints.memory.peers.wire import GET, PUT, Answer, Connection, PeerError, Request
@@ -115,6 +118,34 @@ def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     assert "a part of 600001 bytes" in one.send(3, 1, size=2 * SIZE + 1)
 
 
+def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pair):
+    one, two = pair
+    two.adopt(one.at, limit=2 * SIZE)
+    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as stalled:
+        assert one.send(3, 0) == ""
+        assert "memory_limit leaves 0 bytes" in one.send(4, 0)
+        stalled._sock.sendall(DATA)
+        assert stalled.hear(Answer).reason == ""
+    assert two.files() == [path(1, 0), path(3, 0)]
+    one.adopt(two.at)
+    assert one.send(4, 0) == ""
+    assert two.files() == [path(3, 0), path(4, 0)]
+
+
+def test_a_service_that_cannot_begin_leaves_nothing_open(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        with pytest.raises(OSError):
+            PeerService(listening, str(tmp_path / "none" / "peers"), open_storage(str(tmp_path)), 0.0, None)
+        assert listening.fileno() == -1
+
+
+def test_a_worker_has_an_answer_whatever_fails_in_the_agent(pair, monkeypatch, caplog):
+    one, _ = pair
+    monkeypatch.setattr(wire, "ask", None)
+    assert one.send(1, 0) == "TypeError"
+    assert "could not be sent" in caplog.text
+
+
 def test_after_a_failure_nothing_is_sent_for_a_while(pair, caplog):
     one, two = pair
     two.service.close()
@@ -138,6 +169,59 @@ def test_a_peer_that_does_not_answer_costs_the_limit_and_no_more(pair):
         one.adopt(("127.0.0.1", silent.getsockname()[1]))
         wanted = one.write(1, 0)
         assert "timed out" in request.send(one.service.socket_path, Send(**{**vars(wanted), "limit_s": 0.2}))
+
+
+def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_does_not(pair):
+    one, _ = pair
+    wanted = one.write(1, 0)
+    one.service.close()
+    with pytest.raises(NoAgent, match="the agent does not answer"):
+        request.send(one.service.socket_path, wanted)
+
+
+def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
+    """Callers without a key that say nothing, more than are served at once."""
+    one, two = pair
+    with ExitStack() as stack:
+        for _ in range(service.UNPROVEN + service.CONNECTIONS):
+            stranger = stack.enter_context(wire.connected(two.at, float("inf")))
+            stranger.hear(wire.Hello)  # it is being served
+        assert one.send(1, 0) == ""
+        assert two.send(1, 2) == ""
+
+
+def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatch):
+    _, two = pair
+    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 300.0)
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        first = stack.enter_context(wire.connected(two.at, float("inf")))
+        first.hear(wire.Hello)
+        (thread,) = set(threading.enumerate()) - before
+        first.say(Request(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
+        for _ in range(service.UNPROVEN):
+            stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.Hello)
+        assert first._reader.read() == b""
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_caller_that_drips_is_not_heard_for_long(pair, monkeypatch):
+    _, two = pair
+    monkeypatch.setattr(wire, "STALL_S", 0.3)
+    deadline = time.monotonic() + 20
+    with socket.create_connection(two.at) as stranger:
+        stranger.settimeout(0.1)
+        ended = False
+        while not ended:
+            assert time.monotonic() < deadline
+            try:
+                stranger.sendall(b" ")
+                ended = not stranger.recv(1 << 16)
+            except TimeoutError:
+                continue
+            except ConnectionError:  # it was ended while a byte was on its way
+                ended = True
 
 
 def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, monkeypatch):
@@ -211,7 +295,19 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
         wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
 
 
-def test_a_server_without_the_key_gets_no_state(pair):
+@pytest.mark.parametrize("proof", ['"\u00e9"', '"\\ud800"'])
+def test_a_proof_may_be_any_text(pair, caplog, proof):
+    _, two = pair
+    with wire.connected(two.at, float("inf")) as connection:
+        connection.hear(wire.Hello)
+        line = f'{{"schema": 1, "do": "put", "name": "a", "file": "b", "key_id": "{wire.key_id(KEY)}", "proof": {proof}}}\n'
+        connection._sock.sendall(line.encode())
+        assert "wrong proof" in connection.hear(Answer).reason
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("proof", ["0", "\u00e9"])
+def test_a_server_without_the_key_gets_no_state(pair, proof):
     """An impostor that answers yes is not sent a byte."""
     one, _ = pair
     got: list[bytes] = []
@@ -222,7 +318,7 @@ def test_a_server_without_the_key_gets_no_state(pair):
             with sock:
                 sock.sendall(b'{"schema": 1, "nonce": "0"}\n')
                 sock.recv(1 << 16)
-                sock.sendall(b'{"schema": 1, "reason": "", "size": 0, "proof": "0"}\n')
+                sock.sendall(f'{{"schema": 1, "reason": "", "size": 0, "proof": "{proof}"}}\n'.encode())
                 got.append(sock.recv(1 << 16))
 
         thread = threading.Thread(target=serve)
@@ -264,6 +360,26 @@ def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair)
     assert two.files() == []
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair, monkeypatch, caplog, error):
+    """The thread that writes it removes it at the same moment; or it cannot be removed."""
+    one, two = pair
+    genuine = os.unlink
+
+    def unlink(*args, **options):
+        if error is FileNotFoundError:
+            genuine(*args, **options)
+        raise error
+
+    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            two.adopt(one.at, key="the next key")
+        assert ("could not be removed" in caplog.text) == (error is PermissionError)
+    one.adopt(two.at, key="the next key")
+    assert one.send(1, 0) == ""
+
+
 def commit(node: Node, step: int, world: int) -> str:
     """Write the manifest of a copy on a node; return its digest."""
     folder = Path(node.storage.path(directory_name(step, 1)))
@@ -294,6 +410,70 @@ def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair
     assert tiers.offers(one.storage)[0].ranks == (0, 1, 2, 3)
 
 
+def test_the_limit_of_the_rate_does_not_hold_up_a_replacement(nodes):
+    one, two = nodes(0, rate=1.0), nodes(1)
+    one.adopt(two.at)
+    two.adopt(one.at)
+    one.write(5, 2)
+    two.service.fetch(directory_name(5, 1), commit(one, 5, 4), {2: one.at})
+    assert path(5, 2) in two.files()
+
+
+def test_at_a_low_rate_the_peer_does_not_take_the_node_for_gone(nodes, monkeypatch):
+    monkeypatch.setattr(wire, "STALL_S", 2.0)
+    one, two = nodes(0, rate=SIZE / 6), nodes(1)
+    one.adopt(two.at)
+    two.adopt(one.at)
+    began = time.monotonic()
+    assert request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=60.0)) == ""
+    assert time.monotonic() - began > 4.0
+
+
+def test_the_worker_has_its_answer_in_time_however_low_the_rate_is(nodes):
+    one, two = nodes(0, rate=1.0), nodes(1)
+    one.adopt(two.at)
+    two.adopt(one.at)
+    assert "too long" in request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2))
+
+
+class Dripping:
+    """A node of the round that sends one byte after the other, and ever so slowly; to be given up by who listens."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._server, self._done = data, socket.create_server(("127.0.0.1", 0)), threading.Event()
+        self.at = ("127.0.0.1", self._server.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        sock, _ = self._server.accept()
+        with Connection(sock, float("inf")) as connection, suppress(OSError):
+            _, sign = wire.greet(connection, lambda _: KEY)
+            connection.say(sign(Answer(size=len(self._data))))
+            for byte in self._data:
+                sock.sendall(bytes([byte]))
+                self._done.wait(0.01)
+
+    def __enter__(self) -> Dripping:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(20)
+        self._server.close()
+
+
+@pytest.mark.parametrize("why", ["the round is over", "too long|timed out"])
+def test_a_fetch_from_a_node_that_drips_is_given_up(pair, monkeypatch, why):
+    _, two = pair
+    began = time.monotonic()
+    if why == "too long|timed out":
+        monkeypatch.setattr(fetch, "LIMIT_S", 0.5)
+    with Dripping(bytes(1000)) as node, pytest.raises((PeerError, TimeoutError), match=why):
+        two.service.fetch(directory_name(5, 1), "0" * 64, {2: node.at}, lambda: why == "the round is over")
+    assert time.monotonic() - began < 5
+
+
 def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
     one, two = pair
     assert two.send(5, 2) == ""
@@ -304,6 +484,8 @@ def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
     two.storage.remove_tree(directory_name(5, 1))
     with pytest.raises(PeerError, match=f"has {SIZE - 1} bytes there, expected {SIZE}"):
         two.service.fetch(directory_name(5, 1), digest, {2: one.at})
+    with pytest.raises(PeerError, match="no part of rank 4"):
+        two.service.fetch(directory_name(5, 1), digest, {2: one.at, 4: one.at})
     Path(one.storage.path(path(5, 2))).write_bytes(DATA)
     with pytest.raises(PeerError, match="came with checksum"):
         two.service.fetch(directory_name(5, 1), digest, {2: one.at})
@@ -315,7 +497,7 @@ def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
 def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
     one, _ = pair
     asked: list[int] = []
-    monkeypatch.setattr(one.service._bucket, "take", lambda size, now: asked.append(size) or 0.0)
+    monkeypatch.setattr(one.service._pace._bucket, "take", lambda size, now: asked.append(size) or 0.0)
     assert one.send(1, 0, size=wire.BLOCK + 5) == ""
     threads = [threading.Thread(target=one.send, args=(2, rank, wire.BLOCK)) for rank in one.own]
     for each in threads:
@@ -323,6 +505,34 @@ def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
     for each in threads:
         each.join(20)
     assert sum(one.sent) == sum(asked) == 3 * wire.BLOCK + 5
+
+
+@pytest.mark.parametrize("lacks", ["descriptors", "threads"])
+def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, caplog, lacks):
+    monkeypatch.setattr(service, "RETRY_S", 0.01)
+    fails = [True]
+
+    def or_fail(genuine, error):
+        def tried(*args):
+            if fails and threading.current_thread().name == "elastic_ext-peers":
+                fails.pop()
+                raise error
+            return genuine(*args)
+
+        return tried
+
+    if lacks == "descriptors":
+        monkeypatch.setattr(socket.socket, "accept", or_fail(socket.socket.accept, OSError(errno.EMFILE, "too many open files")))
+    else:
+        monkeypatch.setattr(threading.Thread, "start", or_fail(threading.Thread.start, RuntimeError("can't start new thread")))
+    one, two = nodes(0), nodes(1)
+    one.adopt(two.at)
+    two.adopt(one.at)
+    while fails:
+        with suppress(OSError), wire.connected(one.at, float("inf")) as caller:
+            caller.hear(wire.Hello)
+    assert one.send(1, 0) == two.send(1, 2) == ""
+    assert caplog.text.count("for now") == 1
 
 
 def test_a_closed_service_ends_its_threads(nodes):

@@ -1,0 +1,118 @@
+"""How often one rank copies its state, and what it knows for that: its times, and how its copies fail."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from elastic_ext.checkpoints.memory import interval
+from elastic_ext.checkpoints.memory.interval import Timing
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
+
+logger = logging.getLogger(__name__)
+
+RECENT = 8  # measurements of each kind that count
+TOLD_CHANGE = 1.5  # factor by which the interval changes before the log says so again
+
+
+class StepTimes:
+    """The times that this rank has measured recently.
+
+    Attributes:
+        last_stall_s: for how long the last copy has held up training.
+        made_buffers: whether the last attempt, on some rank, was not to copy but to make buffers.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._stalls, self._waits, self._commits = (deque[float](maxlen=RECENT) for _ in range(4))
+        self._last: tuple[int, float] | None = None  # the last step and when training went on after it
+        self.last_stall_s = self._waited_s = 0.0
+        self.made_buffers = True
+
+    @property
+    def last_step(self) -> int:
+        """The last step that training has done; 0 before the first."""
+        return self._last[0] if self._last is not None else 0
+
+    def step_ends(self, step: int, now: float) -> None:
+        """Note that training has done a step. now: monotonic."""
+        if self._last is not None and step > self._last[0]:
+            self._steps.append((now - self._last[1]) / (step - self._last[0]))
+
+    def goes_on(self, step: int, now: float) -> None:
+        """Note that training goes on after a step."""
+        self._last = step, now
+
+    def waited(self, seconds: float) -> None:
+        """Note how long training has waited for the copy before. A wait for buffers is rare, so the interval is not for it."""
+        self._waited_s += seconds
+        if not self.made_buffers:
+            self._waits.append(seconds)
+
+    def copied(self, seconds: float) -> None:
+        """Note a copy. Waits before it have stalled training, too."""
+        self._stalls.append(seconds)
+        self.last_stall_s, self._waited_s = self._waited_s + seconds, 0.0
+
+    def committed(self, seconds: float) -> None:
+        self._commits.append(seconds)
+
+    def timing(self) -> Timing:
+        step_s, stall_s = (statistics.median(each) if each else None for each in (self._steps, self._stalls))
+        # The slowest commits are what training waits for. What it has waited counts in full, however rarely that was.
+        wait_s = statistics.mean(self._waits) if self._waits else 0.0
+        return Timing(step_s, stall_s, max(self._commits, default=None), wait_s)
+
+
+class Trouble:
+    """Why copies fail, logged when that begins, when it changes, and when it is over."""
+
+    def __init__(self, speaks: bool) -> None:
+        """speaks: whether this rank writes to the log."""
+        self._speaks = speaks
+        self._kind: FailureKind | None = None
+        self.in_a_row = 0
+
+    def note(self, failure: SaveFailure | None) -> None:
+        before, self._kind = self._kind, failure.kind if failure is not None else None
+        self.in_a_row = self.in_a_row + 1 if failure is not None else 0
+        if failure is not None and failure.kind is not before and self._speaks:
+            logger.warning(
+                "rank %s cannot copy its state to memory: %s; training continues, and a restart resumes from an older copy or a "
+                "checkpoint on disk",
+                failure.rank,
+                failure.reason,
+            )
+        elif failure is None and before is not None and self._speaks:
+            logger.warning("the state is copied to memory again")
+
+
+class Schedule:
+    """How often to copy.
+
+    Attributes:
+        every: how many steps from one copy to the next, now.
+        first: whether the next attempt is the first one since the ranks have begun.
+    """
+
+    def __init__(self, asked: int | None, speaks: bool) -> None:
+        """asked: see `interval.choose`. speaks: whether this rank writes to the log."""
+        self._asked, self._speaks = asked, speaks
+        self._told: int | None = None  # what the log has said
+        self.every = interval.choose(asked, ()).every
+        self.first = True
+
+    def send_limit_s(self, timing: Timing) -> float:
+        """Return how long it may take to send a part to the peer."""
+        return interval.send_limit_s(self.every, timing)
+
+    def choose(self, timings: Sequence[Timing], failures: int) -> None:
+        """Choose from the timings of all ranks. failures: attempts in a row that failed."""
+        found = interval.choose(self._asked, timings, failures)
+        self.every = found.every
+        much = self._told is None or max(found.every, self._told) > TOLD_CHANGE * min(found.every, self._told)
+        if self._speaks and much and not failures:
+            self._told = found.every
+            logger.info("the state is copied to memory every %s steps: %s", found.every, found.reason)

@@ -1,0 +1,62 @@
+"""Signals that come at a bad moment: what an agent has to do as it leaves is done all the same, and its exit code says why."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import SCRIPTS, Job, run
+
+FINISH, LEAVE, COPIES = (
+    "agent.companions:JobCompanions.finish",
+    "agent.companions:JobCompanions.leave",
+    "checkpoints.copying.copier:Copier.close",
+)
+
+
+def agent(at: str, number: signal.Signals, *watched: str) -> list[str]:
+    return [sys.executable, str(SCRIPTS / "told_at.py"), at, number.name, ",".join(watched), "--", "--nproc-per-node=1"]
+
+
+def test_while_the_round_of_a_job_that_is_done_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('trains')")
+    done = run([*agent("agent.round:RunningRound.close", signal.SIGTERM, FINISH), "job.py"], tmp_path)
+    assert done.returncode == 75, done.all
+    assert f"enters {FINISH}" in done.out
+
+
+def test_while_the_standbys_of_a_job_that_is_done_are_ended(tmp_path: Path) -> None:
+    """What is not copied yet is at least named."""
+    (tmp_path / "job.py").write_text("print('trains')")
+    where = {"ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "remote"), "ELASTIC_EXT_LOCAL_DIR": str(tmp_path / "local")}
+    done = run([*agent("agent.standbys:WarmStarts.close", signal.SIGTERM, COPIES), "job.py"], tmp_path, **where)
+    assert done.returncode == 75, done.all
+    assert f"enters {COPIES}" in done.out
+
+
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGQUIT], ids=lambda each: each.name)
+def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path, again: signal.Signals) -> None:
+    """The others learn at once that this node is gone, and not only when its lease expires."""
+    (tmp_path / "job.py").write_text("import signal; print('trains', flush=True); signal.pause()")
+    command = [*agent("agent.verdicts:Verdicts.publish_leaving", again, LEAVE, FINISH), "job.py"]
+    with Job(command, tmp_path) as job:
+        job.wait_for("trains")
+        job.process.send_signal(signal.SIGINT)
+        done = job.finish()
+    assert done.returncode == 130, done.all
+    assert f"enters {LEAVE}\nenters {FINISH}\n" in done.out
+
+
+def test_a_second_notice_at_the_moment_of_the_first_costs_no_checkpoint(tmp_path: Path) -> None:
+    """timeout(1) sends SIGTERM to its child and to its child's group."""
+    command = [*agent("agent.notices:take_as_one", signal.SIGTERM, LEAVE), str(SCRIPTS / "saving_job.py"), str(tmp_path)]
+    with Job(command, tmp_path, STOP=str(tmp_path / "stop")) as job:
+        job.wait_for("steps 0")
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75, done.all
+    assert "checkpoint before leaving: saved" in done.err
+    assert f"enters {LEAVE}" in done.out

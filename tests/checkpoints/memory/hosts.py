@@ -1,0 +1,69 @@
+"""The ranks of a job, forked, as nodes with a directory in memory each."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, NodeMemory, newest_whole
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.memory import part
+from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.rank_groups import RankGroups
+
+
+class Hosts:
+    """The ranks of a job, as nodes with a directory in memory each."""
+
+    def __init__(self, tmp_path: Path, groups: RankGroups, nodes: list[int]) -> None:
+        self.directory, self.memory = tmp_path / "checkpoints", tmp_path / "memory"
+        self.nodes, self._groups = nodes, groups
+        for node in range(len(nodes)):
+            (self.memory / str(node)).mkdir(parents=True)
+
+    def run(self, steps: int, resume: str = "", args: dict | None = None, **request: Any) -> list[Any]:
+        return self.task("copy_to_memory", {"steps": steps, **(args or {})}, resume, **request)
+
+    def task(self, name: str, args: dict, resume: str = "", **request: Any) -> list[Any]:
+        return self._groups.run(
+            name,
+            sum(self.nodes),
+            {"directory": str(self.directory), **args},
+            env={"ELASTIC_EXT_CHECKPOINT_DIR": str(self.directory)},
+            nodes=self.nodes,
+            memory=str(self.memory),
+            resume=resume,
+            **request,
+        )
+
+    def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
+        """As the agents of these nodes do."""
+        found = [
+            NodeMemory(workers, tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
+            for node, workers in enumerate(nodes or self.nodes)
+        ]
+        return newest_whole(found)
+
+    def newest(self) -> str:
+        offer = self.choose().offer
+        return offer.name if offer is not None else ""
+
+    def resize(self, nodes: list[int]) -> None:
+        """Other nodes from now on. What a lost one had, its peer has, too, which is the first node here."""
+        for lost in range(len(nodes), len(self.nodes)):
+            shutil.copytree(self.memory / str(lost), self.memory / "0", dirs_exist_ok=True)
+            shutil.rmtree(self.memory / str(lost))
+        for new in range(len(self.nodes), len(nodes)):
+            (self.memory / str(new)).mkdir()
+        self.nodes = nodes
+
+    def part(self, name: str, rank: int) -> Path:
+        return self.memory / str(tiers.node_of(self.nodes, rank)) / name / tiers.memory_file(rank)
+
+    def damage(self, name: str, rank: int) -> None:
+        with self.part(name, rank).open("r+b") as file:
+            file.seek(part.ALIGNMENT + 5)
+            (byte,) = file.read(1)
+            file.seek(part.ALIGNMENT + 5)
+            file.write(bytes([byte ^ 4]))

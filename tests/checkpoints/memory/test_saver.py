@@ -1,0 +1,167 @@
+"""What ranks copy together, and what they refuse together: real ranks over gloo, forked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from tests.checkpoints.memory.hosts import Hosts
+from tests.checkpoints.rank_groups import RankGroups
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
+    return Hosts(tmp_path, groups, [2])
+
+
+# The user's own values.
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [([], [1, 2]), ([0, 0], [3, 4, 5]), ([1, 2], []), ({"l": []}, {"l": [1, 2]}), ([[1]], [[1, 2], [3]])],
+)
+def test_a_list_beside_a_tensor_comes_back_whole(hosts: Hosts, tier: str, first: object, then: object) -> None:
+    hosts.task("meter", {"values": {"list": first}, "become": {"list": then}, "save": tier == "disk"})
+    resume = hosts.newest() if tier == "memory" else ""
+    for result in hosts.task("meter", {"values": {"list": first}}, resume):
+        assert (result["step"], result["list"], result["average"], result["path"]) == (2, then, [1.0, 1.0, 1.0], resume)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("after", [[2], [1]], ids=["as it was", "resharded"])
+@pytest.mark.parametrize(("first", "then"), [({}, {"a": 1}), ({"a": 1}, {}), ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}})])
+def test_keys_that_are_new_or_gone_come_back_as_they_were(
+    hosts: Hosts, after: list[int], tier: str, first: dict, then: dict
+) -> None:
+    hosts.task("meter", {"values": {"keys": first}, "become": {"keys": then}, "save": tier == "disk"})
+    resume = hosts.newest() if tier == "memory" else ""
+    hosts.resize(after)
+    for result in hosts.task("meter", {"values": {"keys": first}}, resume):
+        assert (result["step"], result["keys"], result["average"], result["path"]) == (2, then, [1.0, 1.0, 1.0], resume)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("after", [[2], [1], [1, 1], [3]])
+@pytest.mark.parametrize("there", ["empty", "sharded", "whole"])
+def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier: str, after: list[int], there: str) -> None:
+    """Sharded as it was, over the ranks that there are now; whole if the model is not sharded any more."""
+    hosts.task("averages", {"save": tier})
+    resume = hosts.newest() if tier == "memory" else ""
+    hosts.resize(after)
+    for result in hosts.task("averages", {"save": "", "there": there}, resume):
+        assert (result["step"], result["path"]) == (2, resume)
+        assert (result["kinds"], result["right"]) == (["Tensor" if after == [1] else "DTensor"], True)
+
+
+# What no load could put together is not committed.
+
+
+def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_committed(hosts: Hosts, groups: RankGroups) -> None:
+    results = hosts.task("meter", {"values": {}, "become": {}, "save": True, "uneven": [1]})
+    assert hosts.newest() == ""
+    told = groups.stderr.read_text()
+    assert told.count("cannot copy its state to memory: ranks 0 to 1, of one node, do not have the same tensors") == 1
+    for result in results:
+        assert "rank 1: other: the state of extra 'meter' has other tensors than on rank 0" in result["error"]
+
+
+def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(hosts: Hosts) -> None:
+    told = {
+        "partial": "extra.meter['a'] is a DTensor of which each rank has a partial sum",
+        "beside a tensor": "extra.meter has a DTensor in an object that is no dict, list or tuple",
+        "alone": "the state to save holds a DTensor, of which this rank has a part, where one rank's state is kept for all",
+    }
+    results = hosts.task("refused", {})
+    for name, text in told.items():
+        assert results[0]["raised"][name].startswith(text)
+    assert [result["saved"] for result in results] == [None, None]
+    assert hosts.newest() == ""
+
+
+def test_ranks_that_ask_for_other_intervals_do_as_rank_0_does(hosts: Hosts) -> None:
+    results = hosts.task("together", {"steps": 10, "every": [2, 3], "timeout_s": 20})
+    assert [result["next"] for result in results] == [12, 12]
+    assert order_of(hosts.newest()) == (1, 10)
+
+
+@pytest.mark.parametrize(("fault", "faulty"), [("note", 0), ("no mapping", 0), ("thread", 1), ("absent", 1)])
+def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
+    hosts: Hosts, groups: RankGroups, fault: str, faulty: int
+) -> None:
+    """Nobody waits for anybody until the limit, after which the ranks could no longer communicate."""
+    results = hosts.task("together", {"steps": 12, "fault": fault, "faulty": [faulty], "at": [4], "timeout_s": 20})
+    assert None not in results
+    assert results[0]["next"] == results[1]["next"] is not None
+    told = groups.stderr.read_text()
+    assert told.count("cannot copy its state to memory") == 1
+    assert "no more copies to memory" not in told
+    assert (order_of(hosts.newest()) or (0, 0))[1] > 4
+
+
+def test_a_manifest_that_cannot_be_read_is_refused_on_all_ranks(hosts: Hosts) -> None:
+    """Only rank 0 reads it, and the others wait for the result."""
+    for result in hosts.task("unreadable_manifest", {}):
+        assert result is not None
+        [[committed, reason], then] = result["told"]
+        assert not committed
+        assert "the manifest cannot be read" in reason
+        assert then == [True, ""]
+
+
+def test_the_copy_that_was_loaded_stays_until_a_newer_one_is_committed(hosts: Hosts, groups: RankGroups) -> None:
+    """The directory of checkpoints cannot be written to as the ranks load, so they get their generation with a later save."""
+    hosts.run(9)
+    name = hosts.newest()
+    for result in hosts.task("late_generation", {"steps": 0}, name):
+        assert (result["step"], result["kept"]) == (9, ["manifest.json", "rank_00000.mem", "rank_00001.mem"])
+    assert groups.stderr.read_text().count("not copied to memory until a save has reached the directory") == 1
+    assert hosts.newest() == name
+    hosts.task("late_generation", {"steps": 11, "every": 50}, name)  # 10 steps ahead, for buffers; then the copy
+    assert order_or_oldest(hosts.newest()) > order_or_oldest(name)
+
+
+def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> None:
+    """It goes on without copies, which begin once all ranks have their buffers."""
+    for result in hosts.task("slow_buffers", {}):
+        assert result == {"went_on": True, "buffers": 2}
+    assert (order_of(hosts.newest()) or (0, 0))[1] > 6
+
+
+@pytest.mark.parametrize("after", [[1], [1, 1]])
+def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts, after: list[int]) -> None:
+    """The copy that was loaded, by two ranks, goes before there is a second buffer."""
+    hosts.run(5)
+    name = hosts.newest()
+    hosts.resize(after)
+    for result in hosts.run(6, name):
+        assert result["most"] <= 2 + 1
+    assert order_or_oldest(hosts.newest()) == (2, 11)
+
+
+def test_nothing_is_said_to_be_copied_again_when_only_buffers_were_made(hosts: Hosts, groups: RankGroups) -> None:
+    """The copies of steps 2 and 3 fail, at step 5 a rank makes buffers anew, and the copy of step 9 is committed."""
+    hosts.task("together", {"steps": 8, "refuses": 1, "steps_that_fail": 2})
+    assert hosts.newest() == ""
+    assert "the state is copied to memory again" not in groups.stderr.read_text()
+    hosts.task("together", {"steps": 30, "refuses": 1, "steps_that_fail": 2})
+    assert hosts.newest() != ""
+    assert groups.stderr.read_text().count("the state is copied to memory again") == 1
+
+
+def test_ranks_that_have_nothing_of_a_tensor_load_it(tmp_path: Path, groups: RankGroups) -> None:
+    """Seven rows over five ranks: the fifth has none."""
+    hosts = Hosts(tmp_path, groups, [1])
+    hosts.run(5)
+    name = hosts.newest()
+    hosts.resize([5])
+    for result in hosts.run(0, name):
+        assert (result["step"], result["wrong"], Path(result["path"]).name) == (5, [], name)
+
+
+def test_a_step_that_is_not_copied_costs_no_manifest(hosts: Hosts) -> None:
+    results = hosts.task("together", {"steps": 20, "every": [5, 5]})
+    assert [result["asked"] for result in results] == [5, 0]  # steps 1, 2, 7, 12, 17; only rank 0's is used

@@ -5,7 +5,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo system test test-long chaos lint matrix bench reference clean
+.PHONY: demo system check test test-all ci chaos lint matrix bench reference clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
@@ -13,11 +13,17 @@ demo: $(READY) ## run the main job, kill a worker, show the recovery
 system: ## what the tests need from Debian, if it is missing; needs root, and changes the machine
 	tests/system.sh
 
-test: $(READY) lint ## every behaviour, in 15 minutes on 2 cores
-	$(PY) -m pytest -q -n 3 --dist loadgroup --durations=20 tests
+check: $(READY) lint ## lint, types, generated pages, and every test that needs no real part; in 2 minutes on 2 cores
+	$(PY) -m tests.run check
 
-test-long: $(READY) ## the tests marked `long`: more parameters and longer waits of what `make test` runs; most of them wait
-	$(PY) -m pytest -q -n 3 --dist loadgroup --durations=20 --long tests
+test: $(READY) lint ## the same, and one test of each seam and backend on real parts; in 10 minutes on 2 cores
+	$(PY) -m tests.run check seam
+
+test-all: $(READY) ## everything else, once: grids, long waits, benchmarks, the chaos suite's own tools; in an hour
+	$(PY) -m tests.run full
+
+ci: $(READY) lint ## `make test`, and a quarter of `make test-all`: another one after each commit
+	$(PY) -m tests.run check seam full --quarter
 
 # Each run tells its seed; what fails is run again with fewer faults, and says how to run the fewest that fail.
 N ?= 300
@@ -26,9 +32,9 @@ chaos: $(READY) ## N jobs under the faults of N seeds; 200 warm restarts, 200 ki
 	$(PY) -m tests.chaos.seeded --seed $(SEED) --runs $(N)
 	ELASTIC_EXT_TEST_RESTARTS=200 $(PY) -m pytest -q tests/workers/standby/test_standby.py::test_many_warm_restarts_leave_nothing_behind
 	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/writing/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
-	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s --long tests/checkpoints/memory/test_kills.py
+	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/memory/test_kills.py
 	ELASTIC_EXT_TEST_KILLS=300 $(PY) -m pytest -q tests/chaos/test_kills.py::test_a_job_goes_on_as_promised_whatever_is_killed
-	ELASTIC_EXT_TEST_OUTAGE_S=180 $(PY) -m pytest -q -n 2 --long tests/rendezvous/etcd/test_lost_records.py -k job_outlives
+	ELASTIC_EXT_TEST_OUTAGE_S=180 $(PY) -m pytest -q -n 2 tests/rendezvous/etcd/test_lost_records.py -k job_outlives
 	ELASTIC_EXT_TEST_FUZZ=100000 $(PY) -m pytest -q tests/chaos/test_fuzz.py
 
 lint: $(READY)

@@ -1,27 +1,46 @@
-"""For all tests."""
+"""For all tests: fixtures, and the three tiers.
+
+check   no mark: starts no process, opens no socket, does not sleep. `make check`, in two minutes.
+seam    starts real parts, and is the one test of its seam and backend: `make test` runs it after those of `check`.
+full    any other real part, grids, long waits: `make test-all`. Randomised tests of `check` run there once more, at length.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
+import sys
+import time
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.etcd_server import EtcdServer
 from tests.s3 import S3Server
 
 TEARDOWN_TIMEOUT_S = 180
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, None, None]:
-    """A clean-up that hangs ends this process, which xdist reports: pytest-timeout no longer looks on once a test has failed."""
-    faulthandler.dump_traceback_later(TEARDOWN_TIMEOUT_S, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+CHECK, SEAM, FULL = TIERS = ("check", "seam", "full")
+QUARTERS = 4
+STARTING = {
+    "server",
+    "cluster",
+    "s3_server",
+    "forking",
+    "forking_too",
+}  # fixtures that start processes, for whichever test asks first
+FORBIDDEN = {  # in `check`: events of sys.addaudithook, and what they are
+    "subprocess.Popen": "starts a process",
+    "os.posix_spawn": "starts a process",
+    "os.system": "starts a process",
+    "os.fork": "starts a process",
+    "socket.bind": "opens a socket",
+    "socket.connect": "opens a socket",
+    "time.sleep": "sleeps",  # since Python 3.13
+}
 
 
 @pytest.fixture
@@ -50,34 +69,59 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3_server.bucket()
 
 
+# Which tests run.
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long`, and no others (`make test-long`)")
+    parser.addoption("--tiers", default=",".join(TIERS), help="of check, seam and full; all without it")
+    parser.addoption("--quarter", type=int, help=f"of the tests of `full`, this one of {QUARTERS} parts only")
+    parser.addoption("--failures", type=Path, help="file for the failures, as JSON lines; see tests/run.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "long(*parts): half a minute and more, and there is a shorter test of its kind: only `make test-long` runs it. "
-        "parts: of the ids of those parameters that are meant; without any, all are",
-    )
+    for name in (SEAM, FULL):
+        config.addinivalue_line("markers", f"{name}(*parts): of this tier; parts: of the ids of those parameters that are")
+    sys.addaudithook(GUARD.on_event)
+    at_length = config.getoption("--tiers") == FULL
+    any_speed = {"deadline": None, "suppress_health_check": list(HealthCheck)}  # of making examples: that is the machine's
+    settings.register_profile(CHECK, derandomize=True, max_examples=20, stateful_step_count=20, database=None, **any_speed)
+    settings.register_profile(FULL, max_examples=300, print_blob=True, **any_speed)
+    settings.load_profile(FULL if at_length else CHECK)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that is named by its id always runs."""
     unknown = unmatched(items)
-    if unknown:
-        raise pytest.UsageError(f"marked long, but no parameters of the test have such an id: {', '.join(unknown)}")
-    if any("::" in each for each in config.args):
-        return
-    wanted = config.getoption("--long")
-    others = [item for item in items if is_long(item) != wanted]
+    if unknown and not any("::" in each for each in config.args):
+        raise pytest.UsageError(f"marked, but no parameters of the test have such an id: {', '.join(unknown)}")
+    tiers, quarter = config.getoption("--tiers").split(","), config.getoption("--quarter")
+    if set(tiers) - set(TIERS):
+        raise pytest.UsageError(f"--tiers={','.join(tiers)}: expected some of {', '.join(TIERS)}")
+    others = [item for item in items if not wanted(item, tiers, quarter)]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    items[:] = [item for item in items if item not in set(others)]
 
 
-def is_long(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("long")
-    return marker is not None and (not marker.args or any(part in ids(item) for part in marker.args))
+def wanted(item: pytest.Item, tiers: list[str], quarter: int | None) -> bool:
+    own = tier(item)
+    if own == CHECK and tiers == [FULL]:
+        return hasattr(getattr(item, "obj", None), "hypothesis") and quarter in (None, part(item))
+    return own in tiers and (own != FULL or quarter in (None, part(item)))
+
+
+def tier(item: pytest.Item) -> str:
+    """Of a test, by the nearest mark: its own, or that of its class or module. One with parts of ids comes before one without."""
+    for node in reversed(item.listchain()):
+        marks = [mark for mark in node.own_markers if mark.name in (SEAM, FULL)]
+        for mark in sorted(marks, key=lambda mark: not mark.args):
+            if not mark.args or any(each in ids(item) for each in mark.args):
+                return mark.name
+    return CHECK
+
+
+def part(item: pytest.Item) -> int:
+    """Which quarter it is in; tests of one group share what they make."""
+    group = item.get_closest_marker("xdist_group")
+    return zlib.crc32((str(group.args[0]) if group else item.nodeid).encode()) % QUARTERS
 
 
 def ids(item: pytest.Item) -> str:
@@ -86,8 +130,72 @@ def ids(item: pytest.Item) -> str:
 
 
 def unmatched(items: list[pytest.Item]) -> list[str]:
-    """The parts of ids in `long` markers that no item of their test has."""
-    marked = [(item, part) for item in items if (marker := item.get_closest_marker("long")) for part in marker.args]
-    named = {(item.nodeid.partition("[")[0], part) for item, part in marked}
-    there = {(item.nodeid.partition("[")[0], part) for item, part in marked if part in ids(item)}
-    return sorted(f"{part!r} of {test}" for test, part in named - there)
+    """The parts of ids in marks that no item of their test has."""
+    marked = [(item, each) for item in items for mark in item.own_markers if mark.name in (SEAM, FULL) for each in mark.args]
+    named = {(item.nodeid.partition("[")[0], each) for item, each in marked}
+    there = {(item.nodeid.partition("[")[0], each) for item, each in marked if each in ids(item)}
+    return sorted(f"{each!r} of {test}" for test, each in named - there)
+
+
+# How they run.
+
+
+class Guard:
+    """Sees what a test of `check` does that it may not: such a test belongs to another tier."""
+
+    def __init__(self) -> None:
+        self._on = False
+        self._seen: set[str] = set()
+        self._sleep = time.sleep
+        time.sleep = self._sleeps
+
+    def on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._on and event in FORBIDDEN:
+            self._seen.add(f"{FORBIDDEN[event]} ({event})")
+
+    def _sleeps(self, seconds: float) -> None:
+        self.on_event("time.sleep", (seconds,))
+        self._sleep(seconds)
+
+    def begin(self, item: pytest.Item) -> None:
+        self._on = tier(item) == CHECK
+        self._seen = {f"starts a process (fixture {name})" for name in STARTING & set(getattr(item, "fixturenames", ()))}
+
+    def end(self) -> None:
+        on, self._on = self._on, False
+        if on and self._seen:
+            pytest.fail(f"a test without a mark {', '.join(sorted(self._seen))}: mark it seam or full", pytrace=False)
+
+
+GUARD = Guard()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    GUARD.begin(item)
+    yield
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    yield
+    GUARD.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """A clean-up that hangs ends this process, which xdist reports: pytest-timeout no longer looks on once a test has failed."""
+    faulthandler.dump_traceback_later(TEARDOWN_TIMEOUT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> None:
+    """Called once for each report, in the process that prints: keep those of failures for tests/run.py."""
+    path = config.getoption("--failures", None)
+    if path is not None and report.failed:
+        texts = [report.longreprtext, *(f"{title}\n{text}" for title, text in report.sections)]
+        with path.open("a") as file:
+            file.write(json.dumps({"test": report.nodeid, "log": "\n".join(texts)}) + "\n")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
+from typing import Any
 
 from elastic_ext import etcd
 from elastic_ext.etcd import Delete, Put, Watch
 from elastic_ext.etcd.values import Deleted, Key, Written
 from elastic_ext.etcd.watch import Item
-from tests.etcd_server import distro_binary
+from tests.etcd_server import etcdctl
+from tests.until import LIMIT_S
 
 
 class EtcdClient(etcd.EtcdClient):
-    """Puts, deletes and watches in one line; `etcdctl` for what only an operator does (no TLS, no user)."""
+    """Puts, deletes and watches in one line; `etcdctl` for what only an operator does (no TLS, no user).
+
+    A call has a minute, so that a busy machine fails none; a test of calls that end without an answer gives them less.
+    """
+
+    def __init__(self, *args: Any, timeout_s: float = LIMIT_S, **more: Any) -> None:
+        super().__init__(*args, timeout_s=timeout_s, **more)
 
     def put(self, key: Key, value: Key, *, lease_id: int = 0, timeout_s: float | None = None) -> Written:
         (written,) = self.txn([], [Put(key, value, lease_id)], timeout_s=timeout_s).responses
@@ -45,14 +51,9 @@ class EtcdClient(etcd.EtcdClient):
 
     def compact(self, revision: int) -> None:
         """Drop the history before `revision`."""
-        self._etcdctl("compact", str(revision))
+        etcdctl(self._endpoints.current().name, "compact", str(revision))
 
     def lease_ttl(self, lease_id: int) -> int:
         """Seconds left; -1 if there is no such lease."""
-        return json.loads(self._etcdctl("lease", "timetolive", f"{lease_id:x}", "--write-out=json"))["ttl"]
-
-    def _etcdctl(self, *args: str) -> str:
-        command = [str(distro_binary("etcdctl")), "--endpoints", self._endpoints.current().name, *args]
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=30, env={**os.environ, "ETCDCTL_API": "3"}
-        ).stdout
+        endpoint = self._endpoints.current().name
+        return json.loads(etcdctl(endpoint, "lease", "timetolive", f"{lease_id:x}", "--write-out=json"))["ttl"]

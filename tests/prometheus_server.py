@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,11 +15,11 @@ from threading import Thread
 from tests.jobs import ROOT, Job
 from tests.ports import free_port
 from tests.programs import needs
+from tests.until import LIMIT_S, until
 
 MONITORING = ROOT / "entrypoints" / "monitoring"
 RULES = ("recording_rules.yml", "alert_rules.yml")
-LOOK_S = 0.2  # between two looks at what Prometheus has; it tells of no change
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 Samples = dict[tuple[tuple[str, str], ...], float]
 
@@ -71,7 +70,9 @@ class PrometheusServer:
     def get(self, path: str, **parameters: str) -> object:
         """The data of an answer of the API; AssertionError with its error."""
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=30) as answer:
+            with urllib.request.urlopen(
+                f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=LIMIT_S
+            ) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from None
@@ -87,10 +88,16 @@ class PrometheusServer:
 
     def wait_for(self, expr: str, enough: Callable[[Samples], object] = bool, timeout_s: float = TIMEOUT_S) -> Samples:
         """Wait until these values are enough, by default any; return them."""
-        deadline = time.monotonic() + timeout_s
-        while not enough(found := self.query(expr)):
-            assert time.monotonic() < deadline, f"{expr} after {timeout_s:g} s: {found}\n{self.log[-2000:]}"
-            time.sleep(LOOK_S)
+        found: Samples = {}
+
+        def there() -> bool:
+            nonlocal found
+            return bool(enough(found := self.query(expr)))
+
+        try:
+            until(there, limit_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{expr}: {error}: {found}\n{self.log[-2000:]}") from None
         return found
 
 
@@ -109,7 +116,7 @@ class AsText:
     def __init__(self, target: str) -> None:
         class Relay(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                with urllib.request.urlopen(f"http://{target}{self.path}", timeout=30) as answer:
+                with urllib.request.urlopen(f"http://{target}{self.path}", timeout=LIMIT_S) as answer:
                     self.send_response(answer.status)
                     self.send_header("Content-Type", answer.headers["Content-Type"])
                     self.end_headers()

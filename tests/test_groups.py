@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import run
 
 GROUPED = """
@@ -18,6 +20,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.full
 def test_the_tests_of_a_group_run_in_one_process(tmp_path: Path) -> None:
     """pytest 9.2 ends that for pytest-xdist 3.8, without a word."""
     (tmp_path / "test_grouped.py").write_text(GROUPED)

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import elastic_ext
 from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT, TORCHRUN, Job, environment
+from tests.networks import network
 
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
@@ -29,12 +29,15 @@ COMMANDS = blocks("sh")
 TRAINING = [command for command in COMMANDS if "train_fsdp" in command]
 
 
-def shell(tmp_path: Path) -> dict[str, str]:
-    """The environment of somebody who has activated the virtual environment; no port is chosen for them."""
+def shell() -> dict[str, str]:
+    """The environment of somebody who has activated the virtual environment, and has other agents on this machine."""
     env = environment()
-    del env["ELASTIC_EXT_METRICS_PORT"]
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    return env
+    return {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"}
+
+
+def typed(command: str | list[str], cwd: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    words = ["sh", "-c", command] if isinstance(command, str) else command
+    return subprocess.run(words, cwd=cwd, env=shell(), capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 @pytest.fixture
@@ -44,115 +47,97 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.mark.long("command1", "command2")
+@pytest.mark.full
+@pytest.mark.full("command1", "command2")
 @pytest.mark.parametrize("command", TRAINING, ids=[f"command{number}" for number in range(len(TRAINING))])
 def test_training_commands(checkout, command):
     with EtcdServer(checkout / "etcd") as server:  # the one command that names a server names this one
-        run_training(checkout, command.replace("localhost:2379", server.endpoint))
-
-
-def run_training(checkout, command):
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=checkout, env=shell(checkout), capture_output=True, text=True, timeout=300, check=False
-    )
+        done = typed(command.replace("localhost:2379", server.endpoint), checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"done at step \d+", done.stdout)
 
 
+@pytest.mark.seam
+@pytest.mark.timeout(660)
 def test_make_demo():
-    """The first command. The environment that runs this test is the one that it would make."""
+    """The first command. The environment that runs this test is the one that it would make.
+
+    Which checkpoint is the last one before the kill, and the figures of losses, are those of a machine. But the README says that
+    steps that were done twice, before the kill and after it, have the same losses to the bit.
+    """
     assert COMMANDS[0] == "make demo"
-    done = subprocess.run(
-        ["make", "demo", f"VENV={Path(sys.executable).parent.parent}"],
-        cwd=ROOT,
-        env=shell(ROOT),
-        capture_output=True,
-        text=True,
-        timeout=175,
-        check=False,
-    )
+    done = typed(["make", "demo", f"VENV={Path(sys.executable).parent.parent}"], ROOT, 600)
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = blocks("text")
     assert len(shown.splitlines()) == 6
     came = {varying(line) for line in (done.stdout + done.stderr).splitlines()}
     assert not [line for line in shown.splitlines() if varying(line) not in came], done.stdout + done.stderr
+    before, resumed, after = re.split(r"step_0*(\d+)\.g0001 at step \1\n", done.stdout)
+    first, again = (dict(re.findall(r"step (\d+) loss \S+ \((\S+)\)", part)) for part in (before, after))
+    assert (list(first), list(again)) == ([*steps(1, int(list(first)[-1]))], [*steps(int(resumed) + 1, 40)])
+    assert all(first[step] == again[step] for step in first.keys() & again.keys())
+
+
+def steps(first: int, last: int) -> list[str]:
+    return [str(step) for step in range(first, last + 1)]
 
 
 def varying(line: str) -> str:
-    """A line of the demo's output without what differs from run to run, and the last digits, which differ between processors."""
-    line = re.sub(r"/tmp/\w+/", "/tmp/", line.strip())
-    line = re.sub(r"(loss \d+\.\d{3})\d* \(\S+\)", r"\1", line)
-    return re.sub(r"\b\d+(?= +\(the worker)|(?<=tokens/s )\d+|\d+\.\d+ s\b|\d{4}-\d\d-\d\d [\d:,]+", "#", line)
+    """A line of the demo's output without what differs from run to run, from machine to machine, and with the speed."""
+    line = re.sub(r"loss \d+\.\d+ \(0x1\.\w+p[+-]\d+\)|\d{4}-\d\d-\d\d [\d:,]+|\d+\.\d+ s\b", "#", line.strip())
+    line = re.sub(r"\S+/step_\d{8}(?=\.g0001 at)|(?<=\bstep )\d+|(?<=lr )\S+|(?<=tokens/s )\d+", "#", line)
+    return re.sub(r"\b\d+(?= +\(the worker)|(?<=by SIGKILL: ).*(?=; restart)", "#", line)  # what a kernel says of a kill, too
 
 
-@pytest.mark.long
-def test_the_losses_of_the_demo_are_the_same_to_the_bit():
-    """The README says so of what the demo shows: steps that were done twice, before the kill and after it."""
-    done = subprocess.run(
-        [sys.executable, "entrypoints/demo.py"],
-        cwd=ROOT,
-        env=shell(ROOT),
-        capture_output=True,
-        text=True,
-        timeout=175,
-        check=False,
-    )
-    steps = re.findall(r"step (\d+) loss \S+ \((\S+)\)", done.stdout)
-    twice = {step for step, _ in steps if [other for other, _ in steps].count(step) == 2}
-    assert twice, done.stdout + done.stderr
-    assert all(len({loss for other, loss in steps if other == step}) == 1 for step in twice)
-
-
-@pytest.mark.xdist_group("default-port")
+@pytest.mark.seam
 def test_curl(tmp_path):
+    """In a network of its own: the default port of this machine may be another agent's."""
     (command,) = [command for command in COMMANDS if command.startswith("curl")]
     script = tmp_path / "wait.py"
     script.write_text("import signal; print('up', flush=True); signal.pause()")
-    with Job([sys.executable, "-m", "elastic_ext.agent", str(script)], tmp_path, ELASTIC_EXT_METRICS_PORT="9401") as job:
-        job.wait_for("(?m)^up$")
-        if shutil.which("curl"):
-            out = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=True).stdout
-        else:
-            out = urllib.request.urlopen("http://localhost:9401/metrics", timeout=30).read().decode()
-        named = set(re.findall(r"^\| `(elastic_ext_\w+)`", REFERENCE, re.MULTILINE))
-        assert len(named) > 20
-        assert {name for name in named if name not in out} == {name for name in named if name.startswith("elastic_ext_etcd_")}
+    with network(1) as net:
+        inside = net.hosts[0].inside
+        agent = [*inside, sys.executable, "-m", "elastic_ext.agent", script]
+        with Job(agent, tmp_path, ELASTIC_EXT_METRICS_PORT="9401") as job:
+            job.wait_for("(?m)^up$")
+            if shutil.which("curl"):
+                done = typed([*inside, "sh", "-c", command], tmp_path)
+            else:
+                fetch = "from urllib import request; print(request.urlopen('http://localhost:9401/metrics').read().decode())"
+                done = typed([*inside, sys.executable, "-c", fetch], tmp_path)
+    assert done.returncode == 0, done.stderr
+    named = set(re.findall(r"^\| `(elastic_ext_\w+)`", REFERENCE, re.MULTILINE))
+    assert len(named) > 20
+    assert {name for name in named if name not in done.stdout} == {name for name in named if name.startswith("elastic_ext_etcd_")}
 
 
+@pytest.mark.seam
 def test_doctor(tmp_path):
     assert "elastic-ext doctor" in COMMANDS
-    done = subprocess.run(
-        ["sh", "-c", "elastic-ext doctor"],
-        cwd=tmp_path,
-        env=shell(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = typed("elastic-ext doctor", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"(?m)^ok +torch ", done.stdout)
 
 
+@pytest.mark.full
 def test_timeline(tmp_path):
     pytest.importorskip("matplotlib", reason="pip install 'elastic_ext[timeline]'")
     (commands,) = [command for command in COMMANDS if command.startswith("elastic-ext timeline")]
     shutil.copy(ROOT / "tests" / "data" / "timeline_events.jsonl", tmp_path / "n0.jsonl")
     command = commands.splitlines()[0].replace("/shared/events", str(tmp_path))
-    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=shell(tmp_path), timeout=60, check=True)
+    done = typed(command, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "was killed by SIGKILL" in (tmp_path / "life.html").read_text()
 
 
+@pytest.mark.full
 def test_a_save_is_asked_for(server, tmp_path):
     (command,) = [command for command in COMMANDS if command.startswith("elastic-ext checkpoints save")]
     where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job1", "--rdzv-backend=ext_etcd"]
     script = ROOT / "tests" / "scripts" / "saving_job.py"
     with Job([*TORCHRUN, *where, "--nproc-per-node=2", script, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
         job.wait_for("steps", 2)
-        command = command.replace("localhost:2379", server.endpoint)
-        done = subprocess.run(
-            ["sh", "-c", command], env=shell(tmp_path), capture_output=True, text=True, timeout=120, check=False
-        )
+        done = typed(command.replace("localhost:2379", server.endpoint), tmp_path)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "saved.0.0").read_text() == (tmp_path / "saved.0.1").read_text() == done.stdout
         (tmp_path / "stop").touch()

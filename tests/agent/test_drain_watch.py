@@ -15,6 +15,7 @@ from elastic_ext.agent import drain
 from elastic_ext.agent.drain import DrainWatch, Published, is_new
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.round_records import Drain
+from tests.until import LIMIT_S
 
 
 class Node:
@@ -51,7 +52,7 @@ class Node:
         directory = self._watch._under_way.directory
         assert directory is not None
         while directory.newest != self.holds:
-            assert self._look.wait(30)
+            assert self._look.wait(LIMIT_S)
             self._look.clear()
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ def test_a_verdict_holds_no_credentials_and_stays_json(tmp_path):
     assert json.loads((tmp_path / "verdict").read_text()) == told
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts another /dev in a mount namespace of its own, which only root may")
 def test_a_stream_that_leads_to_a_file_stays_one(tmp_path):
     """As /dev/stderr of a job whose output goes to a file."""
@@ -54,6 +55,7 @@ def test_a_stream_that_leads_to_a_file_stays_one(tmp_path):
     assert json.loads((tmp_path / "err").read_text()) == {"a": 1}
 
 
+@pytest.mark.full
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     path = tmp_path / "verdict"
     path.write_text("old")
@@ -101,7 +103,8 @@ threading._register_atexit(release.set)
 """
 
 
-@pytest.mark.long("alone")
+@pytest.mark.full
+@pytest.mark.full("alone")
 @pytest.mark.parametrize("more", ["", THREAD], ids=["alone", "with a thread that the interpreter waits for"])
 @pytest.mark.parametrize("main", ["", "/bin/torchrun"], ids=["program", "torchrun"])
 def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(main, more):
@@ -129,7 +132,8 @@ exits.set_succeeded()
 """
 
 
-@pytest.mark.long("a code")
+@pytest.mark.seam
+@pytest.mark.full("a code")
 @pytest.mark.parametrize(
     ("main", "more", "code", "taken_apart"),
     [

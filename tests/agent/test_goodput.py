@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,12 +26,23 @@ from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
+from tests.until import LIMIT_S
 
 SCRIPT = SCRIPTS / "traced_job.py"
 VARIABLES = {"TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO", "ELASTIC_EXT_BACKOFF": "0"}
 SECONDS, UNSETTLED = "elastic_ext_goodput_seconds_total", "elastic_ext_goodput_unsettled_seconds"
-NOISE_S = 0.1  # between an event and the worker's note of it, over a dozen events; a step takes 0.15 s
-STATES = {"load": goodput.LOAD, "data": goodput.DATA, "save": goodput.SAVE}
+ROUNDING_S = 1e-3
+STATES = {"load": goodput.LOAD, "startup": goodput.STARTUP, "data": goodput.DATA, "save": goodput.SAVE}
+
+
+class Note(NamedTuple):
+    """See tracing.Traced."""
+
+    round: int
+    state: str
+    steps: int
+    earliest: float
+    latest: float
 
 
 @dataclass
@@ -38,41 +50,49 @@ class Trace:
     """What workers have noted.
 
     Attributes:
-        seconds: by state, the mean over workers.
+        least, most: seconds by state, the mean over workers.
         steps: of all of them. repeated: those of them that were done in an earlier round.
-        unfinished_s: at most what a worker spent on steps that none of them finished: one in each round that did not end well.
     """
 
-    seconds: dict[str, float]
+    least: dict[str, float]
+    most: dict[str, float]
     steps: int
     repeated: int
-    unfinished_s: float
 
 
-def spans_in(paths: Iterable[Path]) -> list[list[list[str]]]:
-    return [[line.split() for line in path.read_text().splitlines()] for path in paths]
+def notes_in(paths: Iterable[Path]) -> list[list[Note]]:
+    return [
+        [Note(int(round_), state, int(steps), float(one), float(other)) for round_, state, steps, one, other in lines]
+        for lines in ([line.split() for line in path.read_text().splitlines()] for path in paths)
+    ]
 
 
-def traced(folder: Path, agent: str = "trace") -> Trace:
-    """What the workers of one agent have noted. Which of their steps were done before, all notes tell."""
-    lines, everyones = spans_in(folder.glob(f"{agent}.*")), spans_in(folder.glob("trace*.*"))
-    rounds = sorted({int(round_) for spans in everyones for round_, *_ in spans})
-    done = [(int(round_), int(step)) for spans in everyones for round_, name, step, *_ in spans if name == "step"]
-    reached = {each: max(step for round_, step in done if round_ < each) for each in rounds[1:]}
-    found: dict[str, float] = defaultdict(float)
-    steps = repeated = 0
-    for round_, name, step, began, ended in (span for spans in lines for span in spans):
-        lost = name == "step" and int(step) <= reached.get(int(round_), 0)
-        steps, repeated = steps + (name == "step"), repeated + lost
-        if name != "crash":
-            state = goodput.LOST if lost else STATES.get(name, goodput.PRODUCTIVE)
-            found[state] += (float(ended) - float(began)) / len(lines)
-    ends = [(round_, float(ended)) for spans in lines for round_, name, _, _, ended in spans if name == "step"]
-    longest_s = max(other - one for (before, one), (round_, other) in pairwise(ends) if before == round_)
-    interrupted = {span[0] for spans in lines for span in spans} - {
-        span[0] for spans in lines for span in spans if span[1] == "end"
-    }
-    return Trace(found, steps, repeated, longest_s * len(interrupted))
+def traced(folder: Path, agent: str = "trace", before: int = 0) -> Trace:
+    """What the workers of one agent have noted. Which of their steps were done in an earlier round, all notes tell.
+
+    before: the steps that were done before the first round.
+    """
+    workers, everyone = notes_in(folder.glob(f"{agent}.*")), notes_in(folder.glob("trace*.*"))
+    done = [(note.round, note.steps) for notes in everyone for note in notes if note.state == "step"]
+    reached = {each: max([before, *(steps for round_, steps in done if round_ < each)]) for each, _ in done}
+    least: dict[str, float] = defaultdict(float)
+    most: dict[str, float] = defaultdict(float)
+    for notes in workers:
+        spans = [(note, then) for note, then in pairwise(notes) if note.round == then.round]
+        for note, then in spans:
+            work = goodput.LOST if note.steps < reached[note.round] else goodput.PRODUCTIVE
+            state = STATES.get(note.state, work)
+            surely_s, perhaps_s = max(0.0, then.earliest - note.latest), then.latest - note.earliest
+            least[state] += surely_s / len(workers)
+            most[state] += perhaps_s / len(workers)
+            if state == goodput.LOAD:  # it waits for saves first
+                most[goodput.SAVE] += (perhaps_s - surely_s) / len(workers)
+    mine = [note for notes in workers for note in notes]
+    finished = [note for note in mine if note.state == "step"]
+    # The step that the end of a round interrupts counts as lost, as far as it takes no longer than others.
+    longest_s = max(then.latest - note.earliest for note, then in pairwise(finished) if note.steps < then.steps)
+    most[goodput.LOST] += longest_s * len({note.round for note in mine} - {note.round for note in mine if note.state == "end"})
+    return Trace(least, most, len(finished), sum(note.steps <= reached[note.round] for note in finished))
 
 
 @dataclass
@@ -90,7 +110,7 @@ class Scrape:
 
 def scrape(url: str) -> Scrape:
     after = time.monotonic()
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
         text = answer.read().decode()
     return Scrape(after, time.monotonic(), series(text))
 
@@ -101,11 +121,11 @@ def series(text: str, *more: str) -> dict[str, float]:
 
 
 def check_agrees(seconds: dict[str, float], trace: Trace) -> None:
-    for state in (goodput.LOAD, goodput.DATA, goodput.SAVE, goodput.PRODUCTIVE):
-        assert seconds[state] == pytest.approx(trace.seconds[state], abs=NOISE_S), state
-    assert -NOISE_S < seconds[goodput.LOST] - trace.seconds[goodput.LOST] < trace.unfinished_s + NOISE_S
+    for state in (goodput.LOAD, goodput.DATA, goodput.SAVE, goodput.PRODUCTIVE, goodput.LOST):
+        assert trace.least[state] - ROUNDING_S < seconds[state] < trace.most[state] + ROUNDING_S, state
 
 
+@pytest.mark.seam
 def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
     conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'},metrics_file={tmp_path / 'last'}"
     scrapes: list[Scrape] = []
@@ -115,23 +135,23 @@ def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
         while not select.select([pidfd], [], [], 0.1)[0]:  # the agent has ended
             try:
                 scrapes.append(scrape(found[1] + "/metrics"))
-                with urllib.request.urlopen(found[1] + "/status.json", timeout=30) as answer:
+                with urllib.request.urlopen(found[1] + "/status.json", timeout=LIMIT_S) as answer:
                     status = json.load(answer)["goodput"]
             except OSError:
                 break  # it ends
         done = job.finish()
     assert done.returncode == 0, done.err
-    # A busy agent answers with the page that it has made last; and at the end the sum stays as it is.
+    # A busy agent answers with the page that it has made last: of each page the scrape that it was made for.
     made = list({each.total_s: each for each in reversed(scrapes)}.values())[::-1]
-    assert len(made) > 10
-    for one, other in pairwise(made[:-1]):
+    assert len(made) > 2
+    for one, other in pairwise(made):
         assert other.after - one.before < other.total_s - one.total_s + 1e-6
         assert other.total_s - one.total_s < other.before - one.after + 1e-6
         assert {state for state in goodput.STATES if other.values[state] < one.values[state]} == set()
     text = (tmp_path / "last").read_text()
     last = series(text, "elastic_ext_tokens_total", "elastic_ext_floating_point_operations_total")
     trace = traced(tmp_path)
-    assert trace.seconds[goodput.LOST] > 0.15 * 4  # at least four steps were repeated
+    assert trace.least[goodput.LOST] > 0.15 * 4  # four steps were repeated
     check_agrees(last, trace)
     assert last[UNSETTLED] == 0
     assert (last["elastic_ext_tokens_total"], last["elastic_ext_floating_point_operations_total"]) == (
@@ -142,10 +162,11 @@ def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
     assert set(status["seconds"]) == set(goodput.STATES)
     ((summary, shown),) = re.findall(r"(goodput ([\d.]+)%: .*startup [\d.]+%.*lost work [\d.]+%.*)", done.err)
     total_s = sum(last[state] for state in goodput.STATES)
-    assert float(shown) == pytest.approx(100 * last[goodput.PRODUCTIVE] / total_s, abs=0.2), summary
+    least, most = (100 * last[goodput.PRODUCTIVE] / each for each in (total_s, total_s - last[goodput.IDLE]))
+    assert least - 0.1 < float(shown) < most + 0.1, summary
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["ext_c10d", "ext_etcd"])
 def test_a_job_that_is_started_again_knows_what_it_lost(tmp_path, backend, server: EtcdServer):
     """Preempted at step 9; the next agent of the same run id repeats 5 to 8, and adds up from the first agent on."""
@@ -166,9 +187,9 @@ def test_a_job_that_is_started_again_knows_what_it_lost(tmp_path, backend, serve
         done = job.finish()
     assert done.returncode == 0, done.err
     second = series((tmp_path / "last").read_text(), "elastic_ext_goodput_ratio")
-    spans = [line.split() for line in (tmp_path / "trace.0").read_text().splitlines()]
-    repeated_s = sum(float(ended) - float(began) for _, name, step, began, ended in spans if name == "step" and int(step) <= 8)
-    assert second[goodput.LOST] == pytest.approx(repeated_s, abs=NOISE_S)
+    trace = traced(tmp_path, before=8)
+    assert trace.repeated == 2 * 4
+    check_agrees(second, trace)
     both_s = sum(each[state] for each in (first, second) for state in goodput.STATES)
     productive_s = first[goodput.PRODUCTIVE] + second[goodput.PRODUCTIVE]
     # With the time between the two agents, in which torchrun imports torch.
@@ -180,13 +201,15 @@ class Night:
 
     def __init__(self, folder: Path, etcd: str, stack: ExitStack) -> None:
         self.folder, self.stack = folder, stack
-        conf = f"checkpoint_dir={folder / 'checkpoints'},lease_ttl=4,hang_timeout=4,stop_grace=2"
+        conf = f"checkpoint_dir={folder / 'checkpoints'},lease_ttl=15,hang_timeout=15"
         where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={etcd}", "--rdzv-id=night", "--nnodes=2", "--nproc-per-node=1"]
         script = SCRIPTS / "traced_night.py"
         self.command = [*AGENT, *where, "--max-restarts=9", f"--rdzv-conf={conf}", script, folder]
         self.jobs: dict[str, Job] = {}
+        self.began: dict[str, float] = {}
 
     def start(self, agent: str) -> None:
+        self.began[agent] = time.monotonic()
         own = {"NODE_NAME": agent[0], "METRICS_FILE": str(self.folder / f"last-{agent}"), "EVENTS_FILE": str(self.events(agent))}
         variables = {**VARIABLES, **{f"ELASTIC_EXT_{name}": value for name, value in own.items()}}
         self.jobs[agent] = self.stack.enter_context(Job(self.command, self.folder, AGENT=agent, **variables))
@@ -209,14 +232,14 @@ class Night:
         return max(each["seconds"] for each in events if each["event"] == "first_step")
 
     def wall_s(self, first: str, last: str) -> float:
-        """From the start of the first agent of a host to the end of its last, by their events."""
-        lines = [json.loads(self.events(agent).read_text().splitlines()[at]) for agent, at in ((first, 0), (last, -1))]
-        assert [each["event"] for each in lines] == ["agent_started", "agent_ended"]
+        """From the first event of the first agent of a host to the last but one of its last: they count at least so long."""
+        lines = [json.loads(self.events(agent).read_text().splitlines()[at]) for agent, at in ((first, 0), (last, -2))]
+        assert lines[0]["event"] == "agent_started"
         began, ended = (datetime.fromisoformat(each["time"]).timestamp() for each in lines)
         return ended - began
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, server: EtcdServer):
     with ExitStack() as stack:
@@ -232,6 +255,7 @@ def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, serv
         night.jobs["a"].finish()
         night.start("a2")
         assert [night.jobs[name].finish().returncode for name in ("a2", "b2")] == [0, 0]
+        ended = time.monotonic()
     counted |= {agent: night.last(agent) for agent in ("a", "b2", "a2")}
     traces = {agent: traced(tmp_path, f"trace-{agent}") for agent in counted}
     for agent, seconds in counted.items():
@@ -242,6 +266,6 @@ def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, serv
     with EtcdClient(server.endpoint) as client:
         kept = client.get_prefix(JobKeys("night").goodput).kvs
     hosts = {kv.key.decode()[-1]: goodput.decode(kv.value, "").spent for kv in kept}
-    assert hosts["a"].total_s == pytest.approx(night.wall_s("a", "a2"), rel=0.01)
-    wall_s = night.wall_s("b", "b2")  # less what was not settled when the agent that was killed has told last: part of a start
-    assert 0.99 * wall_s - night.longest_start_s("b") < hosts["b"].total_s < 1.01 * wall_s
+    # Of b without what was not settled when the agent that was killed has told last: part of a start.
+    for host, missing_s in (("a", 0.0), ("b", night.longest_start_s("b"))):
+        assert 0.99 * night.wall_s(host, f"{host}2") - missing_s < hosts[host].total_s < ended - night.began[host]

@@ -56,6 +56,7 @@ def left(marks: Path) -> dict[str, str]:
     return {mark.name: mark.read_text() for mark in marks.iterdir()}
 
 
+@pytest.mark.seam
 def test_no_helper_imports_from_the_working_directory(tmp_path):
     """`python -m` itself imports a few modules from there before it gets to ours; those are left out."""
     marks = hostile(tmp_path / "work", set(sys.stdlib_module_names) - imported_by("import runpy, importlib.util"))
@@ -76,6 +77,7 @@ def test_no_helper_imports_from_the_working_directory(tmp_path):
     assert left(marks) == {}
 
 
+@pytest.mark.full
 def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
     """The agent itself is out of its reach here, and the workers import nothing of it."""
     needed = imported_by("import elastic_ext.checkpoints.copying.replicate, socket, ctypes, mmap, array, random, contextlib")
@@ -106,6 +108,7 @@ def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
     assert left(marks) == {}
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("where", ["PYTHONPATH", "checkout"])
 def test_helpers_find_a_package_that_only_the_agents_path_holds(tmp_path, where):
     """elastic_ext is not installed for this interpreter: a link to it lies in PYTHONPATH, or in the working directory."""

@@ -7,6 +7,7 @@ from collections import Counter
 
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.job_view import CHANGES_PER_S, SETTLE_S, JobView, settle_s
+from tests.until import LIMIT_S
 
 
 class Broken:
@@ -31,7 +32,7 @@ def test_a_thread_that_has_failed_is_said_on_the_page():
     view = JobView(Broken(), AccountedMetrics(version="1", torch="2", run_id="job", progress=list))
     try:
         view.document()
-        view._thread.join(10.0)
+        view._thread.join(LIMIT_S)
         view._answer = None
         assert "has failed" in json.loads(view.document())["fault"]
     finally:

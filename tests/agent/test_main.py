@@ -11,6 +11,7 @@ from torch.distributed.run import get_args_parser
 from elastic_ext.agent import __main__
 from elastic_ext.base.errors import UsageError
 from tests.jobs import AGENT, EXT, SCRIPTS, Job, run
+from tests.until import LIMIT_S, until
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 PLAIN = str(SCRIPTS / "plain_job.py")
@@ -59,7 +60,8 @@ def test_options_that_cannot_be(argv):
     assert argv[0].partition("=")[2] in str(error.value)
 
 
-@pytest.mark.long("argv1", "argv3", "argv5", "argv6")
+@pytest.mark.seam
+@pytest.mark.full("argv1", "argv3", "argv5", "argv6")
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -86,6 +88,7 @@ def test_wrong_usage_is_one_line_and_78_and_nothing_is_started(tmp_path, argv, s
     assert "started" not in job.out
 
 
+@pytest.mark.full
 def test_an_unreadable_checkpoint_directory(tmp_path):
     """Permission bits do not bind root, so the whole command runs as nobody."""
     (tmp_path / "ok.py").write_text("print('started')")
@@ -109,6 +112,7 @@ def test_an_unreadable_checkpoint_directory(tmp_path):
     assert "started" not in job.out
 
 
+@pytest.mark.seam
 def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_path):
     job = run([*AGENT, "--standalone", "--nproc-per-node=2", GLOO, "key:0"], tmp_path)
     assert job.returncode == 65
@@ -117,7 +121,7 @@ def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_
     assert "torch/distributed/run.py" not in job.err.partition("gloo_job.py FAILED")[2]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_module_no_python_and_run_path(tmp_path):
     (tmp_path / "tool.py").write_text("import sys; print('ran', __name__, sys.argv[1:])")
     assert "ran __main__ ['x']" in run([*AGENT, "-m", "tool", "x"], tmp_path).out
@@ -125,6 +129,7 @@ def test_module_no_python_and_run_path(tmp_path):
     assert "ran __main__ ['x']" in run([*AGENT, "--run-path", str(tmp_path / "tool.py"), "x"], tmp_path).out
 
 
+@pytest.mark.full
 def test_what_the_readme_says_of_torchruns_options(tmp_path):
     """Those of its table that no other test shows."""
     (tmp_path / "ok.py").write_text("print('ran')")
@@ -141,6 +146,7 @@ def test_what_the_readme_says_of_torchruns_options(tmp_path):
     assert "restart 1, no limit" in job.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("state", "code"), [("CANCELLED", 130), ("PREEMPTED", 75)])
 def test_slurm_says_whether_the_user_or_the_platform_ends_the_job(tmp_path, state, code):
     """A script stands for scontrol; the formats are those of Slurm's own."""
@@ -155,7 +161,8 @@ def test_slurm_says_whether_the_user_or_the_platform_ends_the_job(tmp_path, stat
         assert job.finish().returncode == code, job.err
 
 
-@pytest.mark.long("2-130")
+@pytest.mark.seam
+@pytest.mark.full("2-130")
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_signals(tmp_path, sig, code):
     with Job([*AGENT, "--nproc-per-node=1", PLAIN, "hang:0"], tmp_path) as job:
@@ -165,6 +172,7 @@ def test_signals(tmp_path, sig, code):
         assert f"stopped by {sig.name}" in job.err
 
 
+@pytest.mark.seam
 def test_metrics_are_served_where_the_log_says(tmp_path):
     script = tmp_path / "second.py"
     script.write_text(
@@ -175,11 +183,18 @@ def test_metrics_are_served_where_the_log_says(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path) as job:
         (url,) = job.wait_for(r"(http://127\.0\.0\.1:\d+)/metrics")
         job.wait_for("second", 2)
-        seen = urllib.request.urlopen(url[1] + "/metrics", timeout=20).read().decode()
-    assert 'elastic_ext_restarts_total{kind="unknown"} 1.0' in seen
-    assert "elastic_ext_round 2.0" in seen
-    assert "elastic_ext_world_size 2.0" in seen
-    assert 'elastic_ext_workers{state="running"} 2.0' in seen
-    for phase in ("stop", "rendezvous", "start"):
-        assert f'elastic_ext_recovery_seconds_count{{phase="{phase}"}} 1.0' in seen
-    assert "elastic_ext_torchelastic_last_value" in seen
+        expected = [
+            'elastic_ext_restarts_total{kind="unknown"} 1.0',
+            "elastic_ext_round 2.0",
+            "elastic_ext_world_size 2.0",
+            'elastic_ext_workers{state="running"} 2.0',
+            *(f'elastic_ext_recovery_seconds_count{{phase="{phase}"}} 1.0' for phase in ("stop", "rendezvous", "start")),
+            "elastic_ext_torchelastic_last_value",
+        ]
+
+        def all_shown() -> bool:
+            with urllib.request.urlopen(url[1] + "/metrics", timeout=LIMIT_S) as answer:
+                text = answer.read().decode()
+            return all(each in text for each in expected)
+
+        until(all_shown, "the workers may say something before their agent has counted them")

@@ -94,6 +94,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
             point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
 
 
+@pytest.mark.seam
 def test_with_several_nodes_it_has_an_address_until_its_end(tmp_path, run_dir):
     with copies_of(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
         assert copies.open(2) is not None
@@ -123,6 +124,7 @@ signal.pause()
 """
 
 
+@pytest.mark.full
 def test_copies_of_an_agent_that_was_killed_with_its_reaper_go_with_the_next_agent(tmp_path, run_dir):
     settings = Settings(checkpoint_dir=str(tmp_path))
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elastic_ext_test_") as other:

@@ -56,6 +56,7 @@ def as_nobody(*command: object) -> None:
     subprocess.run([str(each) for each in command], check=True, user=NOBODY, group=NOBODY, extra_groups=[], timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("writer", WRITERS)
 def test_no_planted_link_is_followed(shared: Path, tmp_path: Path, writer: str) -> None:
     victim, path = tmp_path / "victim", shared / "told"
@@ -77,12 +78,14 @@ def test_no_planted_link_is_followed(shared: Path, tmp_path: Path, writer: str) 
     assert [entry.name for entry in shared.iterdir() if not entry.is_symlink()] == ["told"]
 
 
+@pytest.mark.full
 def test_the_mode_of_a_file_is_by_the_umask(shared: Path) -> None:
     code = f"import os, sys\nos.umask(0o077)\n{WRITERS['exits']}"
     subprocess.run([sys.executable, "-c", code, shared / "told"], check=True, timeout=60)
     assert (shared / "told").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.full
 def test_who_may_not_replace_a_planted_link_writes_nowhere(shared: Path, tmp_path: Path) -> None:
     """In a sticky directory only its owner may; the agent is nobody's here, the link root's."""
     victim = tmp_path / "victim"

@@ -38,6 +38,7 @@ def spy(self, *args, **kwargs):
 """
 
 
+@pytest.mark.seam
 def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
     done = python(
         LAUNCH + "LocalElasticAgent.run = spy\n"
@@ -51,6 +52,7 @@ def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
     assert done.stdout == "['Supervisor', 'LocalElasticAgent', 'Supervisor', 'LocalElasticAgent']\n", done.stderr
 
 
+@pytest.mark.full
 def test_a_construction_that_never_comes_does_not_leak_into_the_next_job(tmp_path):
     """nproc 0 fails after the rendezvous was made and before the agent is: the next, stock, job must get the stock agent."""
     done = python(
@@ -62,6 +64,7 @@ def test_a_construction_that_never_comes_does_not_leak_into_the_next_job(tmp_pat
     assert done.stdout == "refused\n['LocalElasticAgent'] True\n", done.stderr
 
 
+@pytest.mark.full
 def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
     """Both rendezvous are made before the first agent is: the swap must last until the second one has its agent, too."""
     done = python(
@@ -79,6 +82,7 @@ def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
     assert done.stdout == "['Supervisor', 'Supervisor', 'LocalElasticAgent'] True\n", done.stderr
 
 
+@pytest.mark.seam
 def test_patches_of_the_agent_stay_alive(tmp_path):
     done = python(
         LAUNCH + "from unittest import mock\n"
@@ -96,6 +100,7 @@ def test_patches_of_the_agent_stay_alive(tmp_path):
     assert done.stdout == "patched 1\nmock 1\ncold\n", done.stderr
 
 
+@pytest.mark.full
 def test_child_failed_error_in_process(tmp_path):
     done = python(
         LAUNCH + "try: launch('ext_c10d', ('sh', '-c', 'exit 7'), max_restarts=0)\n"
@@ -105,6 +110,7 @@ def test_child_failed_error_in_process(tmp_path):
     assert done.stdout == "7\n", done.stderr
 
 
+@pytest.mark.full
 def test_a_torch_without_the_seam_fails_with_one_sentence(tmp_path):
     done = python(LAUNCH + "del api.LocalElasticAgent\nlaunch('ext_c10d')", tmp_path)
     assert done.returncode == 78
@@ -113,6 +119,7 @@ def test_a_torch_without_the_seam_fails_with_one_sentence(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
     """A future torch could keep the name and not use it: the job must not run, silently, without what the user asked for.
 
@@ -131,6 +138,7 @@ def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
     assert "no verdicts" in line
 
 
+@pytest.mark.seam
 def test_pet_variables_choose_the_backend(tmp_path):
     script = tmp_path / "ok.py"
     script.write_text("import os; os.write(1, b'told\\n' if 'ELASTIC_EXT_WORKER' in os.environ else b'stock\\n')")
@@ -140,6 +148,7 @@ def test_pet_variables_choose_the_backend(tmp_path):
     assert run([*EXT, str(script)], tmp_path).out == "told\n"
 
 
+@pytest.mark.seam
 def test_loading_the_entry_point_imports_no_torch():
     """Every torchrun of the machine loads it, selected or not. What it costs is in benchmarks/entry_point.py."""
     code = (
@@ -155,6 +164,7 @@ def test_loading_the_entry_point_imports_no_torch():
     assert not loaded & {"torch", "numpy", "grpc", "etcd3", "fsspec", "prometheus_client", "asyncio", "socket"}
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -175,6 +185,7 @@ def test_wrong_usage_under_torchrun(tmp_path, arguments, said):
     assert "Traceback" not in job.err
 
 
+@pytest.mark.full
 def test_a_missing_script_under_torchrun(tmp_path):
     job = run([*EXT, "--max-restarts=3", "no_such.py"], tmp_path)
     assert job.returncode == 78, job.all

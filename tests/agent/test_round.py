@@ -24,6 +24,7 @@ from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe
+from tests.until import LIMIT_S
 
 
 class Recorder(Companion):
@@ -81,6 +82,7 @@ def make(tmp_path, children):
     pipe.close()
 
 
+@pytest.mark.seam
 def test_companions_meet_each_moment_of_a_round(tmp_path, make):
     recorder = Recorder()
     running = make([recorder])
@@ -94,10 +96,11 @@ def test_companions_meet_each_moment_of_a_round(tmp_path, make):
     running.close()  # a signal may have interrupted the first
 
 
+@pytest.mark.seam
 def test_a_worker_that_dies_is_a_failure_and_its_evidence_stays_until_the_end(make, children):
     running = make([])
     children[0].send_signal(signal.SIGKILL)
-    running.workers.processes.wait(20)
+    running.workers.processes.wait(LIMIT_S)
     assert running.failed
     assert list(running.workers.running_pids()) == [1]
     running.stop(5.0)
@@ -108,6 +111,7 @@ def test_a_worker_that_dies_is_a_failure_and_its_evidence_stays_until_the_end(ma
     running.close()
 
 
+@pytest.mark.seam
 def test_workers_stopped_for_a_sleep_in_the_kernel_count_as_failed(make):
     running = make([])
     running.stop(5.0)
@@ -122,6 +126,7 @@ def test_workers_stopped_for_a_sleep_in_the_kernel_count_as_failed(make):
     running.close()
 
 
+@pytest.mark.seam
 def test_the_checkpoint_is_pinned_until_the_workers_have_made_a_step_or_the_round_ends(make):
     pin = FakePin()
     point = resume_point(pin)

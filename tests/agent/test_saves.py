@@ -25,6 +25,7 @@ from tests.interrupted import told_at_line
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, descendants, run
 
 JOB = SCRIPTS / "saving_job.py"
+PATIENT = {"ELASTIC_EXT_PLATFORM_GRACE": "600"}  # a platform that waits for any save
 
 
 def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float | None = None) -> Progress:
@@ -71,6 +72,7 @@ def test_until_when(platform_grace_s, pod_grace_s, environ, expected):
     assert saves.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
 
 
+@pytest.mark.full
 def test_a_pod_that_is_deleted_tells_its_grace(tmp_path):
     """Half a second for a save: there is no time, and the pod says so, whatever --shutdown-timeout is."""
     pod = tmp_path / "pod.json"
@@ -115,11 +117,12 @@ def steps_saved(folder: Path, attempt: int, ranks: int) -> list[list[str]]:
     return [(folder / f"saved.{attempt}.{rank}").read_text().split() for rank in range(ranks)]
 
 
-@pytest.mark.long("3")
+@pytest.mark.seam
+@pytest.mark.full("3")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_told_to_leave_a_node_saves_first(tmp_path, workers):
     """SIGTERM to the agent: all ranks save the same step, once, and the agent leaves with "try again"."""
-    with Job([*AGENT, f"--nproc-per-node={workers}", JOB, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
+    with Job([*AGENT, f"--nproc-per-node={workers}", JOB, tmp_path], tmp_path, **PATIENT, STOP=str(tmp_path / "stop")) as job:
         job.wait_for("steps", workers)
         job.process.send_signal(signal.SIGTERM)
         done = job.finish()
@@ -130,12 +133,13 @@ def test_told_to_leave_a_node_saves_first(tmp_path, workers):
     assert "checkpoint before leaving: saved" in done.err
 
 
-@pytest.mark.long("SIGUSR2")
+@pytest.mark.full
+@pytest.mark.full("SIGUSR2")
 @pytest.mark.parametrize("notice", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda each: each.name)
 def test_slurms_notice_is_no_bug(tmp_path, notice):
     """With proctrack/linuxproc it reaches every process of the step; the workers get it first here, and have no handler."""
     variables = {"STOP": str(tmp_path / "stop"), "SLURM_JOB_ID": "7", "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / "verdict")}
-    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
+    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **PATIENT, **variables) as job:
         job.wait_for("steps", 2)
         processes = descendants(job.process.pid)
         for each in reversed(processes):
@@ -148,6 +152,7 @@ def test_slurms_notice_is_no_bug(tmp_path, notice):
     assert json.loads((tmp_path / "verdict").read_text())["decision"]["verdict"] == "requeue"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("variables", "code"), [({"SLURM_JOB_ID": "7"}, 75), ({}, 65)])
 def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path, variables, code):
     """A program that is not Python runs without what would ignore it."""
@@ -156,11 +161,12 @@ def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path, variables, 
     assert done.returncode == code, done.err
 
 
-@pytest.mark.long("interrupted")
+@pytest.mark.full
+@pytest.mark.full("interrupted")
 @pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT], ids=["told-again", "interrupted"])
 def test_only_the_user_ends_the_wait_for_a_save(tmp_path, last):
     """SIGTERM comes twice from Slurm and from timeout(1), and says nothing new. SIGINT is a user who does not want to wait."""
-    variables = {"STOP": str(tmp_path / "stop"), "SAVE_WHEN": str(tmp_path / "go")}
+    variables = {**PATIENT, "STOP": str(tmp_path / "stop"), "SAVE_WHEN": str(tmp_path / "go")}
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
         job.wait_for("steps", 2)
         job.process.send_signal(signal.SIGTERM)
@@ -216,7 +222,8 @@ def test_told_again_after_its_time_an_agent_ends_at_once():
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.long("slow")
+@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     ("how", "said"),
     [(["deaf"], "has not called save_requested()"), ([], "checkpoint before leaving: not finished")],
@@ -234,6 +241,7 @@ def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
     assert said in done.err
 
 
+@pytest.mark.full
 def test_the_users_interrupt_waits_for_no_save(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
         job.wait_for("steps", 2)
@@ -242,8 +250,9 @@ def test_the_users_interrupt_waits_for_no_save(tmp_path):
     assert not list(tmp_path.glob("saved.*"))
 
 
+@pytest.mark.full
 def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
-    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=12", JOB, tmp_path, "stall"]
+    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=30", JOB, tmp_path, "stall"]
     variables = {
         "STOP": str(tmp_path / "stop"),
         "STALL": str(tmp_path / "on"),
@@ -262,7 +271,8 @@ def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
     assert saved[0] == saved[1]
 
 
-@pytest.mark.long("ext_c10d")
+@pytest.mark.seam
+@pytest.mark.full("ext_c10d")
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 def test_one_node_is_told_to_leave_and_all_nodes_save(request, tmp_path, backend):
     """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""
@@ -271,10 +281,10 @@ def test_one_node_is_told_to_leave_and_all_nodes_save(request, tmp_path, backend
             endpoint, conf = request.getfixturevalue("server").endpoint, "last_call=60"
         else:  # the store must not leave with a node
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            endpoint, conf = f"localhost:{store.port}", "last_call_timeout=15,is_host=0"
+            endpoint, conf = f"localhost:{store.port}", "last_call_timeout=30,is_host=0"
         where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={conf}"]
         command = [*TORCHRUN, f"--rdzv-backend={backend}", *where, "--nproc-per-node=2", JOB, tmp_path]
-        jobs = [stack.enter_context(Job(command, tmp_path, STOP=str(tmp_path / "stop"))) for _ in range(2)]
+        jobs = [stack.enter_context(Job(command, tmp_path, **PATIENT, STOP=str(tmp_path / "stop"))) for _ in range(2)]
         for job in jobs:
             job.wait_for("steps . attempt 0", 2)
         jobs[1].process.send_signal(signal.SIGTERM)

@@ -24,7 +24,8 @@ def reports(out: str) -> list[dict]:
     return [json.loads(line) for line in re.findall(r"\{\"rank\".*\}", out)]
 
 
-@pytest.mark.long("segv:0", "exit:1", "runtime:0")
+@pytest.mark.seam
+@pytest.mark.full("segv:0", "exit:1", "runtime:0")
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -42,7 +43,7 @@ def test_a_failure_is_named_and_the_job_comes_back(tmp_path, fault, said):
     assert len(re.findall(r"finished \d", job.out)) == 2
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_an_exit_is_not_hidden_by_what_it_does_to_others(tmp_path, server):
     """The kernel closes its connections first. The rank on the other node has failed over that before this exit can be seen."""
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2"]
@@ -54,6 +55,7 @@ def test_an_exit_is_not_hidden_by_what_it_does_to_others(tmp_path, server):
         assert "restart: rank 1 ended with exit code 3" in each.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("end", "rule"),
     [
@@ -84,6 +86,7 @@ def stopped_by(err: str) -> str:
     return line
 
 
+@pytest.mark.seam
 def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     script = tmp_path / "always.py"
     script.write_text(
@@ -97,6 +100,7 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     assert "exitcode  : 22" in job.err
 
 
+@pytest.mark.full
 def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
     """No exception, no step: with -1 it would go on for ever."""
     script = tmp_path / "always.py"
@@ -107,6 +111,7 @@ def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
     assert "the same failure recurred without progress" in job.err
 
 
+@pytest.mark.seam
 def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(
@@ -121,6 +126,7 @@ def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
     assert "the same failure recurred without progress (kind code, rule repeated)" in job.err
 
 
+@pytest.mark.seam
 def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
     script = tmp_path / "spends.py"
     script.write_text(
@@ -146,7 +152,7 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
     assert "budget" not in job.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
     script = tmp_path / "thrice.py"
     script.write_text(
@@ -159,6 +165,7 @@ def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
     assert job.err.count("restart 1 of 1") == 3
 
 
+@pytest.mark.full
 def test_a_wait_before_the_second_restart(tmp_path):
     script = tmp_path / "thrice.py"
     script.write_text("import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); os._exit(0 if n == 3 else 20 + n)")
@@ -170,6 +177,7 @@ def test_a_wait_before_the_second_restart(tmp_path):
     assert re.search(r"; in 0\.[234] s$", third)
 
 
+@pytest.mark.full
 def test_a_rule_of_the_user(tmp_path):
     (tmp_path / "rules.toml").write_text('[[rule]]\nname = "nine"\nexit_code = 9\nkind = "data"\ndecision = "stop"\n')
     script = tmp_path / "nine.py"
@@ -183,7 +191,7 @@ def test_a_rule_of_the_user(tmp_path):
     assert "no.toml" in job.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_no_limit(tmp_path):
     """-1 through rdzv-conf under stock torchrun, and as --max-restarts through our command."""
     script = tmp_path / "seven.py"
@@ -194,6 +202,7 @@ def test_no_limit(tmp_path):
         assert job.err.count("no limit") == 7
 
 
+@pytest.mark.seam
 def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path)
     assert job.returncode == 65
@@ -206,6 +215,7 @@ def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_on
     assert tail.rstrip().splitlines()[-1].startswith("===")
 
 
+@pytest.mark.full
 def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_stops_the_job(tmp_path):
     script = tmp_path / "own.py"
     script.write_text("import torch\nclass NoLicense(Exception): pass\nprint('began', flush=True)\nraise NoLicense('server 7')\n")
@@ -215,7 +225,8 @@ def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_sto
     assert "the same failure recurred without progress" in job.err
 
 
-@pytest.mark.long("agent")
+@pytest.mark.full
+@pytest.mark.full("agent")
 @pytest.mark.parametrize("command", [EXT, AGENT], ids=["torchrun", "agent"])
 def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path, command):
     (tmp_path / "checkpoints").mkdir()
@@ -249,14 +260,18 @@ def test_what_the_start_line_says(conf, metrics, resumed, end):
     assert start_line("ext_etcd", "job1", metrics, settings.read(conf, {}), resumed).endswith(end)
 
 
+@pytest.mark.full
 def test_a_survivor_that_ignores_sigterm_is_gone_within_the_grace(tmp_path):
-    command = [*EXT, "--rdzv-conf=stop_grace=0.5", "--nproc-per-node=2", "--max-restarts=1", GLOO, "ignore:0", "kill:1"]
+    torchrun = "from elastic_ext.workers.hangs import stacks\nstacks.WAIT_S = 60\nfrom torch.distributed.run import main\nmain()"
+    options = ["--rdzv-conf=stop_grace=0.5", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [sys.executable, "-c", torchrun, *EXT[len(TORCHRUN) :], *options, GLOO, "ignore:0", "kill:1"]
     with Job(command, tmp_path) as job:
         assert job.finish().returncode == 0
         assert "did not end within 0.5 s of SIGTERM and is killed; it was at:" in job.err
         assert 'gloo_job.py", line' in job.err  # its stack
 
 
+@pytest.mark.full
 def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
     """It raises what would be a code bug, while it answers the SIGTERM that another worker's death brought it."""
     script = tmp_path / "cleanup.py"
@@ -276,6 +291,7 @@ def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
     assert "restart: rank 1 was killed by SIGKILL" in job.err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a full tmpfs in a mount namespace of its own, which only root may")
 def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
     script = tmp_path / "ok.py"
@@ -289,6 +305,7 @@ def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
     assert "no room for the progress table in /dev/shm" in job.err
 
 
+@pytest.mark.full
 def test_restart_counts_grow_and_log_directories_are_kept(tmp_path):
     logs = tmp_path / "logs"
     script = tmp_path / "twice.py"
@@ -303,6 +320,7 @@ def test_restart_counts_grow_and_log_directories_are_kept(tmp_path):
     }
 
 
+@pytest.mark.seam
 def test_no_orphan_is_left_when_the_agent_is_killed(tmp_path):
     with Job([*EXT, "--nproc-per-node=2", GLOO, "hang:0", "hang:1"], tmp_path) as job:
         job.wait_for(r"\"rank\"", 2)
@@ -311,7 +329,8 @@ def test_no_orphan_is_left_when_the_agent_is_killed(tmp_path):
         assert wait_gone(pids) == []
 
 
-@pytest.mark.long("2")
+@pytest.mark.seam
+@pytest.mark.full("2")
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tmp_path, sig):
     script = tmp_path / "slow.py"
@@ -324,8 +343,9 @@ def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tm
         "print('up', flush=True)\n"
         "got.wait()\n"
     )
-    # 1.5 s is more than the grace after a failure, and less than the shutdown timeout (30 s by default)
-    with Job([*EXT, "--nproc-per-node=1", "--rdzv-conf=stop_grace=0.5", str(script)], tmp_path) as job:
+    # 1.5 s is more than the grace after a failure, and less than the shutdown timeout
+    options = ["--nproc-per-node=1", "--rdzv-conf=stop_grace=0.5", "--shutdown-timeout=200"]
+    with Job([*EXT, *options, str(script)], tmp_path) as job:
         job.wait_for("(?m)^up$")
         job.process.send_signal(sig)
         assert job.finish().returncode != 0
@@ -333,7 +353,8 @@ def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tm
         assert "saved" in job.out
 
 
-@pytest.mark.long("0]", "[[1]]", "xxx", "[{]", "not json")
+@pytest.mark.full
+@pytest.mark.full("0]", "[[1]]", "xxx", "[{]", "not json")
 @pytest.mark.parametrize(
     "content",
     ["{", "not json", '{"message": 5}', "[1]", '{"message": {"message": "x"}}', "x" * 3_000_000],
@@ -357,7 +378,7 @@ def test_a_broken_error_file_never_hurts_the_agent(tmp_path, content):
     assert "exitcode  : 5" in job.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
     """Torch's own agent ends such a job with exit code 0 (its result is UNHEALTHY, which is_failed() does not count)."""
     torch_agent = pytest.importorskip("torch.distributed.elastic.agent.server.local_elastic_agent")
@@ -404,6 +425,7 @@ sys.stdout.write(json.dumps({"rank": 0, **{name: os.environ.get(name) for name i
 """
 
 
+@pytest.mark.seam
 def test_the_variables_of_torchrun_are_all_there(tmp_path):
     script = tmp_path / "env.py"
     script.write_text(ENV_SCRIPT)
@@ -435,6 +457,7 @@ def test_the_variables_of_torchrun_are_all_there(tmp_path):
         assert int(env["MASTER_PORT"]) > 0
 
 
+@pytest.mark.seam
 def test_prefixes_tee_and_redirects(tmp_path):
     script = tmp_path / "say.py"
     script.write_text("import sys; print('to out'); print('to err', file=sys.stderr)")
@@ -451,6 +474,7 @@ def test_prefixes_tee_and_redirects(tmp_path):
     assert (attempt / "1" / "stderr.log").read_text() == "to err\n"
 
 
+@pytest.mark.full
 def test_where_stderr_goes_to_a_file_the_traceback_is_in_it(tmp_path):
     script = tmp_path / "boom.py"
     script.write_text("raise NameError('boom')")
@@ -461,6 +485,7 @@ def test_where_stderr_goes_to_a_file_the_traceback_is_in_it(tmp_path):
     assert job.err.count("raise NameError('boom')") == 1
 
 
+@pytest.mark.seam
 def test_record_and_the_launchers_own_error_file(tmp_path):
     """A scheduler that starts torchrun with TORCHELASTIC_ERROR_FILE gets the root cause of the worker, as with stock."""
     script = tmp_path / "recorded.py"
@@ -475,6 +500,7 @@ def test_record_and_the_launchers_own_error_file(tmp_path):
     assert "in main" in message["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.seam
 def test_modules_commands_and_the_switch(tmp_path):
     package = tmp_path / "pkg"
     package.mkdir()
@@ -493,6 +519,7 @@ def test_modules_commands_and_the_switch(tmp_path):
     assert "orig" in off.out
 
 
+@pytest.mark.full
 def test_news_between_the_look_and_the_wait_are_not_lost(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text("import os, signal; os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or signal.pause()")
@@ -518,7 +545,7 @@ def test_news_between_the_look_and_the_wait_are_not_lost(tmp_path):
     assert "round 1 is over: news" in job.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_functions_through_the_api_return_their_values(tmp_path):
     script = tmp_path / "api.py"
     script.write_text(
@@ -541,6 +568,7 @@ def test_functions_through_the_api_return_their_values(tmp_path):
         assert f"{method} [(0, 10), (1, 11)]\nChildFailedError True\n" in job.out, job.all
 
 
+@pytest.mark.seam
 def test_a_function_that_dies_at_once(tmp_path):
     """multiprocessing reaps those that have ended while it starts the others: they are gone before they can be watched."""
     script = tmp_path / "api.py"
@@ -558,6 +586,7 @@ def test_a_function_that_dies_at_once(tmp_path):
     assert "failed with 3" in job.out, job.all
 
 
+@pytest.mark.full
 def test_run_path(tmp_path):
     script = tmp_path / "path.py"
     script.write_text("import os, sys; sys.stdout.write(f\"path {__name__} {sys.argv} {os.environ['RANK']}\\n\")")
@@ -566,6 +595,7 @@ def test_run_path(tmp_path):
     assert job.out.count("path __main__") == 2
 
 
+@pytest.mark.seam
 def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
     import torch
 
@@ -592,6 +622,7 @@ def group():
     yield from memory_group(1 << 30)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -619,6 +650,7 @@ os._exit(attempt + 20 if attempt < 3 else 0)
 """
 
 
+@pytest.mark.full
 def test_what_a_round_leaves_in_memory_goes_with_it(tmp_path):
     script = tmp_path / "leaves.py"
     script.write_text(ROUND_FILES)
@@ -644,6 +676,7 @@ logging.getLogger("elastic_ext.agent.supervisor").addHandler(Deaf())
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backoff_s", [1000, 0])
 def test_a_signal_that_logging_swallows_still_ends_the_agent(tmp_path, backoff_s):
     """It comes while the agent logs its decision, and is seen while the agent waits: for the restart, or for the workers."""
@@ -659,4 +692,4 @@ def test_a_signal_that_logging_swallows_still_ends_the_agent(tmp_path, backoff_s
     command = [*AGENT, "--nproc-per-node=1", "--max-restarts=5", str(tmp_path / "again.py")]
     with Job(command, tmp_path, PYTHONPATH=path, **wait) as job:
         job.wait_for("swallowed")
-        assert job.finish(60).returncode == 75, job.err
+        assert job.finish().returncode == 75, job.err

@@ -35,6 +35,7 @@ def job(tmp_path: Path, trainer: TrainerServer, *command: object, **variables: s
     return Job([*AGENT, "--max-restarts=3", conf, *command], tmp_path, **environ)
 
 
+@pytest.mark.seam
 def test_a_crash_a_restart_and_the_end(tmp_path, trainer):
     """Steps count from the beginning of the job, not from the restart: 5 of 20 are in the checkpoint, the last 15 are new."""
     gate = Gate(tmp_path / "gate")
@@ -47,17 +48,18 @@ def test_a_crash_a_restart_and_the_end(tmp_path, trainer):
     assert done.returncode == 0, done.all
     posts = trainer.posts
     assert {(post.wrong, post.token, post.agent, post.metrics["total_steps"]) for post in posts} == {("", "token", OURS, "20")}
-    stopped = [post for post in posts if post.metrics["restarts"] == "0"][-1]
-    assert (stopped.percentage, stopped.remaining_s, stopped.metrics["current_step"]) == (35, None, "7"), posts
-    assert stopped.metrics["loss"] in (f"{1 / 7:.6g}", f"{1 / 8:.6g}")  # it is set before the step
-    *_, before, last = posts
-    assert (before.percentage, before.remaining_s) == (99, 0)
+    stopped = [post for post in posts if post.remaining_s is None and post.metrics["current_step"] == "7"]
+    assert {post.percentage for post in stopped} == {35}, posts
+    assert {post.metrics["loss"] for post in stopped} <= {f"{1 / 7:.6g}", f"{1 / 8:.6g}"}  # it is set before the step
+    *before, last = posts
+    trained = {(post.percentage, post.remaining_s) for post in before if post.metrics["current_step"] == "20"}
+    assert {(99, 0)} <= trained <= {(99, 0), (99, None)}
     assert (last.percentage, last.remaining_s, last.metrics["restarts"], last.metrics["loss"]) == (100, 0, "1", "0.05")
     assert [post for post in posts if post.percentage == 100] == [last]
     assert "TrainJob" not in done.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_trainer_that_never_answers_delays_nothing(tmp_path, trainer):
     """Each post hangs until the test is over, and the job ends."""
     trainer.answers = ["hang"]
@@ -71,7 +73,7 @@ def own(posts: list[Post]) -> set[bool]:
     return {post.agent == OURS for post in posts}
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("silent", [pytest.param(False, id="the-trainer-posts"), pytest.param(True, id="the-agent-posts")])
 def test_only_one_posts_if_hugging_faces_trainer_can(tmp_path, trainer, silent):
     integrations = pytest.importorskip("transformers.integrations")
@@ -89,7 +91,7 @@ def test_only_one_posts_if_hugging_faces_trainer_can(tmp_path, trainer, silent):
         assert {post.metrics["total_steps"] for post in trainer.posts} == {"12"}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_rank_0_moves_and_so_does_who_posts(tmp_path, trainer, server):
     """Two nodes; the one with rank 0 is killed. They have tokens of their own, which tell who posts."""
     gate = Gate(tmp_path / "gate")
@@ -98,7 +100,7 @@ def test_rank_0_moves_and_so_does_who_posts(tmp_path, trainer, server):
 
     def node(name: str) -> Job:
         (tmp_path / name).write_text(name)
-        mine = {"KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / name), "ELASTIC_EXT_LEASE_TTL": "5"}
+        mine = {"KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / name), "ELASTIC_EXT_LEASE_TTL": "15"}
         return job(tmp_path, trainer, *where, "--nproc-per-node=1", *script, GATE=str(gate.path), **mine)
 
     with node("a") as a, node("b") as b:

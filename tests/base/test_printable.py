@@ -107,6 +107,7 @@ def test_records_of_all_our_loggers(caplog):
     assert len(caplog.records[0].getMessage().splitlines()) == 1
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     "configured", ["", "logging.basicConfig()", "logging.getLogger('elastic_ext').addHandler(logging.StreamHandler())"]
 )
@@ -121,6 +122,7 @@ def test_each_record_is_shown_once_whoever_configures_logging(configured):
     assert_fit(done.stderr)
 
 
+@pytest.mark.seam
 def test_each_line_of_ours_in_a_worker_is_marked(tmp_path):
     """Also one that imported this package before it knew which worker it is. The arguments stay what they were for handlers."""
     code = "import logging, os\nfrom elastic_ext import save_requested\nfrom elastic_ext.base.printable import Block\n"
@@ -135,6 +137,7 @@ def test_each_line_of_ours_in_a_worker_is_marked(tmp_path):
     assert all(line.startswith("elastic_ext: ") for line in others)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["training.huggingface", "training.lightning", "checkpoints.writing.checkpointer"])
 def test_records_of_what_scripts_import(module):
     code = f"import logging, elastic_ext.{module}\nlogging.getLogger('elastic_ext.a').warning('seen %s', {HOSTILE!r})"
@@ -149,6 +152,7 @@ def test_errors_are_one_line():
     assert str(error).isprintable()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [EXT, AGENT])
 def test_what_a_worker_raises_and_how_files_are_named_forges_no_line_of_the_agent(tmp_path, command, hostile_names):
     """What it raises once in the agent's own block, where it goes on, and once in torch's, at the end."""
@@ -208,6 +212,7 @@ def commands_of(agent: int) -> str:
     return subprocess.run(["cat", *paths], capture_output=True, text=True, timeout=60, **as_another).stdout
 
 
+@pytest.mark.full
 def test_credentials_of_checkpoint_dir_are_in_no_arguments_and_no_log(tmp_path):
     (tmp_path / "job.py").write_text(WAITS)
     gate = Gate(tmp_path / "gate")

@@ -10,6 +10,7 @@ from elastic_ext.base import settings, user_files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.failures import user_rules
 from elastic_ext.rendezvous.judging import LedgerFile
+from tests.until import LIMIT_S
 
 
 def test_defaults_need_nothing():
@@ -119,7 +120,8 @@ def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
             user_rules.load(str(file))
 
 
-def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path):
+def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_files, "WAIT_S", LIMIT_S)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_text, args=('topology = "rack 3"',)).start()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _FORKS = """
 import os, signal
 from elastic_ext.base.wakeup import Wakeup, readable
@@ -27,6 +29,7 @@ with Wakeup() as outer, Wakeup() as wakeup:
 """
 
 
+@pytest.mark.seam
 def test_a_signal_to_a_forked_worker_is_not_its_agents():
     ran = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "after the child's: [] []\nafter its own: True False\n", ran.stdout + ran.stderr

@@ -24,7 +24,7 @@ def run(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_one_row(tmp_path):
     done = run("--repeat=1", "--rows=spin", "--timeout=40", f"--results={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,6 +39,7 @@ def test_one_row(tmp_path):
         assert 0 < row[side]["noticed_s"] <= row[side]["median_s"]
 
 
+@pytest.mark.seam
 def test_an_unknown_row_is_refused():
     done = run("--rows=spi")
     assert done.returncode == 2
@@ -53,7 +54,7 @@ def test_what_is_skipped_has_a_reason(monkeypatch):
     assert hangs.skip_reason("cut") is None
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which only root may")
 def test_after_a_cut_two_hosts_train_again():
     """In a process of its own, for it kills all its children. Stock would take its timeout four times."""

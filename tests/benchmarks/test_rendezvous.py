@@ -38,6 +38,7 @@ def result(script: str, results: Path, *options: str, code: int = 0) -> dict:
     return record
 
 
+@pytest.mark.full
 def test_rendezvous(tmp_path):
     record = result("rendezvous.py", tmp_path, f"--sizes={AGENTS}", f"--stock-sizes={AGENTS}", *FEW)
     [row] = record["rows"]
@@ -64,6 +65,7 @@ def test_rendezvous(tmp_path):
     assert row["stock"]["rejoin"]["methods_node"]["sets"] >= 1
 
 
+@pytest.mark.full
 def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
     options = [f"--sizes={AGENTS}", "--stock-sizes=", "--repeat=1", "--timeout=0.001"]
     record = result("rendezvous.py", tmp_path, *options, code=1)
@@ -76,10 +78,10 @@ def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
     assert record["reached"]["times_the_sketch"] == {str(AGENTS): None}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_steady_state(tmp_path):
-    record = result("steady_state.py", tmp_path, f"--agents={AGENTS}", "--seconds=2", "--lease-ttl=2", "--processes=1")
-    # A third of the lease time is 0.7 s: each has kept its own alive at least once, and done nothing else.
+    record = result("steady_state.py", tmp_path, f"--agents={AGENTS}", "--seconds=6", "--lease-ttl=15", "--processes=1")
+    # A third of the lease time is 5 s: each has kept its own alive at least once, and done nothing else.
     assert record["ours"]["requests_s"].keys() == {"LeaseKeepAlive"}
     assert record["reached"]["keep_alives_only"] is True
     assert record["stock"]["requests_s"]["gets"] > 0
@@ -87,6 +89,7 @@ def test_steady_state(tmp_path):
         assert record[side]["bytes_s"] > 0
 
 
+@pytest.mark.full
 def test_a_dead_worker_is_an_error_and_leaves_nothing():
     with agent_processes.AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         [process] = host._processes

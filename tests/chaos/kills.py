@@ -40,11 +40,11 @@ from tests.chaos import disks, processes
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, environment, wait_gone
+from tests.until import LIMIT_S
 
 SCRIPT = SCRIPTS / "chaos_job.py"
 RUN_ID = "chaos"
-BOUND_S = 120.0  # for all to train again; the host may be busy with other things
-END_S = 120.0
+BOUND_S = END_S = 300.0  # for all to train again, or to end; the host may be busy with other things
 LOOK_S = 0.2  # how often /proc is looked at while something is waited for that no event tells of
 FURTHER = 5  # steps beyond those that were done when the kill came
 LEAVES = {69, 75}  # exit codes that ask a scheduler to start the node again
@@ -224,7 +224,7 @@ class Loop:
         self._shm = set(os.listdir("/dev/shm"))
         self._finish, events = folder / "finish", folder / "events"
         self.etcd = stack.enter_context(EtcdServer(folder / "etcd")) if backend == "etcd" else None
-        conf = f"checkpoint_dir={self.remote},backoff=0,lease_ttl=4,refuse_node=2,copy_mb_s={self.rng.choice((0, 0.05))}"
+        conf = f"checkpoint_dir={self.remote},backoff=0,lease_ttl=10,refuse_node=2,copy_mb_s={self.rng.choice((0, 0.05))}"
         where = ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
         if self.etcd is not None:
             where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={self.etcd.endpoint}", "--nnodes=3", "--nproc-per-node=1"]
@@ -468,7 +468,7 @@ class Loop:
                 return job.Ledger()
             return job.decode_ledger(json.loads(self._ledger_file.read_text())["ledger"])
         with EtcdClient(self.etcd.endpoint) as client:
-            found = client.get(JobKeys(RUN_ID).ledger, timeout_s=20).kv
+            found = client.get(JobKeys(RUN_ID).ledger, timeout_s=LIMIT_S).kv
         return job.decode_ledger(found.value.decode()) if found is not None else job.Ledger()
 
     # The end.
@@ -482,7 +482,7 @@ class Loop:
         self.problems += self.events.errors
         etcd = {self.etcd.process.pid} if self.etcd is not None and self.etcd.process is not None else set()
         here = [each for each in processes.descendants(os.getpid()) if each.pid not in etcd]
-        left = wait_gone([each.pid for each in here], timeout_s=5)
+        left = wait_gone([each.pid for each in here])
         if left:
             self.problems.append(f"left behind: {[each for each in here if each.pid in left]}")
         if shm := sorted(set(os.listdir("/dev/shm")) - self._shm):

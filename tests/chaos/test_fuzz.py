@@ -179,6 +179,7 @@ def test_manifests(fuzz: Fuzz) -> None:
     fuzz.run(check, [good], mutated_json, share(0.06))
 
 
+@pytest.mark.full
 def test_commands_on_planted_records(fuzz: Fuzz, server) -> None:  # type: ignore[no-untyped-def]
     """`explain` and `checkpoints save` on a job in a real etcd, one of whose records is another's."""
     keys = [key for key in RECORDS if key not in ("verdict", "report")]
@@ -292,6 +293,7 @@ def test_rules(fuzz: Fuzz, tmp_path: Path) -> None:
     fuzz.run(check, [RULES], mutated_toml, share(0.06))
 
 
+@pytest.mark.seam("socket-evidence", "socket-rules")
 @pytest.mark.parametrize("option", [[], ["--rules"]], ids=["evidence", "rules"])
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "endless", "loop", "NUL", "missing"])
 def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +419,7 @@ def record_bytes(data: bytes, like: bytes | None = None) -> list[bytes]:
     return found
 
 
+@pytest.mark.seam("step_00000007.g0001-socket", "step_3-socket", "checkpoint-9-socket")
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "loop", "up", "root", "dangling"])
 @pytest.mark.parametrize("name", ["step_00000007.g0001", "step_3", "checkpoint-9"])
 def test_odd_entries(kind: str, name: str, samples: Path, tmp_path: Path) -> None:

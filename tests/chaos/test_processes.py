@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.chaos.processes import descendants, zombies
 
 PARENT = """
@@ -22,6 +24,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.seam
 def test_a_child_that_has_ended_is_a_zombie_until_its_parent_has_waited_for_it():
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe, text=True, bufsize=1) as parent:

@@ -38,6 +38,7 @@ def names(storage: Storage, child: str = "") -> list[tuple[str, bool, int]]:
     return sorted((entry.name, entry.is_dir, 0 if entry.is_dir else entry.size) for entry in storage.entries(child))
 
 
+@pytest.mark.seam("s3")
 def test_what_is_put_is_listed_and_read(storage: Storage) -> None:
     storage.put("a.pt", b"12345")
     storage.put("step_1/deep/er.bin", b"678")
@@ -53,6 +54,7 @@ def test_what_is_put_is_listed_and_read(storage: Storage) -> None:
     assert listed["a.pt"].path == storage.path("a.pt")
 
 
+@pytest.mark.seam("s3")
 def test_stat(storage: Storage) -> None:
     assert storage.stat("step_1/a") is None
     storage.put("step_1/a", b"12")
@@ -64,6 +66,7 @@ def test_stat(storage: Storage) -> None:
     assert storage.stat("step_1/a/b") is None
 
 
+@pytest.mark.seam("s3")
 def test_reading_what_is_not_there(storage: Storage) -> None:
     storage.put("there", b"1")
     with pytest.raises(FileNotFoundError):
@@ -74,6 +77,7 @@ def test_reading_what_is_not_there(storage: Storage) -> None:
         storage.remove_tree("nothing")
 
 
+@pytest.mark.seam("s3")
 def test_of_all_who_create_a_name_one_succeeds(storage: Storage) -> None:
     ready = threading.Barrier(8)
 
@@ -103,6 +107,7 @@ def _creates(storage: Storage, number: int) -> bool:
     return True
 
 
+@pytest.mark.full("s3")
 @pytest.mark.filterwarnings("error")  # of what a file does when it is collected
 def test_a_write_that_fails_leaves_what_was_there(storage: Storage) -> None:
     storage.put("a", b"old")
@@ -120,6 +125,7 @@ def _write_and_fail(storage: Storage, name: str) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.full("s3")
 def test_a_large_write_arrives_whole(storage: Storage) -> None:
     block = os.urandom(1 << 20)
     with storage.write("step_1/large") as file:
@@ -134,6 +140,7 @@ def test_a_large_write_arrives_whole(storage: Storage) -> None:
     assert names(storage, "step_1") == [("large", False, 60 << 20), ("nothing", False, 0)]
 
 
+@pytest.mark.full("s3")
 def test_remove(storage: Storage) -> None:
     for name in ("step_1/manifest.json", "step_1/a/b", "step_1/c", "step_10/c", "x.pt"):
         storage.put(name, b"1")
@@ -144,6 +151,7 @@ def test_remove(storage: Storage) -> None:
     assert names(storage) == [("step_10", True, 0)]
 
 
+@pytest.mark.seam
 def test_a_name_that_shows_up_late(storage: Storage) -> None:
     storage.put("step_1/a", b"1")
 
@@ -185,6 +193,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
     assert not os.path.lexists(tmp_path / "latest")
 
 
+@pytest.mark.seam
 def test_the_mode_of_a_file_is_that_of_the_umask(tmp_path: Path) -> None:
     code = (
         "import os, sys; from elastic_ext.checkpoints.storage import open_storage\n"
@@ -206,6 +215,7 @@ def test_a_filesystem_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mon
     assert (storage.read("a"), os.listdir(tmp_path)) == (b"first", ["a"])
 
 
+@pytest.mark.seam
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of a file stands for it: the same errno family, without a mount."""
     code = (
@@ -222,6 +232,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
 # Object stores.
 
 
+@pytest.mark.seam
 def test_a_server_that_does_not_answer_is_an_oserror(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """botocore's own EndpointConnectionError is none."""
     with socket.socket() as closed:
@@ -246,6 +257,7 @@ def test_an_fsspec_that_cannot_refuse_to_overwrite_is_told(monkeypatch: pytest.M
         open_storage("memory://bucket").create("a", b"")
 
 
+@pytest.mark.full("s3")
 def test_errors_of_the_reader_are_its_own(storage: Storage) -> None:
     storage.put("a", b"1")
 

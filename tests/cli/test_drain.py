@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -26,6 +27,7 @@ from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
+from tests.until import LIMIT_S, until
 
 KEYS = JobKeys("job")
 
@@ -42,7 +44,7 @@ class Drained:
 
     def __init__(self, folder: Path, server: EtcdServer, stack: ExitStack) -> None:
         self.folder, self.server, self.stack = folder, server, stack
-        self.lease_ttl = 5
+        self.lease_ttl = 15
         self.where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
         (folder / "checkpoints").mkdir()
 
@@ -68,13 +70,13 @@ class Drained:
         """Until so many nodes are registered, waiting ones too."""
         with EtcdClient(self.server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
             while len(client.get_prefix(KEYS.nodes).kvs) < count:
-                assert watch.get(60) is not None
+                assert watch.get(LIMIT_S) is not None
 
     def await_drain(self) -> None:
         """Until a drain is in the header."""
         with EtcdClient(self.server.endpoint) as client, client.watch_with_snapshot(KEYS.header) as watch:
             while not decode(Header, client.get(KEYS.header).kv.value, "round").drains:
-                assert watch.get(60) is not None
+                assert watch.get(LIMIT_S) is not None
 
     def command(self, *options: str) -> list[str]:
         return [sys.executable, "-m", "elastic_ext.cli", "drain", *options, *self.where]
@@ -85,6 +87,9 @@ class Drained:
     def status(self) -> dict:
         found: dict = json.loads(cli("status", "--json", *self.where).out)
         return found
+
+    def saves(self) -> int:
+        return len(os.listdir(self.folder / "checkpoints"))
 
     def steps(self) -> list[tuple[int, int, int, float]]:
         """Attempt, world size, step and weight of each step, as they were done."""
@@ -123,6 +128,7 @@ def saved_step(done: Finished) -> int:
     return int(step)
 
 
+@pytest.mark.seam
 def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
     jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks")
     done = job.drain("n1")
@@ -135,17 +141,17 @@ def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
     job.check_steps({1: saved_step(done)})
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_only_rank_0_reports_the_checkpoint(job):
     """As a script may: the node that leaves learns of it from checkpoint_dir."""
     jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks0", leader="n1")
-    said(job.drain("n2", "--timeout=30"), 0, "round 2 runs with 1 node")
+    said(job.drain("n2"), 0, "round 2 runs with 1 node")
     assert jobs["n2"].finish().returncode == 69
     (job.folder / "stop").touch()
     assert jobs["n1"].finish().returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_spare_steps_in(job):
     """The leader leaves. Without a spare: refused. Nothing is charged, and whoever should learns the reason."""
     jobs = job.start_all("n1", "n2", "n3", nnodes="3", how="asks", leader="n1")
@@ -178,20 +184,22 @@ def test_a_spare_steps_in(job):
     job.check_steps({1: saved_step(done)})
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
     """The script saves by itself and reports nothing. etcd stands still meanwhile; the host is refused until that is undone."""
-    job.lease_ttl = 15
+    job.lease_ttl = 60
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="saves")
     with Job(job.command("n2"), job.folder) as asking:
         job.await_drain()
         assert job.server.process is not None
         job.server.process.send_signal(signal.SIGSTOP)
-        threading.Event().wait(2)  # much shorter than the leases
+        saves = job.saves()
+        until(lambda: job.saves() > saves)
         job.server.process.send_signal(signal.SIGCONT)
         done = asking.finish()
     said(done, 0, "round 2 runs with 2 nodes")
     assert jobs.pop("n2").finish().returncode == 69
+    until(lambda: any(attempt == 1 for attempt, *_ in job.steps()), "the others train")
     again = job.start("n2", "2:3", "saves").finish()
     assert again.returncode == 69
     assert "drained: by an operator" in again.err
@@ -204,7 +212,7 @@ def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
     assert {(attempt, world) for attempt, world, _, _ in job.steps()} == {(0, 3), (1, 2), (2, 3)}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_without_a_checkpoint_nothing_happens_unless_now(job):
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
     said(job.drain("n9"), 78, "no node n9 in the job; its nodes: n1, n2, n3")
@@ -222,7 +230,7 @@ def test_without_a_checkpoint_nothing_happens_unless_now(job):
     assert [each.finish().returncode for each in jobs.values()] == [0] * 2
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_spare_leaves_at_once_and_a_node_that_dies_is_drained(job):
     """An agent is killed while it is to leave: the drain has come true, and no other agent may start there."""
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
@@ -241,6 +249,7 @@ def test_a_spare_leaves_at_once_and_a_node_that_dies_is_drained(job):
     assert [each.finish().returncode for each in jobs.values()] == [0] * 2
 
 
+@pytest.mark.full
 def test_of_two_drains_at_once_one_is_refused(server):
     """Three nodes, and the job takes two. Records of a job, and what the command does with them."""
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(2) as pool:
@@ -256,27 +265,28 @@ def test_of_two_drains_at_once_one_is_refused(server):
                 with EtcdClient(server.endpoint) as own:
                     own.get(KEYS.header)
                     both.wait()
-                    return drain_request.drain(own, "job", Request(host, "", 60), 30, lambda line: told.set())
+                    return drain_request.drain(own, "job", Request(host, "", 600), LIMIT_S, lambda line: told.set())
 
             asked = {host: pool.submit(ask, host) for host in ("n1", "n2")}
-            assert told.wait(30)
+            assert told.wait(LIMIT_S)
             (drain,) = decode(Header, client.get(KEYS.header).kv.value, "round").drains
-            refused = asked.pop("n2" if drain.host == "n1" else "n1").result(30)
+            refused = asked.pop("n2" if drain.host == "n1" else "n1").result(LIMIT_S)
             assert refused.ending is Ending.TOO_FEW
             assert len(decode(Header, client.get(KEYS.header).kv.value, "round").drains) == 1
             assert "stays in the job" in drain_request.undo(client, "job", drain.host)
-            assert asked[drain.host].result(30) == Outcome(
+            assert asked[drain.host].result(LIMIT_S) == Outcome(
                 Ending.LATE, "somebody has withdrawn the drain; the node stays in the job"
             )
 
 
+@pytest.mark.seam
 def test_where_nothing_can_be_drained(job):
     said(job.drain("n1"), 69, "the job job is not running")
     said(job.drain("n1", "--undo"), 0, "n1 was neither to leave nor refused: nothing to undo")
     said(job.drain("n1", "--rdzv-backend=ext_c10d"), 78, "send SIGTERM to the agent of the node")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_endpoint_of_a_job_with_ext_c10d():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     done = cli("drain", "n1", f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job")

@@ -59,6 +59,7 @@ def test_the_full_evidence_of_the_specification(capsys, tmp_path):
     assert "KeyError: 'x' at train.py:88 in step" in told["reason"]
 
 
+@pytest.mark.seam
 def test_the_command_needs_no_torch(tmp_path):
     (tmp_path / "empty.json").write_text("{}")
     program = "import sys; sys.modules['torch'] = None; from elastic_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -30,7 +30,7 @@ def command(endpoint: str, *options: str) -> list[str]:
 
 
 def node_of(server: EtcdServer, folder: Path, nodes: int, *how: str, workers: int = 2) -> Job:
-    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nodes}"]
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nodes}", "--rdzv-conf=lease_ttl=60"]
     return Job(
         [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, f"--nproc-per-node={workers}", JOB, folder, *how],
         folder,
@@ -74,6 +74,7 @@ def test_what_became_of_a_request(header, nodes, step, said):
         assert said in found.reason
 
 
+@pytest.mark.seam
 def test_all_ranks_save_at_the_step_that_is_printed(server, tmp_path):
     with ExitStack() as stack:
         jobs = [stack.enter_context(node_of(server, tmp_path, 2, workers=1)) for _ in range(2)]
@@ -90,7 +91,7 @@ def test_all_ranks_save_at_the_step_that_is_printed(server, tmp_path):
         assert [job.finish().returncode for job in jobs] == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_requests_that_overlap_are_all_answered(server, tmp_path):
     """A preemption of all nodes is as many requests. Each rank sees them at other moments; it must not save alone."""
     with ExitStack() as stack:
@@ -123,7 +124,7 @@ def await_request(client: EtcdClient) -> None:
     pytest.fail("nobody has asked for a save")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_round_that_ends_ends_the_wait(server, tmp_path):
     with node_of(server, tmp_path, 1, "deaf") as job, EtcdClient(server.endpoint) as client:
         job.wait_for("steps", 2)
@@ -135,7 +136,7 @@ def test_a_round_that_ends_ends_the_wait(server, tmp_path):
     refused(done, 75, "round 1 ended before the save: all workers have finished")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_time_is_over(server, tmp_path):
     with node_of(server, tmp_path, 1, "deaf") as job:
         job.wait_for("steps", 2)
@@ -146,6 +147,7 @@ def test_the_time_is_over(server, tmp_path):
     refused(run(command(server.endpoint), tmp_path), 75, "the job is not running, it is done")
 
 
+@pytest.mark.full
 def test_etcd_dies_while_we_wait(server, tmp_path):
     with node_of(server, tmp_path, 1, "deaf", workers=1) as job, EtcdClient(server.endpoint) as client:
         job.wait_for("steps")
@@ -158,6 +160,7 @@ def test_etcd_dies_while_we_wait(server, tmp_path):
         assert job.finish().returncode == 0
 
 
+@pytest.mark.full
 def test_no_job_and_no_etcd(server, tmp_path):
     refused(run(command(server.endpoint), tmp_path), 75, "it has no round yet")
     refused(run(command(f"127.0.0.1:{free_port()}"), tmp_path), 78, "etcd")
@@ -171,6 +174,7 @@ def refused(done: Finished, code: int, said: str) -> None:
     assert said in done.err
 
 
+@pytest.mark.seam
 def test_the_command_needs_no_torch():
     program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous.etcd import connect, save_request"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())

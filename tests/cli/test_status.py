@@ -8,6 +8,7 @@ import http.server
 import json
 import re
 import threading
+from collections.abc import Callable
 
 import jsonschema
 import pytest
@@ -21,6 +22,7 @@ from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.observe import job_document, job_status, node_report
+from elastic_ext.observe import server as agent_server
 from elastic_ext.observe.gate import Gate
 from elastic_ext.observe.job_document import Document
 from elastic_ext.observe.job_status import Own, Sources
@@ -33,8 +35,10 @@ from tests.etcd_server import Certificates
 from tests.jobs import ROOT
 from tests.observe.pages_in_chromium import document, failure, hashed, of_nodes, served
 from tests.reference import JOB_SCHEMA
+from tests.until import LIMIT_S
 
 PIPE = Terminal()
+LONG_S = 600.0  # limits of the product that no busy machine may reach
 REPORT = NodeReport("n1", "running", 5.0, 1, 4, 4, 2, step=70, steps_per_s=2.0, last_step_s=0.5, saved_step=60, saved_s=3.0)
 STOP = Decision(Action.STOP, "code", "a bug\x1b[2J", 65, "repeated", response=Response.STOP)
 HEADER = Header(2, State.RUNNING, 2, 8, seal="s")
@@ -221,12 +225,19 @@ def test_old_news_is_said_to_be_old():
     )
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(agent_url, "TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(agent_server, "CLIENT_TIMEOUT_S", LONG_S)
+
+
 def run(capsys, *arguments):
     code = main.main(["status", *arguments])
     said = capsys.readouterr()
     return code, said.out, said.err
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("state", "code"), [("running", 0), ("failed", 1)])
 def test_exit_codes_by_an_agents_page(capsys, state, code):
     with served(document(2, state)) as url:
@@ -259,11 +270,12 @@ def test_wrong_usage(capsys):
 def write(server, header, **records_):
     keys = JobKeys("j")
     with EtcdClient(server.endpoint) as client:
-        lease = client.lease_grant(60).lease_id
+        lease = client.lease_grant(int(LONG_S)).lease_id
         texts = {keys.header: encode(header), **{keys.prefix + name: text for name, text in records_.items()}}
         client.txn([], [Put(key, text, lease_id=lease) for key, text in texts.items()])
 
 
+@pytest.mark.seam
 def test_an_ended_job_in_etcd(capsys, server):
     ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
     told = node_report.encode(dataclasses.replace(REPORT, state="ended", at="2026-01-02 03:04:05+0000"))
@@ -279,44 +291,53 @@ def test_an_ended_job_in_etcd(capsys, server):
     assert run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=none")[0] == status.EX_UNAVAILABLE
 
 
+class Pauses:
+    """The clock of `--watch`: each of its pauses does one thing and sets the clock forward."""
+
+    def __init__(self, *actions: Callable[[], object]) -> None:
+        self._left, self._now = iter(actions), 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        next(self._left)()
+
+
+@pytest.mark.seam
 def test_watch_ends_with_the_job(capsys, server, monkeypatch):
-    monkeypatch.setattr(status, "WATCH_S", 0.05)
     write(server, HEADER, **{"nodes/a": encode(NODE)})
-    ending = threading.Timer(0.3, lambda: write(server, dataclasses.replace(HEADER, state=State.DONE)))
-    ending.start()
+    done = dataclasses.replace(HEADER, state=State.DONE)
+    monkeypatch.setattr(status, "time", Pauses(lambda: None, lambda: write(server, done)))
     code, out, _ = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=j", "--watch", "--json")
-    ending.join()
     assert code == 0
-    states = [json.loads(line)["job"]["state"] for line in out.splitlines()]
-    assert states[0] == "running"
-    assert states[-1] == "succeeded"
+    assert [json.loads(line)["job"]["state"] for line in out.splitlines()] == ["running", "running", "succeeded"]
 
 
+@pytest.mark.seam
 def test_watch_of_a_job_that_leaves_nothing_ends(capsys, server, monkeypatch):
-    monkeypatch.setattr(status, "WATCH_S", 0.05)
     write(server, HEADER)
 
     def forget():
         with EtcdClient(server.endpoint) as client:
             client.txn([], [Delete(JobKeys("j").prefix, prefix=True)])
 
-    forgetting = threading.Timer(0.3, forget)
-    forgetting.start()
+    monkeypatch.setattr(status, "time", Pauses(forget))
     code, out, _ = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=j", "--watch", "--json")
-    forgetting.join()
     assert (code, json.loads(out.splitlines()[-1])["job"]["state"]) == (3, "ended")
 
 
+@pytest.mark.seam
 def test_watch_gives_up_on_an_agent_that_does_not_come_back(capsys, monkeypatch):
-    monkeypatch.setattr(status, "WATCH_S", 0.05)
-    monkeypatch.setattr(status, "LOST_S", 0.3)
+    looks = int(status.LOST_S / status.WATCH_S)
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(served(document(2)))
-        threading.Timer(0.3, stack.close).start()
+        monkeypatch.setattr(status, "time", Pauses(stack.close, *[lambda: None] * (looks - 1)))
         code, out, err = run(capsys, f"--url={url}", "--watch")
     assert code == status.EX_UNAVAILABLE
-    assert "job llama-70b (ext_etcd): running" in out
-    assert "the job as it was" in err
+    assert out.count("job llama-70b (ext_etcd): running") == 1
+    assert err.count("the job as it was") == looks - 1
 
 
 # An agent with metrics_web_config.
@@ -340,6 +361,7 @@ def guarded(tmp_path_factory):
         yield url, certificates.folder
 
 
+@pytest.mark.seam
 def test_an_agent_behind_tls_and_a_password(capsys, guarded):
     url, folder = guarded
     trust = [f"--url={url}", f"--ca={folder / 'ca.crt'}"]
@@ -356,6 +378,7 @@ def test_an_agent_behind_tls_and_a_password(capsys, guarded):
         assert told in err
 
 
+@pytest.mark.seam
 def test_an_agent_that_sends_byte_by_byte_is_not_waited_for(capsys, monkeypatch):
     monkeypatch.setattr(agent_url, "TIMEOUT_S", 0.3)
     text = job_document.encode(document(2)).encode()
@@ -378,13 +401,15 @@ def test_an_agent_that_sends_byte_by_byte_is_not_waited_for(capsys, monkeypatch)
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         serving.start()
         code, _, err = run(capsys, f"--url=http://127.0.0.1:{server.server_port}")
+        assert asked.wait(LIMIT_S)
         over.set()
         server.shutdown()
         serving.join()
-    assert asked.is_set()
-    assert (code, "no whole answer within 0.3 s" in err) == (status.EX_UNAVAILABLE, True)
+    assert code == status.EX_UNAVAILABLE
+    assert "no whole answer within 0.3 s" in err or "timed out" in err  # a busy machine may not even send the head in time
 
 
+@pytest.mark.seam
 def test_nobody_is_sent_elsewhere(capsys):
     asked = []
 

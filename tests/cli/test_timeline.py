@@ -11,10 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elastic_ext.cli import main, timeline
+from elastic_ext.cli import agent_url, main, timeline
 from elastic_ext.observe.timeline import course, lines, of_events
 from tests.jobs import ROOT
 from tests.observe.pages_in_chromium import HTML, PHONE, chromium, document, served
+from tests.until import LIMIT_S
 
 EVENTS = ROOT / "tests" / "data" / "timeline_events.jsonl"  # made by test_timeline_job.py
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -81,7 +82,7 @@ def test_what_an_event_says_is_text(job, tmp_path, capsys):
         assert "<script" not in text
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_page_in_a_browser(job, tmp_path, capsys):
     """What an event says is text, whatever it says; light and dark; a phone scrolls the picture, not the page."""
     text = EVENTS.read_text().replace(
@@ -122,7 +123,9 @@ def test_512_nodes_and_60_failures_are_one_image_with_a_title_for_each_node(job)
     assert len(sheet.listed(marks)) == sheet.MOST_LISTED + 1
 
 
-def test_by_the_page_of_an_agent(job, tmp_path, capsys):
+@pytest.mark.seam
+def test_by_the_page_of_an_agent(job, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(agent_url, "TIMEOUT_S", LIMIT_S)
     with served(document(4)) as url:
         assert run(capsys, f"--url={url}", "-o", tmp_path / "life.svg")[0] == 0
     shown = [each.text or "" for each in ElementTree.fromstring((tmp_path / "life.svg").read_text()).iter(f"{SVG}text")]
@@ -131,6 +134,7 @@ def test_by_the_page_of_an_agent(job, tmp_path, capsys):
     assert run(capsys, f"--url={url}", "-o", tmp_path / "life.svg")[::2][0] == timeline.EX_UNAVAILABLE
 
 
+@pytest.mark.seam
 def test_a_job_that_etcd_does_not_know(job, tmp_path, capsys, server):
     code, _, err = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=none", "-o", tmp_path / "life.svg")
     assert code == timeline.EX_UNAVAILABLE

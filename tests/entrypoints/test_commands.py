@@ -21,6 +21,7 @@ CRASHES = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "code", "attempts", "said"),
     [
@@ -43,7 +44,7 @@ def test_restarts(tmp_path: Path, command: list[str], code: int, attempts: int, 
     assert said in done.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["elastic", "fault_tolerant"])
 def test_a_script_with_etcd(server: EtcdServer, tmp_path: Path, script: str) -> None:
     """Hypothesis: `RDZV_BACKEND=ext_etcd`, with etcd in HOST_NODE_ADDR, is all that the scripts need for another rendezvous.

@@ -1,5 +1,6 @@
 """entrypoints/finetune_t5.py: a T5 with random weights under FSDP, with the arguments of a TrainJob."""
 
+import contextlib
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 STEP = re.compile(r"\{'loss': '(\S+)', 'grad_norm': '(\S+)', .*'epoch': '(\S+)'\}")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_killed_job_goes_on_from_its_last_epoch_and_later_at_another_world_size(tmp_path: Path) -> None:
     """What is trained twice has the same losses and norms, in all the digits that the Trainer prints."""
     agent = [*AGENT, "--nproc_per_node=2", "--max-restarts=3", "--rdzv-conf=checkpoint_dir=checkpoints"]
@@ -30,7 +31,7 @@ def test_a_killed_job_goes_on_from_its_last_epoch_and_later_at_another_world_siz
         done = job.finish()
     assert done.returncode == 0, done.err
     _, first, again = re.split("starting from random weights|resuming from ", done.out)
-    assert re.match(rf"{tmp_path}/checkpoints/checkpoint-(4|8|12|16)\n", again), again[:200]
+    assert re.match(rf"{tmp_path}/checkpoints/checkpoint-({'|'.join(map(str, range(4, 40, 4)))})\n", again), again[:200]
     twice = {epoch: values for *values, epoch in STEP.findall(first)}.items()
     assert [values == twice_of(again, epoch) for epoch, values in twice if twice_of(again, epoch)].count(False) == 0
     assert "done at step 40, epoch 10 (FSDP)" in done.out
@@ -46,7 +47,9 @@ def test_a_killed_job_goes_on_from_its_last_epoch_and_later_at_another_world_siz
 
 
 def is_rank_1(pid: int) -> bool:
-    return b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        return b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def twice_of(text: str, epoch: str) -> list[str]:

@@ -80,7 +80,7 @@ def variables(number: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command(command: str, checkout: Path) -> None:
     done = on_each_node(command, checkout)

@@ -12,9 +12,7 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +25,7 @@ from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT, TIMEOUT_S, TORCHRUN, Job, descendants, run, wait_gone
 from tests.lossy_network import DEVICE, LossyNetwork, Way
 from tests.programs import needs
+from tests.until import LIMIT_S, until
 
 SCRIPT = ROOT / "entrypoints" / "train_fsdp.py"
 # Without dropout, the loss of a step does not depend on the number of ranks.
@@ -34,9 +33,9 @@ TINY = shlex.split(
     "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 16 --global-batch 12 --data-mb 0.0011 --dropout 0 "
     "--epochs 100000 --max-steps 100000 --log-every 1"
 )
-SAME = 1e-3  # relative: sums of other numbers of ranks are rounded otherwise, and some hundred steps carry that on
+SAME = 1e-3  # sums of other numbers of ranks are rounded otherwise: a part in 10^6 after 1,300 steps
 SAVED = r"(?m)^saved .*/step_0*(\d+)\."
-LEASE_S = 8
+LEASE_S = 15  # a busy machine keeps it
 LOSS = re.compile(r"step (\d+) loss (\S+) \(")
 
 
@@ -67,23 +66,32 @@ class Nodes:
         self.start(first, nnodes, *flags, conf=conf)
         with EtcdClient(self._etcd) as client, client.watch_with_snapshot(JobKeys("job").nodes) as watch:
             while not client.get_prefix(JobKeys("job").nodes).kvs:
-                assert watch.get(60) is not None
+                assert watch.get(LIMIT_S) is not None
         for name in others:
             self.start(name, nnodes, *flags, conf=conf)
         return self.jobs[first]
 
-    def join(self, name: str, nnodes: str, *flags: str, conf: str = "") -> str:
-        """Start one more, and wait until etcd knows it. Return what the first one had printed just before that."""
-        (first, *_) = self.jobs.values()
+    def wait_for_members(self, count: int) -> None:
+        """Until etcd knows of so many nodes, and no others."""
         with EtcdClient(self._etcd) as client, client.watch_with_snapshot(JobKeys("job").nodes) as watch:
+            while len(client.get_prefix(JobKeys("job").nodes).kvs) != count:
+                assert watch.get(LIMIT_S) is not None
+
+    def join(self, name: str, nnodes: str, *flags: str, conf: str = "") -> tuple[str, str]:
+        """Start one more, and wait until etcd knows it. Return what the first one had printed before that, and after it."""
+        (first, *_) = self.jobs.values()
+        with EtcdClient(self._etcd) as client:
             before = {each.key for each in client.get_prefix(JobKeys("job").nodes).kvs}
             self.start(name, nnodes, *flags, conf=conf)
-            deadline, earlier, now = time.monotonic() + TIMEOUT_S, first.out, first.out
-            while {each.key for each in client.get_prefix(JobKeys("job").nodes).kvs} <= before:
-                assert time.monotonic() < deadline, self.jobs[name].err
-                earlier, now = now, first.out  # `now` may be of the moment after it was known
-                watch.get(0.1)
-        return earlier
+            earlier = now = first.out
+
+            def known() -> bool:
+                nonlocal earlier, now
+                earlier, now = now, first.out
+                return not {each.key for each in client.get_prefix(JobKeys("job").nodes).kvs} <= before
+
+            until(known, limit_s=TIMEOUT_S)
+        return earlier, first.out
 
     def lose(self, name: str) -> None:
         """Kill all processes of a node."""
@@ -136,7 +144,7 @@ def check_curve(text: str, folder: Path) -> list[int]:
     assert alone.returncode == 0, alone.err
     undisturbed = dict(losses(alone.out))
     for step, loss in seen:
-        assert loss == pytest.approx(undisturbed[step], rel=SAME), step
+        assert loss == pytest.approx(undisturbed[step], rel=SAME, abs=SAME), step
     rounds = [[step for step, _ in losses(part)] for part in text.split("resumed from ")]
     begins = [0, *resumed(text)]
     for begin, steps in zip(begins, rounds, strict=True):
@@ -144,7 +152,7 @@ def check_curve(text: str, folder: Path) -> list[int]:
     return begins[1:]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
     """Hypothesis: 4 nodes become 3, and 4 again with a replacement, and the loss curve goes on as if nothing had happened.
 
@@ -168,7 +176,7 @@ def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
     assert not any(each["charged"] for each in nodes.events("a", "decision"))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_delay_of_100_ms_between_workers(tmp_path: Path) -> None:
     """Hypothesis: 100 ms between two hosts make training slow, and nothing else.
@@ -196,7 +204,7 @@ def behind(network: LossyNetwork, folder: Path, stack: ExitStack) -> Nodes:
     return Nodes(folder, stack.enter_context(etcd).endpoint, stack)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_delay_beyond_the_collective_timeout(tmp_path: Path) -> None:
     """Hypothesis: a link slower than the collectives' timeout ends the round cleanly; once it is mended, training goes on.
@@ -224,7 +232,7 @@ def test_a_delay_beyond_the_collective_timeout(tmp_path: Path) -> None:
         agents = {job.process.pid for job in nodes.jobs.values()}
         left = [pid for pid in workers if pid not in agents and is_worker(pid)]
         assert wait_gone(left) == []
-        assert zombies(agents) == []
+        until(lambda: not zombies(agents))  # any process may be one for a moment
         nodes.leave()
         assert len(check_curve(first.out, tmp_path)) == 1
         kinds = {each["kind"] for name in nodes.jobs for each in nodes.events(name, "decision")}
@@ -239,13 +247,8 @@ def rank_0(nodes: Nodes) -> Job:
 
 def who_says(nodes: Nodes, pattern: str) -> Job:
     """Wait until one of the agents or its worker says it; return that agent."""
-    while True:
-        for job in nodes.jobs.values():
-            try:
-                job.wait_for(pattern, timeout_s=1)
-            except AssertionError:
-                continue
-            return job
+    jobs = nodes.jobs.values()
+    return until(lambda: next((job for job in jobs if re.search(pattern, job.out + job.err)), None), pattern, TIMEOUT_S)
 
 
 def is_worker(pid: int) -> bool:
@@ -258,14 +261,9 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def zombies(agents: set[int], timeout_s: float = 10) -> list[int]:
-    """Processes below these agents that have ended and that nobody has waited for; any may be one for a moment."""
-    deadline = time.monotonic() + timeout_s
-    while found := [pid for agent in agents for pid in descendants(agent) if state(pid) == "Z"]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)  # nothing tells of it
-    return found
+def zombies(agents: set[int]) -> list[int]:
+    """Processes below these agents that have ended and that nobody has waited for."""
+    return [pid for agent in agents for pid in descendants(agent) if state(pid) == "Z"]
 
 
 def state(pid: int) -> str:
@@ -276,7 +274,7 @@ def state(pid: int) -> str:
         return ""
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
     """Hypothesis: a job that trains does not need its control plane; it needs it again for the next failure.
 
@@ -299,24 +297,20 @@ def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
     assert len(check_curve(first.out, nodes.folder)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_no_capacity_for_a_replacement(nodes: Nodes) -> None:
     """Hypothesis: with too few nodes a job waits, and does not fall over; it trains on as soon as there is a replacement.
 
-    Method: of two nodes that are needed one is lost; after twice the time of a lease another one starts.
+    Method: of two nodes that are needed one is lost; another one starts once etcd has given it up and the workers have ended.
     Observation: the node that is left stays and runs no workers meanwhile, then resumes at the newest checkpoint.
     """
     first = nodes.start_all("ab", "2", "--save-every=10")
     first.wait_for(SAVED)
     nodes.lose("b")
-    while running := workers_of(first):
-        assert wait_gone(running) == []
-    waited_until = time.monotonic() + 2 * LEASE_S
-    while (left := waited_until - time.monotonic()) > 0:
-        with pytest.raises(subprocess.TimeoutExpired):  # it lives
-            first.process.wait(min(left, 0.5))
-        assert workers_of(first) == []
+    nodes.wait_for_members(1)
+    until(lambda: not workers_of(first))
+    assert first.process.poll() is None
     assert nodes.worlds("a") == [2]
     nodes.start("c", "2", "--save-every=10")
     first.wait_for(r"resumed from")
@@ -330,7 +324,7 @@ def workers_of(job: Job) -> list[int]:
     return [pid for pid in descendants(job.process.pid) if pid != job.process.pid and is_worker(pid)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
     """Hypothesis: after a power cut the same command is enough.
 
@@ -350,7 +344,7 @@ def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
     assert step >= 20
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_node_joins_at_once(nodes: Nodes) -> None:
     """Hypothesis: with grow_at=now a node that comes later joins the training that is under way, whenever the next checkpoint is.
@@ -373,7 +367,7 @@ def test_a_node_joins_at_once(nodes: Nodes) -> None:
     assert check_curve(before.out + first.out, nodes.folder) == [10, 10]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(400)  # whatever was trained while the third one started is trained once more for the comparison
 def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
     """Hypothesis: with grow_at=checkpoint a node that comes later joins the training right after the next checkpoint.
@@ -385,7 +379,7 @@ def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
     conf, flags = "grow_at=checkpoint", ("--save-every=300",)
     first = nodes.start_all("ab", "2:3", *flags, conf=f"{conf},last_call=10")
     first.wait_for(SAVED)
-    earlier = nodes.join("c", "2:3", *flags, conf=conf)
+    earlier, known = nodes.join("c", "2:3", *flags, conf=conf)
     first.wait_for("resumed from")
     first.wait_for(rf"step {losses(first.out)[-1][0] + 5} loss")
     nodes.leave()
@@ -394,5 +388,5 @@ def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
     of_two, _ = first.out.split("resumed from ")
     saved_since = [int(each) for each in re.findall(SAVED, of_two.removeprefix(earlier))]
     assert saved_since[-1:] == [step]
-    assert len(saved_since) <= 2  # `earlier` is of a moment before it came, so that one checkpoint may lie in between
+    assert len(re.findall(SAVED, of_two[len(known) :])) <= 2  # one, or one more that was under way when the agent heard of it
     assert step <= losses(of_two)[-1][0] < step + 300

@@ -40,7 +40,7 @@ def a_worker(job: Job) -> int:
     raise AssertionError("no worker of rank 1")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_killed_job_goes_on_from_the_one_file(tmp_path: Path) -> None:
     """Nothing of elastic_ext is in the script. What is trained twice is the same to the bit, and so is the end."""
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", str(SCRIPT), "--epochs=6", "--examples=16384"]
@@ -65,7 +65,7 @@ def test_the_file_is_replaced_in_one_step(train: ModuleType, tmp_path: Path) -> 
     assert torch.load(path) == {"epoch": 1}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: Path) -> None:
     stock = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     for ranks, epochs in ((2, 1), (3, 2), (1, 3)):
@@ -75,7 +75,7 @@ def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: P
         assert [epoch for epoch, _ in AT.findall(done.out)] == [str(epochs - 1)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_each_node_has_the_same_copy_on_its_own_disk_and_a_new_node_gets_it(tmp_path: Path) -> None:
     of_two_nodes(tmp_path, epochs=2)
     files = [tmp_path / name / "model_latest.pt" for name in ("disk0", "disk1")]

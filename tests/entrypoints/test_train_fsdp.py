@@ -109,6 +109,7 @@ WITH_UNBROKEN = pytest.mark.xdist_group("unbroken")  # all in one process of xdi
 # ---------------------------------------------------------------- 2 ranks
 
 
+@pytest.mark.full
 @WITH_UNBROKEN
 def test_unbroken_run_logs_every_step_and_keeps_the_last_three(unbroken: tuple[Path, Output]) -> None:
     directory, output = unbroken
@@ -126,6 +127,7 @@ def test_unbroken_run_logs_every_step_and_keeps_the_last_three(unbroken: tuple[P
     assert output.text.splitlines()[-1] == "done at step 14 of 14"
 
 
+@pytest.mark.seam
 @WITH_UNBROKEN
 def test_a_resume_in_mid_epoch_after_a_kill_is_exact(unbroken: tuple[Path, Output], tmp_path: Path) -> None:
     """Rank 1 is killed after step 11, by SIGKILL; the commit of step 8 may be under way then."""
@@ -146,7 +148,7 @@ def test_a_resume_in_mid_epoch_after_a_kill_is_exact(unbroken: tuple[Path, Outpu
 # ---------------------------------------------------------------- other world sizes
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_4_ranks_become_2_and_3_and_then_1(tmp_path: Path) -> None:
     """Every load has the state of the save before it, and all together have the losses of one process that was never stopped.
 
@@ -180,7 +182,7 @@ def stored_at(directory: Path, step: int) -> str:
 # ---------------------------------------------------------------- saves on demand
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_told_to_leave_no_step_is_lost(tmp_path: Path) -> None:
     """SIGTERM to the agent: saved at the step where the ranks were; the second run goes on from there."""
     directory = tmp_path / "checkpoints"
@@ -208,7 +210,7 @@ def test_told_to_leave_no_step_is_lost(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- object stores
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_checkpoints_in_s3(s3: str) -> None:
     """`--checkpoint-dir=s3://...`: the second run goes on in mid-epoch where the first one stopped, with the same state."""
     directory = f"{s3}/checkpoints"
@@ -224,6 +226,7 @@ def test_checkpoints_in_s3(s3: str) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+@pytest.mark.full
 @WITH_UNBROKEN
 def test_a_checkpoint_of_other_data_is_refused(unbroken: tuple[Path, Output], tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
@@ -235,6 +238,7 @@ def test_a_checkpoint_of_other_data_is_refused(unbroken: tuple[Path, Output], tm
     assert not output.losses
 
 
+@pytest.mark.full
 def test_a_run_without_its_last_checkpoint_has_failed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     output = launch(ALONE, tmp_path / "file" / "checkpoints", "--resume=none")

@@ -42,6 +42,7 @@ WITH_KILLED = pytest.mark.xdist_group("killed")  # all in one process of xdist, 
 # ---------------------------------------------------------------- files of epochs
 
 
+@pytest.mark.full
 @WITH_KILLED
 def test_a_killed_job_goes_on_from_the_last_epoch_and_keeps_three_files(killed: tuple[Path, Output]) -> None:
     directory, output = killed
@@ -52,6 +53,7 @@ def test_a_killed_job_goes_on_from_the_last_epoch_and_keeps_three_files(killed: 
     assert all(len(losses) == 1 for losses in by_step(output.losses).values())  # steps 13 to 15 were done twice, to the bit
 
 
+@pytest.mark.full
 @WITH_KILLED
 def test_plain_pytorch_reads_the_file(killed: tuple[Path, Output]) -> None:
     """As people write it by hand: no process group, no FSDP, no elastic_ext."""
@@ -80,7 +82,7 @@ _AT = TINY.index("--save-every")  # without it: the script has its own
 DOCUMENT = [str(ELASTIC), *TINY[:_AT], *TINY[_AT + 2 :], "--max-steps=0", "--warmup-steps=1000"]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_two_epochs_and_then_more_from_epoch_3(tmp_path: Path) -> None:
     """Hypothesis: a run of 2 epochs goes on later, with the third, as if it had never stopped.
 
@@ -106,7 +108,7 @@ def document(done: Finished) -> Output:
     return Output(done.returncode, done.out, done.err)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_simulated_node_failure_of_the_document(tmp_path: Path) -> None:
     """Hypothesis: what `pkill -9 -f train_pytorch_fsdp_elastic.py` kills, the agent too, is made good by the same command.
 
@@ -141,7 +143,7 @@ def is_named(pid: int) -> bool:
         return False
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_files_of_epochs_load_at_another_world_size(killed: tuple[Path, Output]) -> None:
     directory, output = killed
     flags = (*EPOCHS, "--epochs=6", "--stop-after-steps=1")
@@ -156,7 +158,7 @@ def test_files_of_epochs_load_at_another_world_size(killed: tuple[Path, Output])
     assert last.text.splitlines()[-1] == "done at step 36 of 36"
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_told_to_leave_in_mid_epoch_no_step_is_lost(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     flags = ("--save-every=epoch", "--epochs=100000", "--max-steps=100000")
@@ -170,7 +172,8 @@ def test_told_to_leave_in_mid_epoch_no_step_is_lost(tmp_path: Path) -> None:
     again = launch(agent(2, directory), directory, *flags, "--stop-after-steps=2")
     assert again.status == 0, again.errors
     assert again.hashes[0] == first.hashes[-1]
-    assert again.resumed == [f"{directory}/step_{first.hashes[-1][0]:08d}.g0001 at step {first.hashes[-1][0]}"]
+    (resumed,) = again.resumed
+    assert resumed.endswith(f" at step {first.hashes[-1][0]}")
 
 
 def test_the_newest_files_are_those_with_the_highest_numbers(tmp_path: Path) -> None:
@@ -240,19 +243,19 @@ def test_accumulation_has_both_names() -> None:
 # ---------------------------------------------------------------- health
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_stopped_rank_is_named_by_the_health_barrier_and_the_job_goes_on(tmp_path: Path) -> None:
     """SIGSTOP, as on a host that does not answer any more. The file of epoch 1 is what all go on from."""
     directory = tmp_path / "checkpoints"
-    flags = (*EPOCHS, "--epochs=2", "--health-every=2", "--health-timeout=3")
+    flags = (*EPOCHS, "--epochs=2", "--health-every=2", "--health-timeout=10")
     output = launch(agent(2, directory), directory, *flags, TRAIN_FAULT="stop:1:8")
     assert output.status == 0, output.errors
-    assert "health barrier: rank 1 of 2 did not arrive within 3 s" in output.errors
+    assert "health barrier: rank 1 of 2 did not arrive within 10 s" in output.errors
     assert output.resumed == [f"{directory}/checkpoint_epoch_1.pt at step 6"]
     assert NUMBERED.findall(output.text) == ["1", "2"]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_run_of_other_data_is_refused(killed: tuple[Path, Output]) -> None:
     output = launch([sys.executable], killed[0], *EPOCHS, "--seed=1")
     assert output.status in REFUSED

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.etcd import Event, Watch
+from elastic_ext.etcd.endpoints import CHANNEL_OPTIONS
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
+from tests.until import LIMIT_S
 
 SECRETS = ("ann-secret-7731", "root-secret-9954", "wrong-secret-4410")
 TOKEN_TTL_S = 1
@@ -20,15 +21,7 @@ TOKEN_TTL_S = 1
 _numbers = itertools.count()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Look again and again, for what no event tells."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
-        time.sleep(0.01)
-
-
-def take(watch: Watch, count: int, timeout_s: float = 30.0) -> list[Event]:
+def take(watch: Watch, count: int, timeout_s: float = LIMIT_S) -> list[Event]:
     """The next `count` events; how they come in batches depends on when the watch was opened."""
     events: list[Event] = []
     while len(events) < count:
@@ -49,6 +42,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 def client(server: EtcdServer) -> Iterator[EtcdClient]:
     with EtcdClient(server.endpoint) as made:
         yield made
+
+
+@pytest.fixture
+def patient_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC itself does not give up a connection that stands still; 3 s after an answer it could, as it pings then."""
+    pings = ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    changed = tuple((name, 600_000 if name in pings else value) for name, value in CHANNEL_OPTIONS)
+    assert changed != CHANNEL_OPTIONS
+    monkeypatch.setattr("elastic_ext.etcd.endpoints.CHANNEL_OPTIONS", changed)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from elastic_ext.etcd import (
     unchanged,
 )
 from elastic_ext.etcd.client import PAGE
-from elastic_ext.etcd.endpoints import CHANNEL_OPTIONS, Endpoints, parse_endpoints
+from elastic_ext.etcd.endpoints import Endpoints, parse_endpoints
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Alarm
 from tests.etcd.call_proxy import CallProxy
@@ -41,12 +41,14 @@ from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.ports import free_port
+from tests.until import LIMIT_S, until
 
 
 def nowhere() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
+@pytest.mark.seam
 def test_put_get_delete(client: EtcdClient, prefix: str):
     written = client.put(prefix + "a", "1")
     reading = client.get(prefix + "a")
@@ -69,6 +71,7 @@ def test_put_get_delete(client: EtcdClient, prefix: str):
     assert client.delete(prefix + "a").deleted == 0
 
 
+@pytest.mark.seam
 def test_a_prefix_that_ends_in_0xff(client: EtcdClient, prefix: str):
     base = prefix.encode() + b"\xff"
     for key in (base, base + b"\0", base + b"\xff\xff", prefix.encode() + b"\xfe", prefix.encode()[:-1] + b"0"):
@@ -79,6 +82,7 @@ def test_a_prefix_that_ends_in_0xff(client: EtcdClient, prefix: str):
     assert client.get(prefix.encode() + b"\xfe").count == 1
 
 
+@pytest.mark.seam
 def test_a_long_prefix_is_read_in_pages_as_of_one_revision(client: EtcdClient, prefix: str):
     keys = [f"{prefix}{number:05d}" for number in range(2 * PAGE + 1)]
     for start in range(0, len(keys), 128):
@@ -94,7 +98,7 @@ def test_a_long_prefix_is_read_in_pages_as_of_one_revision(client: EtcdClient, p
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        readings = [client.get_prefix(prefix, timeout_s=30) for _ in range(5)]
+        readings = [client.get_prefix(prefix) for _ in range(5)]
     finally:
         stop.set()
         writer.join()
@@ -104,6 +108,7 @@ def test_a_long_prefix_is_read_in_pages_as_of_one_revision(client: EtcdClient, p
         assert all(kv.mod_revision <= reading.revision for kv in reading.kvs)
 
 
+@pytest.mark.seam
 def test_transaction(client: EtcdClient, prefix: str):
     a, b = prefix + "a", prefix + "b"
     made = client.txn([absent(a)], [Put(a, "1"), Get(a), Put(b, "2")])
@@ -123,6 +128,7 @@ def test_transaction(client: EtcdClient, prefix: str):
     assert gone.responses[0].deleted == 2
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("compare", "holds"),
     [
@@ -143,6 +149,7 @@ def test_each_comparison(client: EtcdClient, prefix: str, compare: Compare, hold
     assert client.txn([moved]).succeeded is holds
 
 
+@pytest.mark.seam
 def test_the_cluster_tells_about_itself(client: EtcdClient):
     status = client.status()
     assert status.version.startswith("3.")
@@ -150,6 +157,7 @@ def test_the_cluster_tells_about_itself(client: EtcdClient):
     assert client.alarms() == ()
 
 
+@pytest.mark.seam
 def test_a_compacted_revision(own_server: EtcdServer):
     with EtcdClient(own_server.endpoint) as client:
         revisions = [client.put("a", str(number)).revision for number in range(5)]
@@ -158,6 +166,7 @@ def test_a_compacted_revision(own_server: EtcdServer):
             client.get("a", revision=revisions[0])
 
 
+@pytest.mark.seam
 def test_what_the_server_refuses_as_wrong(client: EtcdClient, prefix: str):
     with pytest.raises(EtcdError, match=r"transaction on .* and 199 more: .* too many operations"):
         client.txn([], [Put(f"{prefix}{number}", "") for number in range(200)])
@@ -168,11 +177,12 @@ def test_what_the_server_refuses_as_wrong(client: EtcdClient, prefix: str):
 # No answer
 
 
+@pytest.mark.full
 def test_no_server():
-    with EtcdClient([nowhere(), nowhere()], timeout_s=2) as client, pytest.raises(Unavailable) as caught:
+    with EtcdClient([nowhere(), nowhere()], timeout_s=4) as client, pytest.raises(Unavailable) as caught:
         client.put("a", "1")
     assert str(caught.value).count("Connection refused") == 2
-    assert "transaction on a: no etcd endpoint answered within 2 s" in str(caught.value)
+    assert "transaction on a: no etcd endpoint answered within 4 s" in str(caught.value)
     assert not caught.value.maybe_applied
 
 
@@ -184,9 +194,10 @@ def test_a_name_that_does_not_resolve():
         client.get("a")
 
 
+@pytest.mark.full
 def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
     with EtcdClient(own_server.endpoint, timeout_s=0.5) as client:
-        client.put("a", "1", timeout_s=20)
+        client.put("a", "1", timeout_s=LIMIT_S)
         own_server.pause()
         client._endpoints.current().answered_at = math.inf  # just now: the write is sent at once
         with pytest.raises(
@@ -199,11 +210,12 @@ def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
                 call()
         own_server.resume()
         # It was taken before the freeze ended it, or not: the reading decides.
-        value = client.get("a", timeout_s=10).kv
+        value = client.get("a", timeout_s=LIMIT_S).kv
         assert value is not None
         assert value.value in (b"1", b"2")
 
 
+@pytest.mark.seam
 def test_a_write_is_not_sent_to_a_server_that_does_not_answer(own_server: EtcdServer):
     """It goes out only on a connection that works, so here it can be said that it did not."""
     own_server.pause()
@@ -212,27 +224,28 @@ def test_a_write_is_not_sent_to_a_server_that_does_not_answer(own_server: EtcdSe
             client.put("a", "1")
         assert not caught.value.maybe_applied
         own_server.resume()
-        assert client.get("a", timeout_s=10).kv is None
+        assert client.get("a", timeout_s=LIMIT_S).kv is None
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_first_good_call_soon_after_a_longer_outage(server: EtcdServer):
-    """gRPC's own back-off would wait 4 s more at this point, and up to 120 s later on."""
+    """gRPC's own back-off would wait 13 s more at this point, and up to 120 s later on; ours waits 1 s at most."""
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         client.get("a")
         proxy.stop()
         with pytest.raises(Unavailable):
-            client.get("a", timeout_s=12)
+            client.get("a", timeout_s=30)
         proxy.start()
-        client.get("a", timeout_s=2)
+        client.get("a", timeout_s=9)
 
 
+@pytest.mark.full
 def test_a_slow_link(proxy: Proxy, prefix: str):
     proxy.delay(0.1)
     with EtcdClient(proxy.endpoint) as client:
         client.put(prefix, "1")
         with client.watch(prefix, start_revision=1) as watch:
-            batch = watch.get(10)
+            batch = watch.get(LIMIT_S)
     assert batch is not None
     assert batch.events[0].kv.value == b"1"
 
@@ -240,24 +253,20 @@ def test_a_slow_link(proxy: Proxy, prefix: str):
 # Many endpoints
 
 
-@pytest.fixture
-def patient_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC itself does not give up a connection that stands still; 3 s after an answer it could, as it pings then."""
-    pings = ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    changed = tuple((name, 60_000 if name in pings else value) for name, value in CHANNEL_OPTIONS)
-    assert changed != CHANNEL_OPTIONS
-    monkeypatch.setattr("elastic_ext.etcd.endpoints.CHANNEL_OPTIONS", changed)
-
-
+@pytest.mark.full
 @pytest.mark.usefixtures("patient_grpc")
-def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str):
-    with EtcdClient(proxy.endpoint, timeout_s=6) as client:
+def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch):
+    """Its first connection answers when the spare has taken part for a while."""
+    monkeypatch.setattr(race, "SPARE_SHARE", 0.01)
+    with EtcdClient(proxy.endpoint) as client, ThreadPoolExecutor(1) as pool:
         client.put(prefix, "1")
+        first = client._endpoints.current()
         proxy.hold(but=0, new=True)
-        later = threading.Timer(3.2, proxy.hold, kwargs={"but": 1, "new": True})  # more than half of the time
-        later.start()
-        assert client.get(prefix).kv is not None
-        later.join()
+        reading = pool.submit(client.get, prefix)
+        until(lambda: proxy.accepted == 2, "the spare connection")
+        proxy.hold(but=1, new=True)
+        assert reading.result(LIMIT_S).kv is not None
+        assert client._endpoints.current() is first
 
 
 CALLS: dict[str, Callable[[EtcdClient, str], object]] = {
@@ -269,14 +278,15 @@ CALLS: dict[str, Callable[[EtcdClient, str], object]] = {
 }
 
 
-@pytest.mark.long("read-only", "grant", "status")
+@pytest.mark.full
+@pytest.mark.full("read-only", "grant", "status")
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.usefixtures("patient_grpc")
 def test_a_call_goes_over_to_the_spare_connection_of_the_only_endpoint(
     proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
 ):
-    monkeypatch.setattr(race, "SPARE_SHARE", 0.1)  # the rest is for the spare; of a write, which does not race, it is half
-    with EtcdClient(proxy.endpoint, timeout_s=5) as client:
+    monkeypatch.setattr(race, "SPARE_SHARE", 0.05)  # the rest is for the spare; of a write, which does not race, it is a third
+    with EtcdClient(proxy.endpoint, timeout_s=12) as client:
         client.put(prefix, "1")
         first = client._endpoints.current()
         first.answered_at = -math.inf  # long ago: a write looks whether the connection works
@@ -289,19 +299,21 @@ def test_a_call_goes_over_to_the_spare_connection_of_the_only_endpoint(
         assert kv.version == (2 if call == "write" else 1)
 
 
+@pytest.mark.full
 def test_a_write_that_was_sent_goes_over_no_other_connection(proxy: Proxy, prefix: str):
-    with EtcdClient(proxy.endpoint, timeout_s=2) as client:
+    with EtcdClient(proxy.endpoint) as client:
         client.status()
         first = client._endpoints.current()
         first.answered_at = math.inf  # just now: the write is sent at once
         proxy.hold(but=0, new=False)
         with pytest.raises(Unavailable) as caught:
-            client.put(prefix, "1")
+            client.put(prefix, "1", timeout_s=2)
         assert caught.value.maybe_applied
         assert client.get(prefix).kv is None  # over the other connection
         proxy.release()
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "write"])
 def test_an_error_brings_in_the_spare_connection_at_once(
     server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
@@ -309,7 +321,7 @@ def test_an_error_brings_in_the_spare_connection_at_once(
     """As of a member without a leader. The share of the time, and the grace, are for a connection that is silent."""
     monkeypatch.setattr(race, "SPARE_SHARE", 2.0)  # of the time: never
     monkeypatch.setattr(race, "GRACE_S", math.inf)  # who waits for this fails
-    with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint, timeout_s=20) as client:
+    with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         client.put(prefix, "1")
         first, silent = client._endpoints.current(), []
         client._endpoints.observe(silent.append)
@@ -317,16 +329,17 @@ def test_an_error_brings_in_the_spare_connection_at_once(
         CALLS[call](client, prefix)
         assert client._endpoints.current() is not first
         assert silent == []  # the watches' stream is left alone
-        assert client._caller.threads.join(10)  # the loser asks no more: it might grant a second lease
+        assert client._caller.threads.join(LIMIT_S)  # the loser asks no more: it might grant a second lease
 
 
+@pytest.mark.seam
 def test_an_error_that_comes_just_after_the_answer_of_the_spare_is_no_silence(
     server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(race, "SPARE_SHARE", 0.001)
-    monkeypatch.setattr(race, "GRACE_S", 20.0)  # until the error comes
+    monkeypatch.setattr(race, "GRACE_S", LIMIT_S)  # until the error comes
     answers_soon = race._answers_soon
-    with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint, timeout_s=20) as client:
+    with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         monkeypatch.setattr(race, "_answers_soon", lambda *given: (proxy.release(), answers_soon(*given))[1])
         client.put(prefix, "1")
         first, silent = client._endpoints.current(), []
@@ -337,10 +350,11 @@ def test_an_error_that_comes_just_after_the_answer_of_the_spare_is_no_silence(
         assert silent == []
 
 
+@pytest.mark.full
 def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
     """The watches' stream then leaves it, long before gRPC's pings would notice."""
     with EtcdClient(proxy.endpoint, timeout_s=1) as client:
-        client.status()
+        client.status(timeout_s=LIMIT_S)
         first, silent = client._endpoints.current(), []
         client._endpoints.observe(silent.append)
         proxy.deaf()
@@ -350,28 +364,32 @@ def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
         assert client._endpoints.current() is not first
 
 
+@pytest.mark.seam
 def test_rotation_over_endpoints(server: EtcdServer, prefix: str):
     with EtcdClient([nowhere(), nowhere(), server.endpoint], first=0) as client:
         client.put(prefix + "a", "1")  # not taken by the first two: a write may go on as well
         assert client.get(prefix + "a").kv is not None
 
 
+@pytest.mark.full
 def test_an_endpoint_that_hears_but_does_not_answer(server: EtcdServer, prefix: str):
     with Proxy(server.client_port) as deaf:
         deaf.deaf()
-        with EtcdClient([deaf.endpoint, server.endpoint], first=0, timeout_s=5) as client:
+        with EtcdClient([deaf.endpoint, server.endpoint], first=0, timeout_s=10) as client:  # half of it each
             client.put(prefix + "a", "1")
             assert client.get(prefix + "a").kv is not None
 
 
+@pytest.mark.full
 def test_reads_go_on_when_the_endpoint_in_use_goes_deaf(server: EtcdServer, proxy: Proxy, prefix: str):
-    with EtcdClient([proxy.endpoint, server.endpoint], first=0, timeout_s=5) as client:
+    with EtcdClient([proxy.endpoint, server.endpoint], first=0, timeout_s=10) as client:
         client.put(prefix + "a", "1")
         proxy.deaf()
         assert client.get(prefix + "a").kv is not None
         client.put(prefix + "a", "2")
 
 
+@pytest.mark.seam
 def test_ipv6_and_names(server: EtcdServer):
     with EtcdClient(f"http://localhost:{server.client_port}") as client:
         client.status()
@@ -383,6 +401,7 @@ def test_ipv6_and_names(server: EtcdServer):
         client.status()
 
 
+@pytest.mark.seam
 def test_http_proxy_of_the_environment_is_not_used(client: EtcdClient, server: EtcdServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("http_proxy", f"http://{nowhere()}")
     with EtcdClient(server.endpoint) as other:
@@ -392,6 +411,7 @@ def test_http_proxy_of_the_environment_is_not_used(client: EtcdClient, server: E
 # The rest
 
 
+@pytest.mark.seam
 def test_quota(tmp_path: Path):
     with EtcdServer(tmp_path / "quota", args=["--quota-backend-bytes=1000000"]) as server, EtcdClient(server.endpoint) as client:
         client.put("before", "1")
@@ -402,9 +422,7 @@ def test_quota(tmp_path: Path):
 
         with pytest.raises(QuotaExceeded, match="database space exceeded; compact and defragment etcd"):
             fill()
-        deadline = time.monotonic() + 30  # the alarm goes through the log of all members: it may be raised after the error
-        while not client.alarms() and time.monotonic() < deadline:
-            pass
+        until(client.alarms, "the alarm")  # it goes through the log of all members, and may be raised after the error
         assert client.alarms() == (Alarm(client.status().member_id, "NOSPACE"),)
         with pytest.raises(QuotaExceeded):
             client.txn([absent("b")], [Put("b", "1")])
@@ -412,6 +430,7 @@ def test_quota(tmp_path: Path):
         assert server.etcdctl("del", "before") == "1\n"
 
 
+@pytest.mark.seam
 def test_closing_ends_calls_at_once(own_server: EtcdServer):
     client = EtcdClient(own_server.endpoint, timeout_s=300)
     client.get("a")
@@ -427,7 +446,7 @@ def test_closing_ends_calls_at_once(own_server: EtcdServer):
     waiting = threading.Thread(target=wait)
     waiting.start()
     client.close()
-    waiting.join(30)
+    waiting.join(LIMIT_S)
     assert [type(error) for error in errors] == [ClientClosed]
     with pytest.raises(ClientClosed):
         client.get("a")
@@ -436,32 +455,36 @@ def test_closing_ends_calls_at_once(own_server: EtcdServer):
     client.close()
 
 
-def test_closing_waits_for_the_losers_of_races(server: EtcdServer, prefix: str):
+@pytest.mark.seam
+def test_closing_waits_for_the_losers_of_races(server: EtcdServer, monkeypatch: pytest.MonkeyPatch):
     """One that returns from gRPC's C++ code during process exit could abort the process."""
+    monkeypatch.setattr("elastic_ext.etcd.client._JOIN_S", LIMIT_S)
     late, ended = threading.Event(), []
     with EtcdClient(server.endpoint) as client:
         turn = itertools.count()
 
         def send(etcd: object) -> int:
             if (number := next(turn)) == 0:
-                assert client._closed.wait(20)
+                assert client._closed.wait(LIMIT_S)
                 later = threading.Timer(0.3, late.set)  # the time that it takes to come back from gRPC, exaggerated
                 later.start()
-                assert late.wait(20)
+                assert late.wait(LIMIT_S)
                 ended.append(number)
             return number
 
-        assert race.race(client._caller, "ask", send, timeout_s=20, beside_s=0.2) == 1
+        assert race.race(client._caller, "ask", send, timeout_s=LIMIT_S, beside_s=0.2) == 1
         assert ended == []
     assert ended == [0]
 
 
+@pytest.mark.seam
 def test_threads_of_calls_are_forgotten_when_they_end(client: EtcdClient, prefix: str):
     for _ in range(20):
         client.get(prefix)
-    assert client._caller.threads.join(20)
+    assert client._caller.threads.join(LIMIT_S)
 
 
+@pytest.mark.seam
 def test_a_process_ends_with_its_client_open(server: EtcdServer):
     """Nothing that runs in the background keeps it, or its exit code, up."""
     code = (
@@ -469,10 +492,11 @@ def test_a_process_ends_with_its_client_open(server: EtcdServer):
         "client = EtcdClient(sys.argv[1]); session = LeaseSession(client, 60); watch = Watch(client, 'a', start_revision=1)\n"
         "client.txn([], [Put('b', '', lease_id=session.lease_id)]); print(client.status().version)"
     )
-    done = subprocess.run([sys.executable, "-c", code, server.endpoint], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, server.endpoint], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_threads_share_a_client(client: EtcdClient, prefix: str):
     """A counter that 8 threads raise by compare-and-swap comes out right."""
     client.put(prefix, "0")
@@ -495,6 +519,7 @@ def test_threads_share_a_client(client: EtcdClient, prefix: str):
     assert kv.value == b"160"
 
 
+@pytest.mark.seam
 def test_etcd_may_be_restarted_between_two_calls(own_server: EtcdServer):
     with EtcdClient(own_server.endpoint) as client:
         client.put("a", "1")
@@ -529,7 +554,7 @@ def test_a_server_too_old():
         with pytest.raises(UnsupportedVersion, match=r"is version 3\.3\.27, expected 3\.4 or later: upgrade it"):
             client.put("a", "1")
         with pytest.raises(UnsupportedVersion):
-            client.watch("a", start_revision=1).get(20)
+            client.watch("a", start_revision=1).get(LIMIT_S)
 
 
 def test_a_server_that_speaks_grpc_but_is_no_etcd():

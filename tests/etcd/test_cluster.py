@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from elastic_ext.etcd import LeaseSession, Unavailable, Watch
-from tests.etcd.conftest import take, until
+from tests.etcd.conftest import take
+from tests.etcd.test_lease import renew_now
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdCluster, EtcdServer
+from tests.until import LIMIT_S, until
 
 WRITES = 400
-TTL_S = 10  # the longest wait for a new leader, and the calls after it, must fit in
+TTL_S = 30  # the longest wait for a new leader, and the calls after it, must fit in
 
 
 @pytest.fixture
@@ -54,96 +57,111 @@ def history(watch: Watch, last: str) -> list[tuple[bytes, int]]:
     """Key and revision of each event, up to the first of the key `last`."""
     seen: list[tuple[bytes, int]] = []
     while not seen or seen[-1][0] != last.encode():
-        seen += [(event.kv.key, event.kv.mod_revision) for event in take(watch, 1, 60)]
+        seen += [(event.kv.key, event.kv.mod_revision) for event in take(watch, 1)]
     return seen
+
+
+def told_anew(cluster: EtcdCluster, prefix: str, start: int) -> list[tuple[bytes, int]]:
+    """The history up to the key `end`, as a watch tells it to which nothing has happened."""
+    with EtcdClient(cluster.endpoints) as client, client.watch(prefix, prefix=True, start_revision=start) as watch:
+        return history(watch, prefix + "end")
 
 
 FAULTS: dict[str, Callable[[EtcdServer], None]] = {"killed": EtcdServer.kill, "frozen": EtcdServer.pause}
 
 
-@pytest.mark.long("killed")
+@pytest.mark.seam
+@pytest.mark.full("killed")
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_leader_goes_while_watching(cluster: EtcdCluster, on_leader: tuple[EtcdServer, EtcdClient], prefix: str, fault: str):
     """No event is lost or doubled, no lease is lost."""
     leader, client = on_leader
-    start = client.revision(prefix, timeout_s=20) + 1
-    session = LeaseSession(client, TTL_S, timeout_s=20)
+    start = client.revision(prefix, timeout_s=LIMIT_S) + 1
+    session = LeaseSession(client, TTL_S, timeout_s=LIMIT_S)
     with client.watch(prefix, prefix=True, start_revision=start) as watch:
         until(lambda: watch.live)
         with Writer(cluster, prefix) as writer:
             until(lambda: writer.written > WRITES // 4)
+            before = session.alive_until
             FAULTS[fault](leader)
-        _put_for_sure(client, prefix + "end")
+            renew_now(client, session)
+        put_for_sure(client, prefix + "end")
         seen = history(watch, prefix + "end")
-    with EtcdClient(cluster.endpoints) as other, other.watch(prefix, prefix=True, start_revision=start) as again:
-        truth = history(again, prefix + "end")
+    truth = told_anew(cluster, prefix, start)
     assert len(truth) > WRITES
     assert seen == truth
+    until(lambda: session.alive_until > before)
     assert not session.lost.is_set()
-    session.revoke(timeout_s=10)
+    session.revoke(timeout_s=LIMIT_S)
 
 
+@pytest.mark.full
 def test_quorum_lost(cluster: EtcdCluster, prefix: str):
     """The watch notices, although its own member lives and its connection stands; all goes on when the others are back."""
     stay, *others = cluster.members
-    with EtcdClient(stay.endpoint, timeout_s=1) as client, client.watch(prefix) as watch:
-        session = LeaseSession(client, TTL_S, patient=True, timeout_s=20)
+    with EtcdClient(stay.endpoint) as client, client.watch(prefix) as watch:
+        session = LeaseSession(client, TTL_S, patient=True)
         until(lambda: watch.live)
         for member in others:
             member.pause()
         until(lambda: not watch.live)
         with pytest.raises(Unavailable):
-            client.put(prefix, "lost")
-        assert client.status(timeout_s=20).version  # this one member answers
+            client.put(prefix, "lost", timeout_s=1)
+        assert client.status().version  # this one member answers
         overdue = session.alive_until
         for member in others:
             member.resume()
-        revision = client.put(prefix, "1", timeout_s=20).revision
+        revision = client.put(prefix, "1").revision
         while take(watch, 1)[0].kv.mod_revision < revision:
             pass  # what was said to be unavailable may have been carried out
+        renew_now(client, session)
         until(lambda: session.alive_until > overdue)
-        assert not session.lost.is_set()
-        session.revoke(timeout_s=10)
-
-
-def test_all_members_restarted_one_after_the_other(cluster: EtcdCluster, prefix: str):
-    """As in a rolling upgrade."""
-    with EtcdClient(cluster.endpoints, timeout_s=10) as client, client.watch(prefix, prefix=True) as watch:
-        session = LeaseSession(client, TTL_S)
-        revisions = []
-        for member in cluster.members:
-            cluster.restart(member)
-            revisions.append(_put_for_sure(client, prefix + member.name))
-        assert [event.kv.mod_revision for event in take(watch, len(revisions))] == revisions
         assert not session.lost.is_set()
         session.revoke()
 
 
-def _put_for_sure(client: EtcdClient, key: str) -> int:
-    """Its revision, once it is there."""
+@pytest.mark.full
+def test_all_members_restarted_one_after_the_other(cluster: EtcdCluster, prefix: str):
+    """As in a rolling upgrade."""
+    with EtcdClient(cluster.endpoints) as client:
+        session, start = LeaseSession(client, TTL_S), client.revision(prefix) + 1
+        with client.watch(prefix, prefix=True, start_revision=start) as watch:
+            for member in cluster.members:
+                cluster.restart(member)
+                put_for_sure(client, prefix + member.name)
+            put_for_sure(client, prefix + "end")
+            assert history(watch, prefix + "end") == told_anew(cluster, prefix, start)
+        assert not session.lost.is_set()
+        session.revoke()
+
+
+def put_for_sure(client: EtcdClient, key: str) -> None:
+    """Until it is there."""
     try:
-        return client.put(key, "").revision
+        client.put(key, "")
     except Unavailable:
-        kv = client.get(key, timeout_s=20).kv
-        return kv.mod_revision if kv is not None else _put_for_sure(client, key)
+        if client.get(key, timeout_s=LIMIT_S).kv is None:
+            put_for_sure(client, key)
 
 
+@pytest.mark.full
 def test_all_members_down(cluster: EtcdCluster, prefix: str):
     """A patient lease, its key and the watch come through an outage longer than the TTL."""
-    with EtcdClient(cluster.endpoints, timeout_s=10) as client, client.watch(prefix, prefix=True) as watch:
-        session = LeaseSession(client, 2, patient=True)
+    with EtcdClient(cluster.endpoints) as client, client.watch(prefix, prefix=True) as watch:
+        session = LeaseSession(client, 8, patient=True)
         impatient = LeaseSession(client, 2)
         client.put(prefix + "key", "1", lease_id=session.lease_id)
         take(watch, 1)
         for member in cluster.members:
             member.kill()
-        assert impatient.lost.wait(20)
+        assert impatient.lost.wait(LIMIT_S)
+        overdue = session.alive_until
+        until(lambda: time.monotonic() > overdue)
         for member in cluster.members:
             cluster.restart(member, wait=False)
-        overdue = session.alive_until
         until(lambda: session.alive_until > overdue)
-        assert client.get(prefix + "key", timeout_s=10).kv is not None
-        revision = client.put(prefix + "end", "1", timeout_s=10).revision
+        assert client.get(prefix + "key").kv is not None
+        revision = client.put(prefix + "end", "1").revision
         assert [event.kv.mod_revision for event in take(watch, 1)] == [revision]
         assert not session.lost.is_set()
-        session.revoke(timeout_s=10)
+        session.revoke()

@@ -12,13 +12,14 @@ import pytest
 from elastic_ext.etcd import ConfigError, LeaseSession, Unavailable
 from elastic_ext.etcd.race import race
 from elastic_ext.etcd.values import KeptAlive
-from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
+from tests.until import LIMIT_S, until
 
-TTL_S = 2
-LONG_TTL_S = 10  # of leases that must not end while this machine or etcd is slow
+TTL_S = 2  # of leases that are to end
+KEPT_S = 6  # of leases that are to be kept beyond that
+LONG_TTL_S = 300  # of leases that must not end while this machine or etcd is slow
 
 
 def renew_now(client: EtcdClient, session: LeaseSession) -> None:
@@ -27,13 +28,19 @@ def renew_now(client: EtcdClient, session: LeaseSession) -> None:
     client.renewer.add(session)
 
 
+def with_limits(client: EtcdClient, timeout_s: float) -> None:
+    """Give each renewal so much time, and let the next connection take part soon, whatever the TTL."""
+    client.renewer._keep_alive = lambda ids, **_: client.lease_keep_alive(ids, timeout_s=timeout_s, beside_s=0.2)
+
+
+@pytest.mark.seam
 def test_a_session_outlives_its_ttl(client: EtcdClient, prefix: str):
     lost: list[LeaseSession] = []
-    session = LeaseSession(client, TTL_S, on_lost=lost.append)
+    session = LeaseSession(client, KEPT_S, on_lost=lost.append)
     client.put(prefix, "1", lease_id=session.lease_id)
     first = session.alive_until
-    assert first <= time.monotonic() + TTL_S
-    until(lambda: session.alive_until > first + TTL_S + 1)
+    assert first <= time.monotonic() + KEPT_S
+    until(lambda: time.monotonic() > first + 1 and session.alive_until > first)
     assert client.get(prefix).kv is not None
     assert not session.lost.is_set()
     assert lost == []
@@ -44,20 +51,23 @@ def test_a_session_outlives_its_ttl(client: EtcdClient, prefix: str):
     session.revoke()
 
 
+@pytest.mark.full
 def test_the_server_agrees_with_alive_until(client: EtcdClient):
-    session = LeaseSession(client, 5)
-    for _ in range(20):
+    session = LeaseSession(client, LONG_TTL_S)
+    for _ in range(5):
+        renew_now(client, session)
         claimed = session.alive_until - time.monotonic()
         assert client.lease_ttl(session.lease_id) >= int(claimed)
     session.revoke()
 
 
+@pytest.mark.seam
 def test_an_orphan_expires_by_itself(client: EtcdClient, prefix: str):
-    session = LeaseSession(client, TTL_S)
+    session = LeaseSession(client, KEPT_S)
     client.put(prefix, "1", lease_id=session.lease_id)
     with client.watch(prefix) as watch:
         session.stop_renewing()
-        batch = watch.get(20)
+        batch = watch.get(LIMIT_S)
         seen = time.monotonic()
     assert batch is not None
     assert batch.events[0].kind == "delete"
@@ -65,33 +75,40 @@ def test_an_orphan_expires_by_itself(client: EtcdClient, prefix: str):
     assert not session.lost.is_set()
 
 
+@pytest.mark.seam
 def test_a_lease_that_is_gone_is_an_event(client: EtcdClient):
     lost: queue.SimpleQueue[LeaseSession] = queue.SimpleQueue()
-    session = LeaseSession(client, TTL_S, on_lost=lost.put)
+    session = LeaseSession(client, LONG_TTL_S, on_lost=lost.put)
     client.lease_revoke(session.lease_id)
-    assert session.lost.wait(20)
-    assert lost.get(timeout=20) is session
+    renew_now(client, session)
+    assert session.lost.wait(LIMIT_S)
+    assert lost.get(timeout=LIMIT_S) is session
     assert session.lost_reason is not None
     assert "etcd says that it has expired or was revoked" in session.lost_reason
     assert client.lease_keep_alive([session.lease_id]).ttl_s == {session.lease_id: 0}
 
 
+@pytest.mark.full
 def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServer):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        with_limits(client, 1.0)
         session = LeaseSession(client, LONG_TTL_S)
         before = session.alive_until
         proxy.stop()
         renew_now(client, session)
         until(lambda: client.renewer._trouble is not None)
         proxy.start()
+        with_limits(client, LIMIT_S)
         until(lambda: session.alive_until > before)
         assert not session.lost.is_set()
         session.revoke()
 
 
+@pytest.mark.full
 def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
     """As TCP does on a link that loses packets: another connection gets through, and the held one may answer later."""
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        with_limits(client, 2 * LIMIT_S)  # more than this test waits
         session = LeaseSession(client, LONG_TTL_S)
         for held in (0, 1):
             before = session.alive_until
@@ -104,24 +121,27 @@ def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
         session.revoke()
 
 
-@pytest.mark.long("stop")
+@pytest.mark.full
+@pytest.mark.full("stop")
 @pytest.mark.parametrize("how", ["stop", "deaf"])
 def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         session = LeaseSession(client, TTL_S)
         getattr(proxy, how)()
-        assert session.lost.wait(20)
+        renew_now(client, session)
+        assert session.lost.wait(LIMIT_S)
         assert time.monotonic() >= session.alive_until
         assert session.lost_reason is not None
         assert "no answer from etcd for its TTL of 2 s: keep 1 leases alive: no etcd endpoint answered" in session.lost_reason
 
 
+@pytest.mark.full
 def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdServer):
     """etcd gives each lease its full time again when it comes back; only its word counts then."""
     with EtcdClient(own_server.endpoint) as client:
-        patient, other = LeaseSession(client, TTL_S, patient=True), LeaseSession(client, TTL_S)
+        patient, other = LeaseSession(client, KEPT_S, patient=True), LeaseSession(client, TTL_S)
         own_server.kill()
-        assert other.lost.wait(20)
+        assert other.lost.wait(LIMIT_S)
         overdue = patient.alive_until
         until(lambda: time.monotonic() > overdue)
         assert not patient.lost.is_set()
@@ -131,55 +151,69 @@ def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server
         assert not patient.lost.is_set()
 
 
-def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient, caplog: pytest.LogCaptureFixture):
-    sessions = [LeaseSession(client, TTL_S) for _ in range(100)]
-    renewers = [thread for thread in threading.enumerate() if thread.name == "etcd-lease-renewer"]
-    assert len(renewers) == 1
+@pytest.mark.full
+def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient):
+    before = set(threading.enumerate())
+    sessions = [LeaseSession(client, LONG_TTL_S) for _ in range(100)]
+    renewers = [thread for thread in threading.enumerate() if thread.name == "etcd-lease-renewer" and thread not in before]
+    assert renewers == [client.renewer._thread]
     first = [session.alive_until for session in sessions]
-    until(lambda: all(session.alive_until > was + TTL_S for session, was in zip(sessions, first, strict=True)))
+    calls, keep_alive = [], client.renewer._keep_alive
+    client.renewer._keep_alive = lambda ids, **limits: (calls.append(len(ids)), keep_alive(ids, **limits))[1]
+    for session in sessions:
+        session.retry_at(time.monotonic())
+    client.renewer.add(sessions[0])
+    until(lambda: all(session.alive_until > was for session, was in zip(sessions, first, strict=True)))
+    assert calls == [100]
     assert not any(session.lost.is_set() for session in sessions)
     for session in sessions:
         session.stop_renewing()
 
 
+@pytest.mark.full
 def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):
     def fail(session: LeaseSession) -> None:
         raise RuntimeError("from the callback")
 
-    bad, good = LeaseSession(client, TTL_S, on_lost=fail), LeaseSession(client, TTL_S)
+    bad, good = LeaseSession(client, LONG_TTL_S, on_lost=fail), LeaseSession(client, LONG_TTL_S)
     client.lease_revoke(bad.lease_id)
-    assert bad.lost.wait(20)
+    renew_now(client, bad)
+    assert bad.lost.wait(LIMIT_S)
     was = good.alive_until
+    renew_now(client, good)
     until(lambda: good.alive_until > was)
     assert "from the callback" in caplog.text
     good.revoke()
 
 
+@pytest.mark.full
 def test_a_renewer_that_fails_tells_all_sessions(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     with EtcdClient(server.endpoint) as client:
-        session = LeaseSession(client, TTL_S)
+        session = LeaseSession(client, LONG_TTL_S)
 
         def fail(*args: object, **kwargs: object) -> None:
             raise RuntimeError("a bug")
 
         monkeypatch.setattr(client.renewer, "_keep_alive", fail)
-        assert session.lost.wait(20)
+        renew_now(client, session)
+        assert session.lost.wait(LIMIT_S)
         assert session.lost_reason is not None
         assert "a bug" in session.lost_reason
         assert "Traceback" in caplog.text
         monkeypatch.undo()
-        later = LeaseSession(client, TTL_S)
+        later = LeaseSession(client, LONG_TTL_S)
         was = later.alive_until
-        until(lambda: later.alive_until > was or later.late)
-        assert not later.late
+        renew_now(client, later)
+        until(lambda: later.alive_until > was)
         later.revoke()
 
 
+@pytest.mark.full
 def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
     """A leader of etcd that stops takes the others a second or two to replace; a pause after that could cost the lease."""
-    session = LeaseSession(client, 3)
+    session = LeaseSession(client, LONG_TTL_S)
     keep_alive = client.renewer._keep_alive
     due_again = queue.SimpleQueue[float]()
     began: list[float] = []
@@ -187,18 +221,21 @@ def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client:
     def silent_once(lease_ids: Sequence[int], *, timeout_s: float, beside_s: float) -> KeptAlive:
         began.append(time.monotonic())
         if len(began) == 1:
-            threading.Event().wait(timeout_s)
+            until(lambda: time.monotonic() > began[0] + 1)
             raise Unavailable("no answer in time")
         due_again.put(session.state.next_at)
         return keep_alive(lease_ids, timeout_s=timeout_s, beside_s=beside_s)
 
     monkeypatch.setattr(client.renewer, "_keep_alive", silent_once)
-    assert due_again.get(timeout=20) <= began[0] + 3 / 6
-    until(lambda: not session.late)
+    was = session.alive_until
+    renew_now(client, session)
+    assert due_again.get(timeout=LIMIT_S) <= began[0] + 0.5
+    until(lambda: session.alive_until > was)
     session.revoke()
 
 
-@pytest.mark.long("[0]")
+@pytest.mark.full
+@pytest.mark.full("[0]")
 @pytest.mark.parametrize("limit", [0, 1])
 def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.MonkeyPatch, limit: int):
     """limit: threads that a renewal may start, of the two that it wants when etcd is slow."""
@@ -213,32 +250,37 @@ def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.M
     refused: list[threading.Thread] = []
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         monkeypatch.setattr(threading.Thread, "start", limited)
-        session = LeaseSession(client, 6)
-        proxy.delay(0.4)  # in each direction, so the second connection is tried after 0.6 s
+        with_limits(client, LIMIT_S)
+        session = LeaseSession(client, LONG_TTL_S)
+        proxy.delay(0.4)  # in each direction: the second connection is to take part
         was = session.alive_until
+        renew_now(client, session)
         until(lambda: session.alive_until > was or session.lost.is_set())
         assert refused
         assert not session.lost.is_set()
         session.stop_renewing()
 
 
-def test_answers_that_arrive_together_move_nobody(client: EtcdClient):
+@pytest.mark.seam
+def test_answers_that_arrive_together_move_nobody(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
     """As after a pause of etcd. To use another connection would break the watches' stream."""
+    monkeypatch.setattr("elastic_ext.etcd.race.GRACE_S", LIMIT_S)  # until the first one comes
     first, *_ = client._endpoints.from_current()
     turn = iter((first_asked := threading.Event(), threading.Event()))
     second_answered = threading.Event()
 
     def send(etcd: object) -> str:
         if next(turn) is first_asked:
-            assert second_answered.wait(20)
+            assert second_answered.wait(LIMIT_S)
             return "first"
         second_answered.set()
         return "second"
 
-    race(client._caller, "ask", send, timeout_s=20, beside_s=0.2)
+    race(client._caller, "ask", send, timeout_s=LIMIT_S, beside_s=0.2)
     assert client._endpoints.current() is first
 
 
+@pytest.mark.full
 def test_the_next_race_begins_with_another_connection(server: EtcdServer):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         lease_id = client.lease_grant(60).lease_id
@@ -249,14 +291,18 @@ def test_the_next_race_begins_with_another_connection(server: EtcdServer):
         assert client._endpoints.current() is not first
 
 
+@pytest.mark.seam
 def test_closing_the_client_stops_renewing_and_is_no_loss(server: EtcdServer):
     client = EtcdClient(server.endpoint)
     session = LeaseSession(client, 60)
     client.close()
-    assert not [t for t in threading.enumerate() if t.name == "etcd-lease-renewer" and t is client.renewer._thread]
+    assert client.renewer._thread is not None
+    client.renewer._thread.join(LIMIT_S)
+    assert not client.renewer._thread.is_alive()
     assert not session.lost.is_set()
 
 
+@pytest.mark.seam
 def test_a_ttl_below_what_etcd_can_time(client: EtcdClient):
     with pytest.raises(ConfigError, match="lease TTL of 1 s: expected at least 2 s"):
         LeaseSession(client, 1)

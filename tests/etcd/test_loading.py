@@ -55,11 +55,12 @@ def test_every_field_is_that_of_etcd():
 def python(code: str, **environment: str) -> str:
     """What the code prints in a fresh interpreter."""
     env = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
+@pytest.mark.seam
 def test_importing_the_package_imports_neither_grpc_nor_torch():
     loaded = python(
         "import sys, elastic_ext.etcd; print([m for m in ('grpc', 'google.protobuf', 'etcd3', 'torch') if m in sys.modules])"
@@ -67,6 +68,7 @@ def test_importing_the_package_imports_neither_grpc_nor_torch():
     assert loaded == "[]"
 
 
+@pytest.mark.seam
 def test_a_client_leaves_protobuf_and_the_environment_alone():
     printed = python(
         "import os, sys; before = dict(os.environ)\n"
@@ -77,6 +79,7 @@ def test_a_client_leaves_protobuf_and_the_environment_alone():
     assert printed in ("upb True []", "cpp True []")  # cpp: protobuf 3
 
 
+@pytest.mark.seam
 def test_a_users_own_etcd3_stays_the_users():
     printed = python(
         "import sys, types; own = sys.modules['etcd3'] = types.ModuleType('etcd3'); sub = sys.modules['etcd3.sub'] = own\n"
@@ -86,6 +89,7 @@ def test_a_users_own_etcd3_stays_the_users():
     assert printed == "True True False"
 
 
+@pytest.mark.seam
 def test_a_clash_in_the_default_descriptor_pool_does_not_matter():
     """As with aetcd, pyetcd or the user's own etcd3: a file `auth.proto` that defines the same messages."""
     printed = python(
@@ -97,6 +101,7 @@ def test_a_clash_in_the_default_descriptor_pool_does_not_matter():
     assert printed == "b'a'"
 
 
+@pytest.mark.seam
 def test_another_distributions_etcd3_is_refused(tmp_path: Path):
     """etcd3-py installs a package of the same name."""
     (tmp_path / "etcd3").mkdir()

@@ -16,7 +16,7 @@ LOSSY = Way(loss=0.2, delay_s=0.1)
 LEASES, HELD_S = 30, 90  # with one connection each, up to four were lost in a minute
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_link_that_loses_a_fifth_of_the_packets_costs_no_lease(tmp_path: Path):
     if (why := unavailable()) is not None:
         pytest.skip(why)

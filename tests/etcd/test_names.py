@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT
 from tests.programs import needs, required
@@ -40,6 +42,7 @@ def get() -> None:
     assert "GRPC_DNS_RESOLVER" not in os.environ  # else the workers had it, too
 
 
+@pytest.mark.full
 def test_a_name_in_etc_hosts_needs_no_name_server(tmp_path: Path) -> None:
     needs("unshare", "ip")
     required(os.geteuid() == 0, "needs root for a network namespace")

@@ -15,10 +15,11 @@ import pytest
 from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdError, LeaseSession, Tls, TlsError, Unavailable
 from elastic_ext.etcd.values import Reading
 from tests.etcd.call_proxy import CallProxy
-from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take, until
+from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdServer
+from tests.until import LIMIT_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +35,24 @@ def no_secret_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFix
 # TLS
 
 
+@pytest.mark.seam
 def test_tls_with_client_certificate(tls_server: EtcdServer, certificates: Certificates, prefix: str):
     with EtcdClient(tls_server.endpoint, tls=certificates.tls(client=True)) as client:
         session = LeaseSession(client, 5)
         client.put(prefix + "a", "1", lease_id=session.lease_id)
         with client.watch(prefix, prefix=True, start_revision=1) as watch:
-            assert isinstance(watch.get(10), Batch)
+            assert isinstance(watch.get(LIMIT_S), Batch)
         session.revoke()
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("host", ["localhost", "https://localhost", "https://127.0.0.1"])
 def test_tls_by_name_and_address(tls_server: EtcdServer, certificates: Certificates, host: str):
     with EtcdClient(f"{host}:{tls_server.client_port}", tls=certificates.tls(client=True)) as client:
         client.status()
 
 
+@pytest.mark.seam
 def test_wrong_ca(tls_server: EtcdServer, certificates: Certificates):
     wrong = certificates.tls(client=True, ca="other-ca.crt")
     with (
@@ -58,6 +62,7 @@ def test_wrong_ca(tls_server: EtcdServer, certificates: Certificates):
         client.get("a")
 
 
+@pytest.mark.seam
 def test_no_client_certificate_where_one_is_needed(tls_server: EtcdServer, certificates: Certificates):
     with EtcdClient(tls_server.endpoint, tls=certificates.tls()) as client, pytest.raises(TlsError, match=r"client certificate"):
         client.get("a")
@@ -72,12 +77,14 @@ def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Ce
         client.get("a")
 
 
+@pytest.mark.full
 def test_http_to_a_tls_server_and_the_other_way_round(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
     for endpoint, tls in ((tls_server.endpoint, None), (server.endpoint, certificates.tls())):
-        with EtcdClient(endpoint, tls=tls, timeout_s=1.5) as client, pytest.raises(Unavailable, match="http:// versus https://"):
+        with EtcdClient(endpoint, tls=tls, timeout_s=3) as client, pytest.raises(Unavailable, match="http:// versus https://"):
             client.get("a")
 
 
+@pytest.mark.seam
 def test_one_endpoint_of_another_ca_does_not_stop_the_rest(tmp_path: Path, tls_server: EtcdServer, certificates: Certificates):
     others = Certificates.make(tmp_path)
     with EtcdServer(tmp_path / "etcd", certificates=others) as stranger:
@@ -99,6 +106,7 @@ def test_certificate_files_that_are_none(tls: Tls, message: str):
         EtcdClient("127.0.0.1:1", tls=tls)
 
 
+@pytest.mark.seam
 def test_certificates_for_an_http_endpoint(certificates: Certificates):
     with pytest.raises(ConfigError, match="use https:// or remove them"):
         EtcdClient("http://127.0.0.1:1", tls=certificates.tls())
@@ -107,6 +115,7 @@ def test_certificates_for_an_http_endpoint(certificates: Certificates):
 # Passwords
 
 
+@pytest.mark.seam
 def test_password_without_tls(ann: EtcdClient):
     """etcd3 passes the token as call credentials, which gRPC refuses on a channel without TLS."""
     ann.put("/ann/a", "1")
@@ -114,6 +123,7 @@ def test_password_without_tls(ann: EtcdClient):
     assert ann.get_prefix("/ann/").count >= 1
 
 
+@pytest.mark.seam
 def test_token_is_in_no_log_line(ann: EtcdClient, caplog: pytest.LogCaptureFixture):
     ann.put("/ann/a", "1")
     with ann.watch("/ann/", prefix=True) as watch:
@@ -121,6 +131,7 @@ def test_token_is_in_no_log_line(ann: EtcdClient, caplog: pytest.LogCaptureFixtu
     assert token_of(ann) not in caplog.text + repr(vars(ann)) + repr(vars(ann._caller))
 
 
+@pytest.mark.seam
 def test_wrong_password(auth_server: EtcdServer):
     with EtcdClient(auth_server.endpoint, user="ann", password=SECRETS[2]) as client:
         for call in (
@@ -134,6 +145,7 @@ def test_wrong_password(auth_server: EtcdServer):
             assert not any(secret in told for secret in SECRETS)
 
 
+@pytest.mark.seam
 def test_no_password_where_one_is_needed(auth_server: EtcdServer):
     with EtcdClient(auth_server.endpoint) as client:
         with pytest.raises(AuthError, match=r"no user given.*check the user"):
@@ -142,6 +154,7 @@ def test_no_password_where_one_is_needed(auth_server: EtcdServer):
             client.watch("/ann/a", start_revision=1).get()
 
 
+@pytest.mark.seam
 def test_no_permission(ann: EtcdClient):
     with pytest.raises(AuthError, match=r"transaction on /bob/a: .*permission denied \(user 'ann'\)"):
         ann.put("/bob/a", "1")
@@ -150,19 +163,20 @@ def test_no_permission(ann: EtcdClient):
 def test_a_watch_without_permission_ends_alone(ann: EtcdClient):
     with ann.watch("/ann/", prefix=True) as mine, ann.watch("/bob/", prefix=True, start_revision=1) as others:
         with pytest.raises(AuthError, match=r"/bob/.*refused it: permission denied \(user 'ann'\)"):
-            others.get(10)
+            others.get(LIMIT_S)
         assert others.closed
         revision = ann.put("/ann/alone", "1").revision
-        batch = mine.get(10)
+        batch = mine.get(LIMIT_S)
     assert batch is not None
     assert batch.revision == revision
 
 
+@pytest.mark.seam
 def test_password_on_a_server_without_authentication(server: EtcdServer, prefix: str):
     with EtcdClient(server.endpoint, user="ann", password=SECRETS[0]) as client:
         client.put(prefix, "1")
         with client.watch(prefix, start_revision=1) as watch:
-            assert watch.get(10) is not None
+            assert watch.get(LIMIT_S) is not None
 
 
 def test_user_without_password():
@@ -176,15 +190,19 @@ def token_of(client: EtcdClient) -> str:
 
 
 def await_expiry(server: EtcdServer, token: str) -> None:
-    """Return when etcd knows the token no more. To ask would prolong it, so first its time must pass."""
-    threading.Event().wait(2 * TOKEN_TTL_S)
-    probe = EtcdClient(server.endpoint, user="ann", password=SECRETS[0])
-    probe._tokens._token = token
-    with probe:
-        probe.get("/ann/a")
-        assert probe._tokens._token != token, "the token has not expired"
+    """Return when etcd knows the token no more. To ask prolongs it, so its time must pass before each look."""
+
+    def has_expired() -> bool:
+        threading.Event().wait(2 * TOKEN_TTL_S)
+        with EtcdClient(server.endpoint, user="ann", password=SECRETS[0]) as probe:
+            probe._tokens._token = token
+            probe.get("/ann/a")
+            return probe._tokens._token != token
+
+    until(has_expired, "the end of the token")
 
 
+@pytest.mark.seam
 def test_token_expired_at_a_put_and_under_a_watch(ann: EtcdClient, auth_server: EtcdServer):
     """The server answers a new watch with id -1 then, and is silent ever after; those that are open must not miss a thing."""
     with ann.watch("/ann/", prefix=True) as old:
@@ -209,10 +227,11 @@ def server_of_root(folder: Path) -> Iterator[EtcdServer]:
         yield server
 
 
+@pytest.mark.seam
 def test_token_lost_by_a_restart_of_the_server(tmp_path: Path):
     """Simple tokens live in the server's memory."""
     with server_of_root(tmp_path) as server, EtcdClient(server.endpoint, user="root", password=SECRETS[1]) as client:
-        session = LeaseSession(client, 5)
+        session = LeaseSession(client, 60)
         with client.watch("a") as watch:
             client.put("a", "1", lease_id=session.lease_id)
             server.restart()
@@ -221,13 +240,14 @@ def test_token_lost_by_a_restart_of_the_server(tmp_path: Path):
         assert not session.lost.is_set()
 
 
-def test_one_thread_authenticates_for_all(auth_server: EtcdServer, caplog: pytest.LogCaptureFixture):
-    with EtcdClient(auth_server.endpoint, user="ann", password=SECRETS[0], timeout_s=20) as client:
+@pytest.mark.seam
+def test_one_thread_authenticates_for_all(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with server_of_root(tmp_path) as server, EtcdClient(server.endpoint, user="root", password=SECRETS[1]) as client:
         failed: list[EtcdError] = []
 
         def put() -> None:
             try:
-                client.put("/ann/many", "1")
+                client.put("many", "1")
             except EtcdError as error:
                 failed.append(error)
 
@@ -237,25 +257,28 @@ def test_one_thread_authenticates_for_all(auth_server: EtcdServer, caplog: pytes
         for thread in threads:
             thread.join()
     assert failed == []
-    assert caplog.text.count("gave a token to user ann") == 1
+    assert caplog.text.count("gave a token to user root") == 1
 
 
+@pytest.mark.seam
+@pytest.mark.usefixtures("patient_grpc")
 def test_a_connection_that_stands_still_holds_up_no_token(auth_server: EtcdServer):
-    """Another connection gets a token of its own, and so a lease is renewed. gRPC gives the first one up after 3 s."""
+    """Another connection gets a token of its own, and so a lease is renewed."""
     with Proxy(auth_server.client_port) as proxy, EtcdClient(proxy.endpoint, user="ann", password=SECRETS[0]) as client:
         lease_id = client.lease_grant(60).lease_id
         client._tokens._token = None
         proxy.hold(but=0, new=False)
-        assert client.lease_keep_alive([lease_id], timeout_s=2, beside_s=0.2).ttl_s == {lease_id: 60}
+        assert client.lease_keep_alive([lease_id], beside_s=0.2).ttl_s == {lease_id: 60}
         proxy.release()
 
 
+@pytest.mark.seam
 def test_others_go_on_with_the_old_token_while_one_call_waits_for_a_new_one(tmp_path: Path):
     """A call met a member that does not know the token (it was started again, say) and that is silent when asked for another."""
     with (
         server_of_root(tmp_path) as server,
         CallProxy(server.client_port) as proxy,
-        EtcdClient(proxy.endpoint, user="root", password=SECRETS[1], timeout_s=20) as client,
+        EtcdClient(proxy.endpoint, user="root", password=SECRETS[1], timeout_s=5 * LIMIT_S) as client,
     ):
         lease_id = client.lease_grant(60).lease_id
         proxy.refuse_one("Range", grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token")
@@ -263,16 +286,17 @@ def test_others_go_on_with_the_old_token_while_one_call_waits_for_a_new_one(tmp_
         read: list[Reading] = []
         renewing = threading.Thread(target=lambda: read.append(client.get("a")))
         renewing.start()
-        assert proxy.holding.wait(20)
-        assert client.lease_keep_alive([lease_id], timeout_s=5).ttl_s == {lease_id: 60}
-        client.put("a", "1", timeout_s=5)
-        assert client.get("a", timeout_s=5).kv is not None
+        assert proxy.holding.wait(LIMIT_S)
+        assert client.lease_keep_alive([lease_id], timeout_s=LIMIT_S).ttl_s == {lease_id: 60}
+        client.put("a", "1", timeout_s=LIMIT_S)
+        assert client.get("a", timeout_s=LIMIT_S).kv is not None
         assert read == []
         proxy.release()
         renewing.join()
     assert len(read) == 1
 
 
+@pytest.mark.seam
 def test_who_was_refused_a_token_gets_another_one(ann: EtcdClient, caplog: pytest.LogCaptureFixture):
     """And asks for none if another thread already has."""
     connection = ann._endpoints.current()

@@ -24,8 +24,8 @@ from tests.networks import Host, network
 from tests.own_etcd.hosts import lose
 
 NAMES = Path("/etc/netns")  # `ip netns exec` puts what it finds there in place of the files in /etc
-PATIENCE_S = 90.0
-CONF = {"lease_ttl": "5", "last_call": "60", "stop_grace": "2", "settle": "0.2", "backoff": "0", "metrics": "off"}
+PATIENCE_S = 240.0
+CONF = {"lease_ttl": "15", "last_call": "60", "stop_grace": "2", "settle": "5", "backoff": "0", "metrics": "off"}
 
 
 @dataclass

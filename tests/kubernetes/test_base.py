@@ -51,6 +51,7 @@ def test_the_address_in_the_runtimes_is_that_of_the_etcd():
         assert ",".join(f"{member}:2379" for member in members) in (KUBERNETES / "trainer" / name).read_text()
 
 
+@pytest.mark.seam
 def test_the_certificate_is_for_each_name_by_which_a_manifest_calls_etcd(tmp_path):
     needs("openssl")
     subprocess.run([KUBERNETES / "base" / "etcd-certificates.sh", tmp_path], check=True, capture_output=True)
@@ -65,7 +66,7 @@ def test_the_certificate_is_for_each_name_by_which_a_manifest_calls_etcd(tmp_pat
         assert "does match" in subprocess.run(check, check=True, capture_output=True, text=True).stdout, name
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_commands_for_users_make_an_etcd_that_a_job_can_use(tmp_path):
     """Certificates by the script, users by the commands of the README; then a job with the settings of the manifests."""
     needs("openssl")
@@ -114,7 +115,7 @@ def test_the_dockerfile():
     assert (ROOT / copied).is_file()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_layer_of_pip_installs_from_the_wheel_alone_and_runs_on_a_read_only_root(tmp_path):
     """The dependencies are there, as in an image that has them; no index is asked."""
     wheels = tmp_path / "wheels"

@@ -55,15 +55,18 @@ def test_each_file_is_for_some_schema():
     assert names == {*OLD, *NEW}
 
 
+@pytest.mark.seam
 def test_core_kinds():
     assert [wrong for each in core() for wrong in schemas.wrong_core(each)] == []
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("names", "old"), [(OLD, True), (NEW, False)], ids=["trainer-2.1", "trainer-2.3"])
 def test_trainer_and_jobset(names, old):
     assert schemas.wrong_trainer(of_operators(names), old) == []
 
 
+@pytest.mark.full
 def test_each_version_of_trainer_needs_its_own_files():
     """So the file for one is no file for the other."""
     (patches,) = of_operators(("t5-large-2.2.yaml",))
@@ -108,7 +111,7 @@ def with_strange_fields(manifest: Manifest) -> Iterator[Manifest]:
         yield changed
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain/job.yaml", "base/etcd.yaml", "training-operator/workers-only.yaml"])
 def test_a_strange_field_is_found_wherever_it_is(name):
     for manifest in documents(KUBERNETES / name):
@@ -119,7 +122,7 @@ def test_a_strange_field_is_found_wherever_it_is(name):
         assert missed == []
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_strange_field_of_trainer_is_found_wherever_it_is():
     for name, old in (("t5-large.yaml", True), ("runtime-2.2.yaml", False)):
         (manifest,) = of_operators((name,))

@@ -43,7 +43,8 @@ def workers(done: list[Finished]) -> list[list[str]]:
     return sorted(lines, key=lambda line: int(line[0]))
 
 
-@pytest.mark.long("agent")
+@pytest.mark.seam
+@pytest.mark.full("agent")
 @pytest.mark.parametrize("command", [TORCHRUN, AGENT], ids=["torchrun", "agent"])
 def test_a_backend_is_all_that_a_trainjob_needs(tmp_path, command):
     """No --rdzv-endpoint: the nodes meet at PET_MASTER_ADDR. No --rdzv-id either."""
@@ -52,7 +53,7 @@ def test_a_backend_is_all_that_a_trainjob_needs(tmp_path, command):
     assert [line[:4] for line in workers(done)] == [["0", "2", "0", "1"], ["1", "2", "1", "1"]]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_command_of_the_seed(tmp_path):
     """An endpoint and an id on the command line, as in trainer/t5-large.yaml, win over all variables."""
     port = free_port()
@@ -61,14 +62,14 @@ def test_the_command_of_the_seed(tmp_path):
     assert [line[1:5] for line in workers(done)] == [["4", str(rank // 2), "2", "elastic-job"] for rank in range(4)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("processes", "count"), [("auto", CPUS), ("cpu", CPUS), ("3", 3)])
 def test_processes_per_node(tmp_path, processes, count):
     done = pods(tmp_path, AGENT, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": processes, "PET_RDZV_BACKEND": "ext_c10d"})
     assert len(workers(done)) == count
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_gpus_where_there_are_none(tmp_path):
     done = pods(tmp_path, AGENT, {"PET_NPROC_PER_NODE": "gpu"})
     if done[0].returncode == 0:
@@ -88,7 +89,7 @@ def operator(server: EtcdServer, **more: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_an_elastic_policy_with_etcd(tmp_path, server):
     done = pods(tmp_path, TORCHRUN, operator(server), operator(server))
     found = workers(done)
@@ -97,7 +98,7 @@ def test_an_elastic_policy_with_etcd(tmp_path, server):
     assert Counter(line[2] for line in found) == {"0": CPUS, "1": CPUS}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_its_exit_codes_are_those_that_the_policy_retries(tmp_path, server):
     """The setting comes by PET_RDZV_CONF: an evicted pod ends with 128 + 75, which ExitCode retries."""
     environ = operator(server, PET_NNODES="1:1", PET_NPROC_PER_NODE="1")
@@ -107,7 +108,7 @@ def test_its_exit_codes_are_those_that_the_policy_retries(tmp_path, server):
         assert job.finish().returncode == 203
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("standalone", ["", "1"])
 def test_standalone_as_the_operator_says_it(tmp_path, standalone):
     """torchrun cannot read "" and ends with a traceback, before anything of ours is asked."""
@@ -115,6 +116,7 @@ def test_standalone_as_the_operator_says_it(tmp_path, standalone):
     assert [line[:2] for line in workers(done)] == [["0", "1"]]
 
 
+@pytest.mark.full
 def test_no_id_under_etcd_is_one_clear_sentence(tmp_path):
     done = pods(tmp_path, TORCHRUN, {**trainer(0, 1), "PET_RDZV_BACKEND": "ext_etcd", "PET_RDZV_ENDPOINT": "localhost:1"})
     assert done[0].returncode == 78

@@ -119,6 +119,7 @@ def run_pod(tmp_path: Path, api: ApiServer, script: str, ca: str = "ca.crt") -> 
     return done, json.loads(verdict.read_text())
 
 
+@pytest.mark.full
 def test_a_disruption_that_the_server_knows_of_decides(tmp_path, api):
     """The worker's exit code says nothing; the pod's condition says that the platform is taking the pod away."""
     done, verdict = run_pod(tmp_path, api, "exit 9")
@@ -127,7 +128,7 @@ def test_a_disruption_that_the_server_knows_of_decides(tmp_path, api):
     assert "disruption-target" in json.dumps(verdict)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("mood", ["well", "forbidden", "wrong-ca", "hangs"])
 def test_without_an_answer_the_verdict_is_that_of_the_worker(tmp_path, api, mood):
     """A server that hangs answers only when the job is long over."""

@@ -39,7 +39,7 @@ def finish(kube: Pods) -> None:
     assert sorted(kube.ended) == list(range(kube.count)), kube.codes
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(tmp_path):
     """The first pod, with the first member of etcd, is preempted, twice. Then a node is lost, and a container runs out of memory.
     Each time the others wait for the new pod, which has another address under the old name; nothing is charged for an eviction.
@@ -60,10 +60,10 @@ def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(
         finish(kube)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_without_it(tmp_path):
     """The node of the first pod is lost, and the new pod takes long to start. Meanwhile a spare steps in and the job succeeds."""
-    options = ("--rdzv-backend=ext_etcd", f"--rdzv-endpoint=job:{HOSTS}", "--nnodes=3", "--rdzv-conf=join_timeout=30")
+    options = ("--rdzv-backend=ext_etcd", f"--rdzv-endpoint=job:{HOSTS}", "--nnodes=3", "--rdzv-conf=join_timeout=90")
     with pods(tmp_path, PLAIN, 3, 2, options, SECRET) as kube:
         kube.start_all()
         trains(kube, 3, 0)
@@ -77,7 +77,7 @@ def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_withou
         assert kube.running[0].agent.finish().returncode == 75
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_bug_ends_all(tmp_path):
     with job(tmp_path, "2", 2, 0, str(ROOT / "tests/scripts/elastic_job.py"), "bug:0") as kube:
         kube.start_all()
@@ -87,7 +87,7 @@ def test_a_bug_ends_all(tmp_path):
     assert JobSetController(at(JOBSET, "failurePolicy")).failed(reason) is JobSetAction.FAIL
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_budget_that_is_spent_ends_all(tmp_path):
     """exit 9 in each try, and one restart: the agents leave with 1."""
     faults = [f"exit9:{attempt}" for attempt in range(3)]
@@ -97,7 +97,7 @@ def test_a_budget_that_is_spent_ends_all(tmp_path):
         assert kube.codes == [(0, 1)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_without_etcd_the_first_pod_takes_the_store_with_it(tmp_path):
     """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other
     cannot go on without the old one: it leaves with 75 and is replaced too. Then all begin again, with a full budget.

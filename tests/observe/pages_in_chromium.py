@@ -18,6 +18,7 @@ from elastic_ext.observe.node_report import RoundSpan
 from elastic_ext.observe.server import MetricsServer
 from tests.programs import needs
 
+LIMIT_MS = 180_000.0
 PHONE, DESKTOP = {"width": 360, "height": 780}, {"width": 1100, "height": 900}
 # What is wider than its room; the head of a table takes one pixel on a phone.
 OVERFLOW = """[document.documentElement, ...document.querySelectorAll('section, table, tr, td, div, p, ul')].filter(
@@ -32,7 +33,9 @@ def chromium() -> Iterator[Any]:
     needs("chromium")
     api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
     with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"], timeout=LIMIT_MS
+        )
         try:
             yield browser
         finally:

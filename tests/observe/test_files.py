@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ext.observe import discovery, textfile
@@ -32,9 +33,10 @@ def test_others_reach_an_agent_that_listens_everywhere_by_its_name():
     assert discovery.target("::1", 9401, "node1") == "[::1]:9401"
 
 
+@pytest.mark.seam
 def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path):
     announce = f"discovery.announce({str(tmp_path)!r}, ('::1', 1), {{}})"
-    code = f"import os; from elastic_ext.observe import discovery; {announce}; os.abort()"
+    code = f"import os; from elastic_ext.observe import discovery; {announce}; os._exit(1)"
     subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     (left,) = tmp_path.iterdir()
     of_another_host = tmp_path / left.name.replace(discovery._where(), "elsewhere")

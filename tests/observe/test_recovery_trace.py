@@ -133,7 +133,7 @@ def test_an_item_that_fails_does_not_end_the_thread(tmp_path, caplog):
     outbox = Outbox(send, "test")
     for item in (1, 1, 2):
         outbox.put(item)
-    assert outbox.close(30)
+    assert outbox.close(60)
     outbox.put(3)
     assert sent == [1, 2]
     assert "an item was lost" in caplog.text
@@ -147,4 +147,4 @@ def test_an_outbox_that_hangs_is_left_alone():
     assert outbox.dropped >= 7
     assert not outbox.close(0.01)
     hangs.set()
-    assert outbox.close(30)
+    assert outbox.close(60)

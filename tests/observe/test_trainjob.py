@@ -14,6 +14,7 @@ from elastic_ext.observe import trainjob_posts
 from elastic_ext.observe.trainjob import MAX_GAUGES, State, TrainerStatus, Training, status_of
 from elastic_ext.observe.trainjob_posts import Poster, target_of
 from tests.observe.trainer_server import PATH, TrainerServer, make_certificates, wrong
+from tests.until import LIMIT_S, until
 
 NOW = 1_763_800_000.7
 SECRET = "eyJhbGciOi.payload.signature"
@@ -76,6 +77,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good answer may take long on a busy machine."""
+    monkeypatch.setattr(trainjob_posts, "REQUEST_S", 600.0)
+
+
 @pytest.fixture
 def trainer(certificates: Path) -> Iterator[TrainerServer]:
     server = TrainerServer(certificates)
@@ -101,17 +108,20 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+@pytest.mark.seam
 def test_it_posts_again_and_again_with_the_token_that_is_there_now(trainer, token, caplog):
     posting = poster(trainer.environ(token))
     trainer.wait(2)
-    token.write_text("rotated")
+    (token.parent / "new").write_text("rotated")
+    (token.parent / "new").rename(token)  # in one step, as Kubernetes does
     posts = trainer.wait(lambda posts: posts[-1].token == "rotated")
-    posting.close(30)
+    posting.close(LIMIT_S)
     assert posts[0].token == SECRET
     assert {(post.path, post.wrong, post.percentage, post.remaining_s) for post in posts} == {(PATH, "", 10, 9)}
     assert warnings(caplog) == []
 
 
+@pytest.mark.seam
 def test_a_change_is_posted_before_the_interval_is_over_and_at_the_end(trainer, token, monkeypatch):
     monkeypatch.setattr(trainjob_posts, "GAP_S", 0.0)
     posting = poster(trainer.environ(token), interval_s=3600)
@@ -119,46 +129,49 @@ def test_a_change_is_posted_before_the_interval_is_over_and_at_the_end(trainer, 
     trainer.wait(1)
     posting.changed()
     trainer.wait(2)
-    posting.close(30)
+    posting.close(LIMIT_S)
     assert len(trainer.posts) == 2  # nothing new
     monkeypatch.setattr(trainjob_posts, "GAP_S", 3600)
     posting = poster(trainer.environ(token), interval_s=3600)
     posting.changed()
-    posting.close(30)
+    posting.close(LIMIT_S)
     assert len(trainer.posts) == 3
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
         (401, "answers 401, expected 200: sorry, 401"),
         (500, "answers 500, expected 200: sorry, 500"),
         ("reset", "127.0.0.1:"),
-        ("hang", "no answer within 0.4 s"),
-        ("drip", "no answer within 0.4 s"),
+        ("hang", "no answer within 1 s"),
+        ("drip", "no answer within 1 s"),
     ],
 )
 def test_it_says_once_what_fails_and_goes_on(trainer, token, caplog, monkeypatch, answer, said):
     monkeypatch.setattr(trainjob_posts, "LONGEST_S", 0.1)
     if answer in ("hang", "drip"):
-        monkeypatch.setattr(trainjob_posts, "REQUEST_S", 0.4)
+        monkeypatch.setattr(trainjob_posts, "REQUEST_S", 1.0)
     caplog.set_level(logging.INFO, "elastic_ext")
     trainer.answers = [answer, answer, 200]
     posting = poster(trainer.environ(token))
-    trainer.wait(5)
-    posting.close(30)
+    trainer.wait(2)
+    monkeypatch.setattr(trainjob_posts, "REQUEST_S", 600.0)
+    until(lambda: "posted again after" in caplog.text)
+    posting.close(LIMIT_S)
     (warning,) = warnings(caplog)
     assert said in warning
-    assert "posted again after" in caplog.text  # on a busy host even a good answer may come after REQUEST_S
 
 
+@pytest.mark.seam
 def test_a_redirect_does_not_get_the_token(trainer, token, caplog, certificates):
     elsewhere = TrainerServer(certificates)
     try:
         trainer.answers = [elsewhere.url, 200]
         posting = poster(trainer.environ(token))
         trainer.wait(2)
-        posting.close(30)
+        posting.close(LIMIT_S)
         assert elsewhere.posts == []
         (warning,) = warnings(caplog)
         assert "answers 307" in warning
@@ -166,16 +179,18 @@ def test_a_redirect_does_not_get_the_token(trainer, token, caplog, certificates)
         elsewhere.close()
 
 
+@pytest.mark.seam
 def test_a_server_that_the_ca_did_not_sign_gets_nothing(trainer, token, caplog, tmp_path):
     make_certificates(tmp_path)  # another CA
     posting = poster({**trainer.environ(token), "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(tmp_path / "ca.crt")})
     posting.changed()
-    posting.close(30)
+    posting.close(LIMIT_S)
     assert trainer.posts == []
     (warning,) = warnings(caplog)
     assert "127.0.0.1 is not who" in warning
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("content", [None, "", SECRET + "\nX-More: 1", SECRET + "\u00e9", "x" * (1 << 15)])
 def test_what_is_no_token_is_not_sent_and_not_shown(trainer, token, caplog, content):
     if content is None:
@@ -184,12 +199,13 @@ def test_what_is_no_token_is_not_sent_and_not_shown(trainer, token, caplog, cont
         token.write_text(content)
     posting = poster(trainer.environ(token))
     posting.changed()
-    posting.close(30)
+    posting.close(LIMIT_S)
     assert trainer.posts == []
     (warning,) = warnings(caplog)
     assert str(token) in warning
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -206,6 +222,7 @@ def test_without_the_variables_or_tls_there_is_nothing_to_post(trainer, token, c
     assert [said in each for each in warnings(caplog)] == [True] * bool(said)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("answer", ["hang", "drip"])
 def test_a_server_that_hangs_does_not_hold_up_the_end(trainer, token, answer, caplog):
     """close() returns though the server never answers; then the server loses its client, long before REQUEST_S."""
@@ -213,7 +230,7 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(trainer, token, answer, ca
     posting = poster(trainer.environ(token))
     trainer.wait(1)
     posting.close(0.1)
-    assert trainer.left.acquire(timeout=trainjob_posts.REQUEST_S / 2)
+    assert trainer.left.acquire(timeout=LIMIT_S)
     assert len(trainer.posts) == 1
     assert warnings(caplog) == []
 

@@ -25,6 +25,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
+@pytest.mark.seam
 def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -> None:
     path = certificates.folder / "web.yml"
     path.write_text(
@@ -40,6 +41,7 @@ def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -
         subprocess.run(["promtool", "check", "web-config", str(path)], check=True, capture_output=True)
 
 
+@pytest.mark.seam
 def test_the_file_in_the_reference_is_accepted(certificates: Certificates) -> None:
     page = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
     (shown,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tls_server_config" in block)
@@ -57,6 +59,7 @@ def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
     assert web_config.read(str(tmp_path / "web.yml")) == web_config.WebConfig(None, {})
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -108,12 +111,14 @@ def test_an_absent_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
         gate.load(str(tmp_path / "web.yml"))
 
 
+@pytest.mark.seam
 def test_the_libraries_are_imported_only_where_they_are_needed() -> None:
     code = "import sys, elastic_ext.observe.server; print({'yaml', 'bcrypt'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.full
 def test_an_agent_with_a_wrong_file_ends_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('starts')")
     (tmp_path / "web.yml").write_text("http_server_config: {http2: true}")

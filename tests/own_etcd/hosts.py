@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +16,11 @@ from elastic_ext.own_etcd import folder
 from elastic_ext.own_etcd.endpoint import Plan, make_plan
 from tests.jobs import AGENT, SCRIPTS, Gate, Job
 from tests.networks import Host, network
+from tests.until import until
 
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-CONF = "lease_ttl=5,last_call=0.5,stop_grace=2,settle=0.2"
-GONE_S = 60.0
+CONF = "lease_ttl=10,last_call=0.5,stop_grace=2,settle=0.2"
+GONE_S = 120.0  # a keeper without agents ends after half a minute
 
 
 def pids_in(host: Host) -> list[int]:
@@ -119,13 +119,16 @@ class OwnEtcdJob:
                 found.append(pid)
         return found
 
-    def assert_gone(self, timeout_s: float = GONE_S) -> None:
+    def assert_gone(self) -> None:
         """Wait until no process, port or file of the job's etcd is left."""
-        deadline = time.monotonic() + timeout_s
-        while left := [*self.folders(), *self.keepers(), *self._ports()]:
+        try:
+            until(lambda: not self._left(), limit_s=GONE_S)
+        except AssertionError:
             logs = [f"{each}: {log.read_text()[-3000:]}" for each in self.folders() if (log := each / "log").exists()]
-            assert time.monotonic() < deadline, f"left behind after {timeout_s:g} s: {left}\n" + "\n".join(logs)
-            time.sleep(0.05)
+            raise AssertionError(f"left behind after {GONE_S:g} s: {self._left()}\n" + "\n".join(logs)) from None
+
+    def _left(self) -> list[object]:
+        return [*self.folders(), *self.keepers(), *self._ports()]
 
     def _ports(self) -> list[str]:
         """Of this machine's own network; those of a namespace go with their processes."""

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,10 +15,11 @@ import pytest
 
 from elastic_ext.own_etcd import folder, keeper
 from tests.chaos.processes import zombies
-from tests.jobs import TORCHRUN, Job, descendants, wait_gone
-from tests.own_etcd.hosts import GONE_S, OwnEtcdJob, hosts_of, lose, pids_in, revive
+from tests.jobs import TIMEOUT_S, TORCHRUN, Job, descendants, wait_gone
+from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, pids_in, revive
 from tests.programs import needs
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+from tests.until import until
 
 NO_SECRET = Path()
 TOGETHER = "60"  # last_call: the first round waits for all hosts
@@ -34,6 +34,7 @@ def laptop(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.seam
 def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
     """Two agents, two ways to start them, one etcd. Once both commands have returned, nothing is left."""
     first = laptop.start("2", name="a")
@@ -52,7 +53,7 @@ def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
     assert laptop.keepers() == []
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_bug_leaves_nothing(laptop):
     assert laptop.start("1", "tests/no_such_script.py").finish().returncode == 78
     laptop.assert_gone()
@@ -61,6 +62,7 @@ def test_a_bug_leaves_nothing(laptop):
     assert laptop.folders() == []
 
 
+@pytest.mark.seam
 def test_a_killed_agent_leaves_the_etcd_to_the_next_one_and_that_leaves_nothing(laptop):
     """The keeper outlives its agent: the next one finds the job and its records, and at the end there is nothing."""
     first = laptop.start("1:2", name="a")
@@ -77,7 +79,7 @@ def test_a_killed_agent_leaves_the_etcd_to_the_next_one_and_that_leaves_nothing(
     assert laptop.folders() == []
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_without_any_agent_the_etcd_ends_by_itself(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -85,16 +87,16 @@ def test_without_any_agent_the_etcd_ends_by_itself(laptop):
     laptop.assert_gone()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
-    for _ in range(2):
+    for number in (2, 3):
         keepers = laptop.keepers()
         for pid in keepers:
             os.kill(pid, signal.SIGKILL)
         assert wait_gone(keepers) == []
-        agent.wait_for("runs a member of the job's etcd", count=2)
+        agent.wait_for("runs a member of the job's etcd", count=number)
     laptop.gate.open()
     done = agent.finish()
     assert done.returncode == 0, done.err
@@ -102,6 +104,7 @@ def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
     laptop.assert_gone()
 
 
+@pytest.mark.full
 def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was_killed(laptop):
     """The agent is in, and about to start another keeper. Stopped, it shows what others see in between. The killed one does not
     stay as its zombie."""
@@ -124,7 +127,7 @@ def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was
     laptop.assert_gone()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -137,7 +140,7 @@ def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
     agent.wait_for("keeps ending")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_three_members_outlive_any_host_of_theirs_and_nothing_is_left(tmp_path, lost):
     needs("ip")
@@ -160,7 +163,7 @@ def test_three_members_outlive_any_host_of_theirs_and_nothing_is_left(tmp_path, 
             assert "supervises this run: ext_etcd" in agent.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_next(tmp_path):
     """Four hosts and three members. After two losses one after the other, no more than one of the first three is left."""
     needs("ip")
@@ -183,7 +186,7 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
         assert [agent.finish().returncode for agent in agents[3:]] == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_host_that_cannot_run_a_member_is_passed_over(tmp_path):
     """Its port is taken. The call goes to the next host, and the first one trains on."""
     needs("ip")
@@ -204,7 +207,7 @@ def test_a_host_that_cannot_run_a_member_is_passed_over(tmp_path):
             assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
@@ -229,7 +232,7 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
         assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp_path):
     """Two of three hosts are lost at once, and so is their data. The agent of the third one gives up, and is started again."""
     needs("ip")
@@ -255,7 +258,7 @@ def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp
         assert [agent.finish().returncode for agent in again] == [0, 0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_new_etcd(tmp_path):
     """It waits for etcd for `join_timeout`, ten minutes. The agents of the other hosts are started again until they get in."""
     needs("ip")
@@ -273,17 +276,21 @@ def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_
             folder.remove(job.folder_of(hosts[number].address))  # its memory
             revive(hosts[number])
         again = {number: start(number) for number in (1, 2)}
-        while len(re.findall('"world": 2', stays.out)) < 2:
+
+        def two_again() -> bool:
             for number, agent in again.items():
                 if agent.process.poll() is not None:
                     assert agent.process.returncode == 75, agent.err
                     again[number] = start(number)
-            time.sleep(0.1)  # for any of three agents
+            return len(re.findall('"world": 2', stays.out)) == 2
+
+        until(two_again, limit_s=TIMEOUT_S)
         job.gate.open()
         assert stays.finish().returncode == 0
         assert "has had no majority for 60 s" in stays.err
 
 
+@pytest.mark.full
 def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -298,6 +305,7 @@ def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member
     assert laptop.folders() == []
 
 
+@pytest.mark.full
 def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(laptop):
     done = laptop.start("1", etcd_data_dir="/proc/no/such").finish()
     assert done.returncode == 78, done.err
@@ -305,7 +313,7 @@ def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(lap
     assert laptop.folders() == []
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_host_whose_member_was_replaced_meanwhile_goes_on_without_one(tmp_path):
     """Its keeper is killed while its agent is stopped, and a spare host gets the member: its data is that of a removed one."""
     needs("ip")
@@ -324,10 +332,7 @@ def test_a_host_whose_member_was_replaced_meanwhile_goes_on_without_one(tmp_path
         stopped.send_signal(signal.SIGCONT)
         for agent in agents:
             agent.wait_for(r'"world": 4, "attempt": [1-9]')
-        deadline = time.monotonic() + GONE_S
-        while len(left := [pid for pid in pids_in(hosts[2]) if pid in job.keepers()]) != 1:
-            assert time.monotonic() < deadline, f"expected a keeper without a member, but these run: {left}"
-            time.sleep(0.05)
+        until(lambda: len(set(pids_in(hosts[2])).intersection(job.keepers())) == 1, "a keeper without a member")
         job.gate.open()
         assert [agent.finish().returncode for agent in agents] == [0] * 4
         assert "does not start" not in agents[2].err

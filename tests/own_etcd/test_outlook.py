@@ -49,6 +49,7 @@ def test_a_secret_that_is_none_is_refused(tmp_path, content, mode, said):
     assert content not in str(error.value)
 
 
+@pytest.mark.seam
 def test_without_a_secret_only_the_loopback():
     known = settings.read({}, {})
     with pytest.raises(UsageError, match=r"needs a secret.*job_secret_file=PATH.*ELASTIC_EXT_JOB_SECRET"):
@@ -68,6 +69,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.seam
 def test_a_newer_etcd_on_path_is_taken_an_older_one_and_the_script_of_the_package_are_not(tmp_path):
     """A copy of `true` that says nothing is no etcd; a real one is asked for its version."""
     package = binary.find({"PATH": ""})
@@ -86,7 +88,7 @@ def test_neither_is_told_with_both_remedies(monkeypatch):
         binary.find({"PATH": ""})
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_port_that_is_taken_is_told_with_the_last_words_of_etcd(laptop):
     with socket.create_server(("127.0.0.1", laptop.plan.client_port)):
         done = laptop.start("1").finish()
@@ -96,7 +98,7 @@ def test_a_port_that_is_taken_is_told_with_the_last_words_of_etcd(laptop):
     laptop.assert_gone()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
@@ -110,6 +112,7 @@ def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
         job.assert_gone()
 
 
+@pytest.mark.seam
 def test_a_keeper_that_nobody_can_start_is_an_error_at_once(laptop, monkeypatch):
     from elastic_ext.own_etcd import attachment
 
@@ -136,7 +139,7 @@ def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(c
     assert address.own_address("10.9.9.9", "192.0.2.1", 2, "127.0.0.0/8") == "10.9.9.9"
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_doctor_starts_nothing_and_says_what_would_be(tmp_path):
     doctor = [sys.executable, "-m", "elastic_ext.cli", "doctor"]
     done = run([*doctor, "--rdzv-endpoint=job:localhost"], tmp_path)

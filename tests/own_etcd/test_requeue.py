@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base import settings
-from elastic_ext.etcd import Delete, EtcdClient, LeaseSession, Put, Tls
+from elastic_ext.etcd import Delete, LeaseSession, Put, Tls
 from elastic_ext.own_etcd import bring, keys, saved_keys
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from tests.etcd_client import EtcdClient
 from tests.jobs import wait_gone
 from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob
 
@@ -22,8 +23,9 @@ def files(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.glob("*"))
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
-    "end", [pytest.param("told", marks=pytest.mark.long), pytest.param("agent", marks=pytest.mark.long), "all"]
+    "end", [pytest.param("told", marks=pytest.mark.full), pytest.param("agent", marks=pytest.mark.full), "all"]
 )
 def test_the_budget_of_a_job_outlives_its_etcd_and_goes_with_the_job(tmp_path, end):
     """The first run charges a restart; the second, on another host, has none left. Its end is for good: no file stays."""
@@ -54,7 +56,7 @@ def test_the_budget_of_a_job_outlives_its_etcd_and_goes_with_the_job(tmp_path, e
         first.assert_gone()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_job_that_is_done_leaves_no_file(tmp_path):
     with ExitStack() as stack:
         job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
@@ -88,6 +90,7 @@ class Etcd:
         self.attachment.close()
 
 
+@pytest.mark.full
 def test_records_come_back_with_the_time_that_they_had_left_and_the_newest_file_wins(tmp_path):
     """Three runs on two hosts: what the second has deleted does not come back with the file of the first."""
     with ExitStack() as stack:
@@ -130,6 +133,7 @@ def test_a_file_of_somebody_else_is_passed_over(tmp_path):
     assert saved_keys.newest(tmp_path, "r") == good
 
 
+@pytest.mark.seam
 def test_a_member_is_seen_from_the_moment_on_that_its_host_says_it_has_one(tmp_path):
     """One transaction: a member that was seen, on a host that says it has none, would be taken for lost and be removed."""
     with ExitStack() as stack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -24,13 +23,14 @@ from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, Gate, Job, wait_gone
 from tests.ports import free_port
+from tests.until import until
 
 PLAIN = [sys.executable, str(SCRIPTS / "plain_agent.py")]
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
 WARNING = "used by an agent other than elastic_ext's"
 CONF = {
-    "ext_etcd": "lease_ttl=2,last_call=0.5",
+    "ext_etcd": "lease_ttl=6,last_call=0.5",
     # With few attempts a busy machine makes torch drop a node that lives.
     "ext_c10d": "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60",
 }
@@ -49,7 +49,7 @@ def worlds(job: Job) -> list[int]:
     return [json.loads(line)["world"] for line in re.findall(r"\{\"rank\".*\}", job.out)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @BACKENDS
 def test_a_worker_fails_and_torchs_agent_restarts_it(backend, server, tmp_path):
     with start(tmp_path, backend, endpoint_of(backend, server), "1", GLOO, "kill:1", NPROC="2") as job:
@@ -60,7 +60,7 @@ def test_a_worker_fails_and_torchs_agent_restarts_it(backend, server, tmp_path):
         assert done.err.count(WARNING) == 1
 
 
-@pytest.mark.long
+@pytest.mark.full
 @BACKENDS
 def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, server, tmp_path):
     endpoint = endpoint_of(backend, server)
@@ -75,7 +75,8 @@ def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, server, tm
         assert (first.out + second.out).count("finished") == 3
 
 
-@pytest.mark.long("ext_c10d")
+@pytest.mark.full
+@pytest.mark.full("ext_c10d")
 @BACKENDS
 def test_nodes_join_and_etcd_notices_one_that_is_lost(backend, server, tmp_path):
     endpoint, gate = endpoint_of(backend, server), Gate(tmp_path / "gate")
@@ -113,18 +114,7 @@ def two(backend: str, server: EtcdServer) -> Iterator[list[Any]]:
             handler.shutdown()  # once more does no harm
 
 
-def await_news(handler: Any, look: Any) -> None:
-    """Until `look()` is true. The rendezvous of torch that ext_c10d stands on has no events, and is asked now and then."""
-    news = threading.Event()
-    handler.on_event = news.set
-    for _ in range(600):
-        if look():
-            return
-        news.wait(handler.poll_interval_s or 60.0)
-        news.clear()
-    pytest.fail("no news")
-
-
+@pytest.mark.seam
 @BACKENDS
 def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
     with two(backend, server) as (a, b), ThreadPoolExecutor(2) as pool:
@@ -137,19 +127,20 @@ def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
         assert [handler.num_nodes_waiting() for handler in (a, b)] == [0, 0]
 
         again = pool.submit(a.next_rendezvous)  # its workers have failed, say
-        await_news(b, lambda: b.num_nodes_waiting() > 0)
+        until(lambda: b.num_nodes_waiting() > 0)
         found = [b.next_rendezvous(), again.result(60)]
         assert sorted(info.rank for info in found) == [0, 1]
         assert not found[0].store.check(["key"])  # each round has a store of its own
         assert [handler.num_nodes_waiting() for handler in (a, b)] == [0, 0]
 
         a.set_closed()
-        await_news(b, b.is_closed)
+        until(b.is_closed)
         with pytest.raises(RendezvousClosedError):
             b.next_rendezvous()
         assert sum(WARNING in text for text in caplog.messages) == 2  # one for each
 
 
+@pytest.mark.seam
 def test_a_loop_on_one_node_without_any_service(caplog):
     handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
@@ -163,6 +154,7 @@ def test_a_loop_on_one_node_without_any_service(caplog):
         handler.next_rendezvous()
 
 
+@pytest.mark.seam
 def test_nodes_wait_for_a_checkpoint_whatever_the_agent(server, tmp_path, monkeypatch):
     monkeypatch.setattr(log_records, "install", lambda: None)
     monkeypatch.setattr(torch_private, "install_agent", lambda agent, handler: None)

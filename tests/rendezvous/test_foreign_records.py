@@ -167,6 +167,7 @@ def test_a_header_with_a_verdict_that_cannot_be_carried_out_is_none():
     assert reader.header(kv(b"k", json.dumps({**header, "round": 4}).encode())) is None  # it is on round 3
 
 
+@pytest.mark.full
 def test_commands_read_what_they_can(server, capsys):
     """`explain` and `checkpoints save` over 60 jobs of forged records: no traceback, and 0 for what is whole alone."""
     random_ = random.Random(11)
@@ -219,6 +220,7 @@ def agents(server, tmp_path) -> Iterator[Callable[..., Job]]:
         yield start
 
 
+@pytest.mark.full
 def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
     with EtcdClient(server.endpoint) as client:
         strangers(client)
@@ -235,6 +237,7 @@ def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
         assert round_records.decode(Header, client.get(PREFIX + "round").kv.value, "round").state is State.DONE
 
 
+@pytest.mark.full
 def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, agents):
     """Header, node records, assignments, the job's record and the ledger, twice; then a verdict that would end all with 0."""
     jobs = [agents(name) for name in "ab"]
@@ -265,6 +268,7 @@ def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, 
     assert not any("Traceback" in each.err for each in jobs)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("text", [b"\xff\xfe", DEEP, b"{}", b'[1, 2, "x"]'])
 def test_what_others_put_into_the_store_costs_nobody_the_verdict(monkeypatch, text):
     monkeypatch.setattr(store_job, "JUDGING_S", 0.1)
@@ -286,6 +290,7 @@ def test_what_others_put_into_the_store_costs_nobody_the_verdict(monkeypatch, te
     assert a.job.refused("h").isprintable()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run_id", ["job1/nodes", "x" * 300, "a\tb", "\udcff"])
 def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path, run_id, capsys):
     (tmp_path / "ok.py").write_text("print('started')")

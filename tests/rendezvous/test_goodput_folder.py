@@ -39,6 +39,7 @@ def productive(ledger: str, run_id: str = "job", host: str = "looks") -> float:
     return GoodputFolder(ledger, run_id, host).share(Spent()).spent.by_state[PRODUCTIVE]
 
 
+@pytest.mark.seam
 def test_agents_of_several_hosts_and_launches_add_up(ledger):
     for host in ("a", "b", "a"):
         shared = share_once(ledger, "job", host)
@@ -47,6 +48,7 @@ def test_agents_of_several_hosts_and_launches_add_up(ledger):
     assert shared.spent.reached == 7
 
 
+@pytest.mark.seam
 def test_agents_at_the_same_time_lose_nothing(ledger):
     """Four on one host: each finds a name that no other has."""
 
@@ -65,6 +67,7 @@ def test_agents_at_the_same_time_lose_nothing(ledger):
     assert productive(ledger) == 80
 
 
+@pytest.mark.seam
 def test_another_run_and_rubbish_are_not_added(ledger, tmp_path):
     share_once(ledger, "earlier", "a")
     assert share_once(ledger, "job", "a").spent.by_state[PRODUCTIVE] == 1
@@ -74,6 +77,7 @@ def test_another_run_and_rubbish_are_not_added(ledger, tmp_path):
         assert share_once(ledger, "job", "a").spent.by_state[PRODUCTIVE] == 1
 
 
+@pytest.mark.seam
 def test_a_file_of_another_host_that_cannot_be_read_is_passed_over_and_logged_once(ledger, tmp_path, caplog):
     mine = GoodputFolder(ledger, "job", "a")
     mine.share(SECOND)
@@ -83,6 +87,7 @@ def test_a_file_of_another_host_that_cannot_be_read_is_passed_over_and_logged_on
     assert "b.json" in record.getMessage()
 
 
+@pytest.mark.seam
 def test_a_file_of_its_own_that_cannot_be_read_is_not_overwritten(ledger, tmp_path):
     share_once(ledger, "job", "a")
     (file,) = (tmp_path / "ledger.goodput").glob("*.json")
@@ -95,6 +100,7 @@ def test_a_file_of_its_own_that_cannot_be_read_is_not_overwritten(ledger, tmp_pa
     assert mine.share(SECOND).spent.by_state[PRODUCTIVE] == 2
 
 
+@pytest.mark.seam
 def test_the_other_files_are_read_only_so_often(ledger, monkeypatch):
     monkeypatch.setattr(goodput_folder, "READ_S", 1000.0)
     mine, other = GoodputFolder(ledger, "job", "a"), GoodputFolder(ledger, "job", "b")
@@ -105,6 +111,7 @@ def test_the_other_files_are_read_only_so_often(ledger, monkeypatch):
     assert mine.share(SECOND).spent.by_state[PRODUCTIVE] == 4
 
 
+@pytest.mark.seam
 def test_a_job_that_ended_well_leaves_nothing_but_goes_on_counting(ledger, tmp_path):
     mine, other = GoodputFolder(ledger, "job", "a"), GoodputFolder(ledger, "job", "b")
     other.share(SECOND)
@@ -117,6 +124,7 @@ def test_a_job_that_ended_well_leaves_nothing_but_goes_on_counting(ledger, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.seam
 def test_a_late_agent_writes_neither_for_the_job_that_ended_nor_for_the_next(ledger, tmp_path):
     late, ends = GoodputFolder(ledger, "job", "a"), GoodputFolder(ledger, "job", "b")
     late.share(SECOND)
@@ -130,6 +138,7 @@ def test_a_late_agent_writes_neither_for_the_job_that_ended_nor_for_the_next(led
     assert productive(ledger) == 1
 
 
+@pytest.mark.seam
 def test_a_share_that_is_under_way_does_not_bring_a_forgotten_folder_back(ledger, tmp_path, monkeypatch):
     writes, may_write, write_whole = threading.Event(), threading.Event(), goodput_folder.write_whole
 
@@ -167,6 +176,7 @@ def test_a_directory_that_is_gone_is_an_error(tmp_path):
 BUG = Evidence(rank=0, exception=RaisedException("NameError", "x", ("train.py:3 in step",)))
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("evidence", "kept"), [(Evidence(rank=0, exit_code=20), True), (BUG, False), (None, True)])
 def test_the_goodput_is_dropped_with_the_ledger_and_only_then(ledger, evidence, kept):
     """A job that ended for good, and that the user has started again under its run id, begins anew."""

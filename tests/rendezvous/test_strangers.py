@@ -32,7 +32,6 @@ from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place
-from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
@@ -41,6 +40,7 @@ from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_server import serve
 from tests.checkpoints.choice.test_resolution import exchange_of, save
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, open_files
 from tests.ports import free_port
@@ -145,7 +145,7 @@ print("step", torch.load(path, weights_only=False)["step"], "of", path, flush=Tr
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 @as_root
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_path, stranger, backend):
@@ -184,6 +184,7 @@ def port_of_the_only_node(server: EtcdServer) -> int:
     return decode(Node, found[0].value, "node").port
 
 
+@pytest.mark.full
 @as_root
 def test_what_a_stranger_plants_in_torchs_rendezvous_is_not_unpickled(tmp_path, stranger):
     """Torch unpickles its state, once a second while a round runs. It is looked at before; training goes on without it."""
@@ -267,7 +268,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long("torchrun", "ext_etcd", "function", "two agents")
+@pytest.mark.full
+@pytest.mark.full("torchrun", "ext_etcd", "function", "two agents")
 @pytest.mark.parametrize("how", ["agent", "torchrun", "ext_etcd", "function", "two agents"])
 def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, how):
     """The round's store, the rendezvous, metrics, standbys; and gloo's own, where it is told to (GLOO_SOCKET_IFNAME)."""
@@ -299,6 +301,7 @@ def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, ho
             assert job.finish().returncode == 0, job.err
 
 
+@pytest.mark.seam
 def test_the_address_of_a_node():
     assert own_address(None, "etcd0", 1) == loopback() == "127.0.0.1"
     assert own_address(None, "localhost", 4) == own_address("localhost", "etcd0", 4) == "127.0.0.1"
@@ -306,6 +309,7 @@ def test_the_address_of_a_node():
     assert own_address(None, "127.0.0.2", 4) == "127.0.0.2"
 
 
+@pytest.mark.seam("::1-::1", "localhost-127.0.0.1", "127.0.0.2-127.0.0.2", "127.0.0.1-127.0.0.1")
 @pytest.mark.parametrize(
     ("address", "listens"),
     [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("127.1", None)],
@@ -338,6 +342,7 @@ def ipv6() -> bool:
             return False
 
 
+@pytest.mark.seam
 def test_a_port_that_is_taken():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -355,6 +360,7 @@ def store():
     return serve("127.0.0.1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text",
     [
@@ -392,6 +398,7 @@ def test_a_choice_that_is_none(tmp_path, store, text):
         resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
 
 
+@pytest.mark.seam
 def test_an_error_of_node_0_is_shown_as_one_line(tmp_path, store):
     told = json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1})
     shared = exchange_of(store, 1, 2)
@@ -402,6 +409,7 @@ def test_an_error_of_node_0_is_shown_as_one_line(tmp_path, store):
     assert len(str(raised.value)) < 3000
 
 
+@pytest.mark.seam
 def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
     """All nodes are told the same, so that its name is enough; a node that is not told refuses."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -415,6 +423,7 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
         resolution.agree(Settings(checkpoint_dir=str(here)), "run", exchange_of(store, 1, 2), Place(1, 2))
 
 
+@pytest.mark.seam
 def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
     over: list[RoundEnd] = []
     exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
@@ -487,6 +496,7 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
     return zero, one
 
 
+@pytest.mark.seam
 def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agents):
     zero, one = pair(agents)
     waits = started(lambda: one.exchange.choice(LONG_S))
@@ -504,6 +514,7 @@ def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agen
     assert waits.result(LONG_S) == "8"
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("lost", [0, 1])
 def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, lost):
     """The one of rank 0, that was to choose; and the leader."""
@@ -518,6 +529,7 @@ def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, l
     assert isinstance(other.exchange, SingleNode)
 
 
+@pytest.mark.full
 def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplog):
     zero, one = pair(agents)
     tried = threading.Event()
@@ -539,6 +551,7 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
     assert told.result(LONG_S) is None
 
 
+@pytest.mark.seam
 def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path):
     """Only where all nodes have such a disk; what was told in the round before is gone."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
@@ -559,6 +572,7 @@ def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path)
     meet(zero)
 
 
+@pytest.mark.full
 def test_on_etcd_what_a_node_has_on_its_disk_outlives_an_etcd_that_loses_all(agents, server, tmp_path):
     """Else node 0 would wait in vain, and all resume from an older checkpoint."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
@@ -574,6 +588,7 @@ def test_on_etcd_what_a_node_has_on_its_disk_outlives_an_etcd_that_loses_all(age
     assert waits.result(LONG_S) == ["of 0", "of 1"]
 
 
+@pytest.mark.seam
 def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
     zero, one = pair(agents)
     assert zero.exchange.offers(LONG_S) is None
@@ -602,7 +617,8 @@ class Held:
 GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 
 
-@pytest.mark.long("ext_c10d")
+@pytest.mark.full
+@pytest.mark.full("ext_c10d")
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 def test_the_agent_that_looks_for_the_checkpoint_is_killed(request, tmp_path, backend):
     """Between the seal of a round and the choice: the other one does not wait for it, and chooses in the next round."""
@@ -617,17 +633,17 @@ def test_the_agent_that_looks_for_the_checkpoint_is_killed(request, tmp_path, ba
     (directory / "held").write_text("newer")
     with ExitStack() as stack:
         if backend == "ext_etcd":
-            endpoint, conf = request.getfixturevalue("server").endpoint, "lease_ttl=5,last_call=60"
+            endpoint, conf = request.getfixturevalue("server").endpoint, "lease_ttl=10,last_call=60"
         else:
             endpoint = stack.enter_context(StoreServer()).endpoint
-            conf = "is_host=0,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5"
+            conf = "is_host=0,last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=10"
         where = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"]
         command = [*AGENT, *where, f"--rdzv-conf={conf},checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
         paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
         env = {"PYTHONPATH": paths, "GATE": str(gate.path)}
         jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"}
         told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in jobs.items()}
-        looks = told[wait_for_all(told, LONG_S, FIRST_COMPLETED).done.pop()]
+        looks = told[wait_for_all(told, return_when=FIRST_COMPLETED).done.pop()]
         other = "ab".replace(looks, "")
         jobs[looks].process.kill()
         gate.open()

@@ -2,9 +2,8 @@
 
 import sys
 
+from patient_agent import main
 from torch.numa import binding
-
-from elastic_ext.agent.__main__ import main
 
 binding._get_gpu_count = lambda: 2
 binding._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0

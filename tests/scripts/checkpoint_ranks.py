@@ -408,7 +408,7 @@ def slow_buffers(rank: int, world: int, args: dict) -> dict:
     genuine = buffers.create
 
     def create(*args: Any) -> Any:
-        found.append(rank != 1 or went_on.wait(30))
+        found.append(rank != 1 or went_on.wait(60))
         return genuine(*args)
 
     buffers.create, interval.BUFFERS_HOLD_S = create, 0.0
@@ -521,17 +521,32 @@ def wrong_steps(rank: int, world: int, args: dict) -> dict:
 def calls(rank: int, world: int, args: dict) -> dict:
     """Call the checkpointer as args say: [name, ranks that do, step, micro-steps]. "reduce": a collective of training.
 
-    "sleep": seconds in place of a step.
+    "late": to each save from here on, seconds in place of a step. "memory limit": a timeout of the copies in memory, likewise.
+    "after": goes on once each other rank has asked whether the save that it is at has been left out.
     """
-    background.LATE_S = args.get("late_s", background.LATE_S)
     training = Training(rank, world)
     events: list[Event] = []
-    options = {"memory_every": 1, "timeout": timedelta(seconds=args.get("timeout_s", 60)), "on_event": events.append}
+    options = {"memory_every": 1, "timeout": timedelta(seconds=60), "on_event": events.append}
     checkpointer = training.checkpointer(args["directory"], **options)
     loaded = []
+    saver = checkpointer._saver
+    is_left_out = saver.is_left_out
+
+    def asked(at: Any) -> bool:
+        found = is_left_out(at)
+        if saver._at == at:
+            saver.is_left_out = is_left_out
+            dist.barrier()
+        return found
+
     for name, ranks, *where in args["calls"]:
         if name == "reduce":
             dist.all_reduce(torch.zeros(1))
+        elif name == "after":
+            if rank in ranks:
+                dist.barrier()
+            else:
+                saver.is_left_out = asked
         elif name == "wait":
             checkpointer.wait()
             if checkpointer._memory is not None:
@@ -539,8 +554,10 @@ def calls(rank: int, world: int, args: dict) -> dict:
             dist.barrier()
         elif rank not in ranks:
             continue
-        elif name == "sleep":
-            time.sleep(where[0])
+        elif name == "late":
+            background.LATE_S = where[0]
+        elif name == "memory limit":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=where[0]), checkpointer._memory._ranks.group)
         elif name == "load":
             training.loader.step = -1
             position = checkpointer.load()
@@ -767,7 +784,8 @@ def run(request: dict) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    interval.BUFFERS_HOLD_S = 60.0  # a busy machine may take long for a little memory; these tests count steps
+    # A busy machine may take long; these tests count steps, and what is to be late is so in the order of events.
+    interval.BUFFERS_HOLD_S = interval.HOLD_S = background.LATE_S = 600.0
     codecs.lookup("latin1")  # pickles need it, and another user may not reach Python's library
     logging.basicConfig(level=logging.INFO, format=f"%(process)d {logging.BASIC_FORMAT}")
     for line in sys.stdin:

@@ -21,6 +21,9 @@ import elastic_ext
 
 STEPS = 5
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+saves = attempt == 0 and any(argument.startswith("storage:") for argument in sys.argv)
+if saves:
+    from torch.distributed import checkpoint  # takes a second, and more than hang_timeout on a busy machine
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 faults = {fault for fault, _, who in (argument.partition(":") for argument in sys.argv[1:]) if attempt == 0 and int(who) == rank}
@@ -101,9 +104,7 @@ while True:
         sys.stdout.flush()
         for fault in faults:
             FAULTS[fault]()
-        if attempt == 0 and any(argument.startswith("storage:") for argument in sys.argv):
-            from torch.distributed import checkpoint  # takes a second
-
+        if saves:
             checkpoint.save({f"weight {rank}": torch.zeros(4)}, checkpoint_id=os.environ["CHECKPOINT"])
     if over:
         break

@@ -24,6 +24,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from elastic_ext import Checkpointer
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.memory import buffers, commit, part, saver
+from elastic_ext.checkpoints.memory import buffers, commit, interval, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.storage import open_storage
 from tests.scripts.chaos_training import EXAMPLES, Training
@@ -46,10 +47,11 @@ def tell(*what: object) -> None:
 
 
 def kill_when(act: dict, step: list[int]) -> None:
-    """Replace the function at that point by one that kills this process in that step."""
+    """Replace the function at that point by one that kills this process at the copy of that step."""
 
     def die(_: object = None) -> None:
-        if step[0] == act["step"]:
+        _, of_attempt, copied = threading.current_thread().name.rpartition("memory-")
+        if (int(copied) if of_attempt else step[0]) == act["step"]:  # training may be ahead of the thread
             os.kill(os.getpid(), signal.SIGKILL)
 
     def before(owner: Any, name: str) -> None:
@@ -98,6 +100,7 @@ def damage(copies: int, rank: int) -> None:
 
 def main(steps: int, save_every: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    interval.HOLD_S = interval.BUFFERS_HOLD_S = interval.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     act, first = json.loads(os.environ.get("ACT", "{}")), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

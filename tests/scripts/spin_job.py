@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from spinning_group import Delay, Spin
 
-STEPS = 80  # for longer than the agent needs to ask for a first answer
+from elastic_ext.workers import progress_layout
+
+STEPS = 80  # at least: until the agent has had a first answer from all ranks
 QUIET_S = float(os.environ.get("QUIET_S", "22"))  # how long what is no hang takes
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -29,13 +31,21 @@ weight = torch.nn.Parameter(torch.ones(4))
 optimizer = torch.optim.SGD([weight], lr=0.01)
 
 
-def step() -> bool:
-    """One step of all ranks; True when it was the last."""
-    over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
-    dist.all_reduce(over)
+def has_answered() -> bool:
+    """Whether this worker has answered the agent: else it is not asked where it stays."""
+    told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
+    with open(told["progress"], "rb") as table:
+        table.seek(told["slot"] * progress_layout.ROW_BYTES + 8 * progress_layout.ANSWERS)
+        return int.from_bytes(table.read(8), sys.byteorder) > 1
+
+
+def step() -> tuple[bool, bool]:
+    """One step of all ranks: whether all have answered, and whether it was the last."""
+    told = torch.tensor([float(has_answered()), float(os.path.exists(os.environ["STOP"]))])
+    dist.all_reduce(told)
     weight.grad = torch.ones(4)
     optimizer.step()
-    return bool(over.item())
+    return told[0].item() == world, bool(told[1].item())
 
 
 def mismatch() -> None:
@@ -95,11 +105,12 @@ def helped() -> None:
 
 FAULTS = {each.__name__: each for each in (mismatch, own_part, evaluate, synchronise, backward, helper, helped)}
 
-done = 0
+done, begun = 0, False
 while True:
-    over = step()
+    answered, over = step()
     done += 1
-    if done == STEPS:
+    if done >= STEPS and answered and not begun:
+        begun = True
         print(
             json.dumps({"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid(), "at_s": time.monotonic()}),
             flush=True,

@@ -26,8 +26,9 @@ culprit, what, at = NIGHT[traced.round] if traced.round < len(NIGHT) else ("", "
 
 
 def halfway(step: int) -> None:
+    if step == at:
+        dist.barrier()  # so that no worker is stopped between a change of its state and its note
     if agent == culprit and step == at:
-        traced.note("crash", step)
         print(f"{what} in round {traced.round}", flush=True)
         if what == "crash":
             raise ConnectionResetError("the network, says this test")

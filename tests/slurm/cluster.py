@@ -9,13 +9,13 @@ proctrack/linuxproc, with which a signal for a step reaches every process of it,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from pathlib import Path
 from tests.jobs import Job
 from tests.networks import SERVER, Host, network
 from tests.programs import needs
+from tests.until import until
 
-READY_S = 60.0
-LOOK_S = 0.1  # between two looks at a job; Slurm tells of no change
+READY_S = 180.0
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
 # Times are as short as Slurm takes them. cred_expire is the time until a requeued job may start again: 5 s is the least.
@@ -57,8 +57,8 @@ PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
 SlurmdParameters=config_overrides
-SlurmdTimeout=8
-MessageTimeout=5
+SlurmdTimeout=20
+MessageTimeout=15
 TCPTimeout=5
 UnkillableStepTimeout=60
 MinJobAge=300
@@ -289,7 +289,7 @@ class SlurmJob:
     def state(self) -> str:
         return self.show()["JobState"]
 
-    def await_state(self, *states: str, timeout_s: float = 120) -> dict[str, str]:
+    def await_state(self, *states: str, timeout_s: float = 240) -> dict[str, str]:
         shown: dict[str, str] = {}
 
         def reached() -> bool:
@@ -300,7 +300,7 @@ class SlurmJob:
         _wait(reached, timeout_s, lambda: f"expected {states}: {self._state_of_things(shown)}")
         return shown
 
-    def await_array_ended(self, tasks: int, timeout_s: float = 120) -> None:
+    def await_array_ended(self, tasks: int, timeout_s: float = 240) -> None:
         """Wait until this many tasks of the array have ended."""
         command = ("scontrol", "--oneliner", "show", "job", self.id)
 
@@ -309,7 +309,7 @@ class SlurmJob:
 
         _wait(ended, timeout_s, lambda: self.cluster.call(*command))
 
-    def await_out(self, pattern: str, count: int = 1, timeout_s: float = 120) -> list[re.Match[str]]:
+    def await_out(self, pattern: str, count: int = 1, timeout_s: float = 240) -> list[re.Match[str]]:
         """Wait until its output has `count` matches; return them."""
         found: list[re.Match[str]] = []
 
@@ -328,10 +328,10 @@ class SlurmJob:
 
 
 def _wait(reached: Callable[[], bool], timeout_s: float, why: Callable[[], str]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {why()}"
-        time.sleep(LOOK_S)
+    try:
+        until(reached, limit_s=timeout_s)  # Slurm tells of no change
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {why()}") from None
 
 
 # A host of its own: with its first process all others end.
@@ -350,12 +350,10 @@ def _end(job: Job) -> None:
 
 
 def _remove_cgroups(folder: Path) -> None:
-    deadline = time.monotonic() + 30
+    def gone(path: str) -> bool:
+        with contextlib.suppress(OSError):  # what was killed is still leaving
+            os.rmdir(path)
+        return not os.path.isdir(path)
+
     for path, _, _ in list(os.walk(folder, topdown=False)):
-        while os.path.isdir(path):
-            try:
-                os.rmdir(path)
-            except OSError:  # what was killed is still leaving
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(LOOK_S)
+        until(lambda path=path: gone(path), path)  # type: ignore[misc]

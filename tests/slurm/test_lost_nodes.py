@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import LOOK_S, SlurmCluster, SlurmJob
+from tests.slurm.cluster import SlurmCluster, SlurmJob
 from tests.slurm.jobs import Training, loads
+from tests.until import until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a minute each on an idle machine
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # a minute each on an idle machine
 
 BATCH_HOST = "n1"  # where Slurm runs the script: the first node of the allocation
 
@@ -105,12 +105,10 @@ def newest(folder: Path) -> str:
     return max((each.parent.name for each in (folder / "checkpoints").glob("step_*/manifest.json")), default="")
 
 
-def await_newer(folder: Path, than: str, generations: int = 0, timeout_s: float = 120) -> None:
+def await_newer(folder: Path, than: str, generations: int = 0) -> None:
     """Wait for a newer checkpoint. generations: of that many rounds later, or more."""
-    deadline, round_ = time.monotonic() + timeout_s, int(than.rpartition(".g")[2] or 0) + generations
-    while newest(folder) <= than or int(newest(folder).rpartition(".g")[2]) < round_:
-        assert time.monotonic() < deadline, f"no checkpoint after {than}"
-        time.sleep(LOOK_S)
+    round_ = int(than.rpartition(".g")[2] or 0) + generations
+    until(lambda: (now := newest(folder)) > than and int(now.rpartition(".g")[2]) >= round_, f"after {than}", 240)
 
 
 def test_a_sick_node_is_replaced_and_drained(training: Training) -> None:

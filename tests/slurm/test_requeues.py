@@ -9,7 +9,7 @@ import pytest
 from tests.slurm.cluster import SlurmCluster, SlurmJob
 from tests.slurm.jobs import Training, loads
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a minute each on an idle machine
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # a minute each on an idle machine
 
 
 def ended(job: SlurmJob) -> list[str]:
@@ -133,7 +133,7 @@ def test_scancel(training: Training) -> None:
 
 def test_a_job_that_may_not_be_requeued_says_so(training: Training) -> None:
     script = training.folder / "sleeps.py"
-    script.write_text("import time; print('sleeps', flush=True); time.sleep(100)")
+    script.write_text("import signal; print('sleeps', flush=True); signal.pause()")
     never = training.submit("--nodes=1", "--no-requeue", script=(str(script),), STATE=str(training.folder / "never"))
     once = training.submit("--nodes=1", script=(str(script),), STATE=str(training.folder / "once"), MAX_REQUEUES="1")
     for job in (never, once):

@@ -11,6 +11,7 @@ from tests.slurm.cluster import SlurmCluster
 from tests.slurm.jobs import Training
 
 
+@pytest.mark.seam
 def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
     """Both at once, on a node each. The verdict is the exit code, whatever srun says."""
     ends_well, has_a_bug = training.folder / "well.py", training.folder / "bug.py"
@@ -28,7 +29,7 @@ def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
     assert training.left_behind() == []
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_an_array(training: Training) -> None:
     """Each task is a job of its own: run id, state, output. sacct knows their ends without a database (--completion)."""
     script = training.folder / "told.py"
@@ -47,6 +48,7 @@ def test_an_array(training: Training) -> None:
     assert len({job_id for _, job_id, _ in told} & completed) == 2, shown
 
 
+@pytest.mark.seam
 def test_slurm_reads_its_own_lists_of_hosts(cluster: SlurmCluster) -> None:
     environ = {**cluster.environ, "SLURM_JOB_NODELIST": "n[1-3],gpu[08-10],login"}
     assert slurm.hostnames(environ) == ("n1", "n2", "n3", "gpu08", "gpu09", "gpu10", "login")

@@ -58,7 +58,7 @@ def ends(done: Finished) -> set[tuple[int, str, int, int]]:
     return {(int(attempt), told, int(first), int(last)) for attempt, told, first, last in found}
 
 
-@pytest.mark.long
+@pytest.mark.full
 @KINDS
 def test_a_rank_is_killed_and_all_go_on_where_the_agent_says(tmp_path, script, library):
     with job(tmp_path, script, 12, library, KILL="1:8") as running:
@@ -83,7 +83,7 @@ def saved_before_leaving(running: Job, folder: Path) -> int:
     return newest.step
 
 
-@pytest.mark.long
+@pytest.mark.full
 @KINDS
 def test_told_to_leave_it_saves_and_comes_back_at_that_step(tmp_path, script, library):
     with job(tmp_path, script, 1_000_000, library) as running:
@@ -95,19 +95,20 @@ def test_told_to_leave_it_saves_and_comes_back_at_that_step(tmp_path, script, li
     assert ends(done) == {(0, str(step), step, step + 3)}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_trainer_saves_on_demand_what_is_not_the_best(tmp_path):
     """save_strategy="best" says no to a save at a step at which it evaluates, and it does at each second one."""
     with job(tmp_path, HUGGING_FACE, 1_000_000, [], BEST="1") as running:
         saved_before_leaving(running, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_lightning_saves_at_once_what_it_saves_in_the_background_else(tmp_path):
     with job(tmp_path, LIGHTNING, 1_000_000, ["lightning.pytorch"], ASYNC="1") as running:
         assert saved_before_leaving(running, tmp_path) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "missing"),
     [("huggingface", ["transformers"]), ("lightning", ["lightning", "lightning.pytorch", "pytorch_lightning"])],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import math
@@ -11,8 +12,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +23,7 @@ from elastic_ext import metrics
 from elastic_ext.base import metric_files as layout
 from elastic_ext.base.errors import UsageError
 from elastic_ext.training import metric_values
+from elastic_ext.training import metrics as training_metrics
 from elastic_ext.workers import worker_env
 
 
@@ -94,7 +98,9 @@ def test_what_prometheus_would_refuse_is_an_error_in_the_script(call, message):
         call()
 
 
-def test_a_script_counts_as_with_prometheus_client(files):
+def test_a_script_counts_as_with_prometheus_client(files, monkeypatch):
+    quarters = itertools.count(step=0.25)
+    monkeypatch.setattr(training_metrics, "time", SimpleNamespace(perf_counter=lambda: next(quarters), monotonic=time.monotonic))
     seen = metrics.counter("seen_total", "Samples.", labels=("split", "host"))
     loss, took = metrics.gauge("loss", "Loss."), metrics.histogram("took", "Time.", buckets=(1, 2, math.inf))
     assert metrics.counter("seen", "In other words.", labels=("split", "host")) is seen
@@ -120,8 +126,7 @@ def test_a_script_counts_as_with_prometheus_client(files):
     assert found["seen", "a", "1"] == (3.5,)
     assert found["seen", "\\ud800" + "b" * 194, ""] == (1,)
     assert found["loss",][0] == 6
-    assert found["took",][:3] == (4, 1, 1)
-    assert found["took",][3] == pytest.approx(5.5, abs=0.5)
+    assert found["took",] == (4, 1, 1, 1 + 1.5 + 3 + 3 * 0.25)
     loss.set(math.nan)
     assert math.isnan(written(files)["loss",][0])
 
@@ -146,6 +151,7 @@ def test_names_alone_are_bounded(files):
     assert len(written(files)) == layout.MAX_NAMES
 
 
+@pytest.mark.seam
 def test_a_full_file_system_costs_only_the_metrics(files, caplog):
     """In holes of a sparse file the writer would get SIGBUS."""
     small = files / "small"
@@ -158,7 +164,7 @@ def test_a_full_file_system_costs_only_the_metrics(files, caplog):
         for number in range(900):
             seen.labels(f"{number:0200}").inc()
         found = written(small)
-        assert 100 < len(found) < 300
+        assert 0 < len(found) < 900  # how many depends on the size of a page
         assert {*found.values()} == {(1,)}
     finally:
         metric_values.process.after_fork()
@@ -224,6 +230,7 @@ def script(code: str, files: Path | None, *options: str) -> subprocess.Completed
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.full
 def test_forks_amid_counting_threads_lose_nothing_and_count_nothing_twice(tmp_path):
     done = script(FORKS, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -259,6 +266,7 @@ libc.syscall(60, 0)
 """
 
 
+@pytest.mark.seam
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86_64")
 @pytest.mark.parametrize("has_agent", [True, False])
 def test_counting_makes_no_system_call(tmp_path, has_agent):
@@ -288,11 +296,13 @@ assert not {"torch", "prometheus_client", "mmap_dict"} & sys.modules.keys()
 """
 
 
+@pytest.mark.seam
 def test_without_an_agent_nothing_is_opened():
     done = script(ALONE, None, "-W", "error")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.seam
 def test_a_message_that_names_no_file_is_no_error(tmp_path):
     for message in ("{}", '{"metrics": null}', '{"metrics": "/proc/no/such/place"}', "rubbish"):
         env = {**os.environ, worker_env.WORKER_ENV: message}

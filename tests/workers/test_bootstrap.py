@@ -19,6 +19,7 @@ import pytest
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress_layout import ROW_BYTES
+from elastic_ext.workers.standby import client
 from elastic_ext.workers.standby.client import ServerProcess, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 from elastic_ext.workers.worker_env import STACKS_SIGNAL
@@ -87,6 +88,8 @@ _standby = False
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How what the bootstrap runs is started. Standbys of these tests have imported nothing for the script."""
     monkeypatch.setattr(sys.modules[__name__], "_standby", request.param == "standby")
+    monkeypatch.setattr(client, "PARK_S", DEADLINE_S)
+    monkeypatch.setattr(client, "RELEASE_S", DEADLINE_S)
     return request.param
 
 
@@ -140,6 +143,7 @@ def run_text(tmp_path: Path, script: str, env: "dict[str, str]") -> "tuple[int, 
 # ---- as python does
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("safe", ["", "1"], ids=["", "safe_path"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_sees_what_it_sees_without_the_bootstrap(here: Path, worker: Worker, way: str, safe: str) -> None:
@@ -151,6 +155,7 @@ def test_a_script_sees_what_it_sees_without_the_bootstrap(here: Path, worker: Wo
     assert worker.row()[progress_layout.PID] != 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ENDS)
 def test_a_script_ends_as_without_the_bootstrap(here: Path, worker: Worker, way: str) -> None:
     if _standby and way.startswith("shadow/"):
@@ -161,11 +166,13 @@ def test_a_script_ends_as_without_the_bootstrap(here: Path, worker: Worker, way:
     assert run(argv, here, worker.environ) == native
 
 
+@pytest.mark.seam
 def test_development_mode_finds_nothing_to_complain_about(here: Path, worker: Worker) -> None:
     env = {**worker.environ, "PYTHONDEVMODE": "1"}
     assert run(["cause.py"], here, env) == run(["cause.py"], here, env, flags=())
 
 
+@pytest.mark.seam
 def test_absent_torch_is_absent(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "script.py").write_text("import torch")
     native = run(["script.py"], tmp_path, worker.environ, flags=("-S",))
@@ -174,6 +181,7 @@ def test_absent_torch_is_absent(tmp_path: Path, worker: Worker) -> None:
     assert run(["script.py"], tmp_path, worker.environ, flags=("-S", BOOTSTRAP)) == native
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("flags", [(), (BOOTSTRAP,)], ids=["native", "bootstrap"])
 def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str, ...]") -> None:
     # Python leaves SIGINT alone where it was ignored before, as in a shell's background job.
@@ -192,6 +200,7 @@ def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str
     assert not flags or worker.error["elastic_ext"]["type"] == "KeyboardInterrupt"
 
 
+@pytest.mark.seam
 def test_a_forked_child_can_run_a_script_as_main(here: Path, tmp_path: Path) -> None:
     (tmp_path / "standby.py").write_text(f"""
 import os, sys
@@ -209,6 +218,7 @@ wait_for_work()
         assert run([script], here, {}, flags=(str(tmp_path / "standby.py"),)) == native
 
 
+@pytest.mark.seam
 def test_importing_it_does_nothing() -> None:
     code = """if True:
         import sys
@@ -227,6 +237,7 @@ USELESS = ["{", "[]", "x", "{} x", '{"version": 2, "slot": 0}', '{"stacks": "mis
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", HARMLESS + USELESS)
 def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, settings: str) -> None:
     Worker(tmp_path)
@@ -236,6 +247,7 @@ def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, se
     assert bool(err) == (settings in USELESS)
 
 
+@pytest.mark.seam
 def test_a_progress_table_of_another_version_is_not_touched(tmp_path: Path) -> None:
     worker = Worker(tmp_path, progress_version=progress_layout.VERSION + 1)
     code, out, err = run_text(tmp_path, "print('runs')", worker.environ)
@@ -254,6 +266,7 @@ def test_a_row_has_room_for_all_fields() -> None:
 FAILS = "def step(x):\n    raise KeyError(x)\n\nstep('lr')\n"
 
 
+@pytest.mark.seam
 def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker) -> None:
     before = time.monotonic_ns()
     code, out, err = run_text(tmp_path, FAILS, worker.environ)
@@ -268,6 +281,7 @@ def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker
     assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == ["error.json"]
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("end", "causes"),
     [
@@ -285,6 +299,7 @@ def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: W
     assert worker.error["elastic_ext"]["causes"] == causes
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("way", "kind", "message"),
     [
@@ -315,6 +330,7 @@ def test_types_in_the_error_file(here: Path, worker: Worker, way: str, kind: "st
         assert message in (None, ours["message"])
 
 
+@pytest.mark.seam
 def test_the_error_file_is_bounded(tmp_path: Path, worker: Worker) -> None:
     run_text(tmp_path, "def f(n):\n    if n: f(n - 1)\n    raise ValueError('a' * 10**6 + 'z' * 10**6)\nf(200)", worker.environ)
     message, ours = worker.error["message"], worker.error["elastic_ext"]
@@ -339,6 +355,7 @@ raise ValueError("x")
 THREAD_BEGINS = "threading.Thread(target=lambda: [threading.main_thread().join(), late()]).start()"
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("module", "begin"), [("atexit", "atexit.register(late)"), ("threading", THREAD_BEGINS)])
 def test_the_error_file_is_there_before_the_process_ends(tmp_path: Path, worker: Worker, module: str, begin: str) -> None:
     (tmp_path / "script.py").write_text(LATE.format(module=module, begin=begin))
@@ -351,6 +368,7 @@ def test_the_error_file_is_there_before_the_process_ends(tmp_path: Path, worker:
     assert process.returncode == 1
 
 
+@pytest.mark.full
 def test_record_was_first(tmp_path: Path, worker: Worker) -> None:
     script = (
         "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main(): raise KeyError('lr')\nmain()"
@@ -362,6 +380,7 @@ def test_record_was_first(tmp_path: Path, worker: Worker) -> None:
     assert worker.error["elastic_ext"]["frames"][-1] == "script.py:3 in main"
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("present", ['{"message": {"mess', "[1]"])
 def test_an_error_file_that_is_none_stays_and_the_traceback_is_printed(tmp_path: Path, present: str) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
@@ -373,6 +392,7 @@ def test_an_error_file_that_is_none_stays_and_the_traceback_is_printed(tmp_path:
 FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("path", "before"), [("missing/error.json", ""), (".", ""), ("error.json", FULL_DISK)])
 def test_an_error_file_that_cannot_be_written_costs_one_line(tmp_path: Path, path: str, before: str) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
@@ -387,6 +407,7 @@ def test_an_error_file_that_cannot_be_written_costs_one_line(tmp_path: Path, pat
 # ---- quiet_traceback
 
 
+@pytest.mark.seam
 def test_a_quiet_worker_prints_nothing_where_the_agent_has_the_error(tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     assert run_text(tmp_path, FAILS, worker.environ) == (1, "", "")
@@ -395,6 +416,7 @@ def test_a_quiet_worker_prints_nothing_where_the_agent_has_the_error(tmp_path: P
     assert "KeyError" in run_text(tmp_path, FAILS, {**worker.environ, "TORCHELASTIC_ERROR_FILE": ""})[2]
 
 
+@pytest.mark.seam
 def test_a_hook_of_the_script_is_called_in_a_quiet_worker(here: Path, tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     for script in ("hook.py", "hook_raises.py"):
@@ -410,7 +432,7 @@ raise ValueError("x")
 """
 
 
-@pytest.mark.long("standby")
+@pytest.mark.full
 def test_the_hook_that_torch_installs_is_no_hook_of_the_script(tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     assert "[rank0]: ValueError" in run_text(tmp_path, GROUP.format(before=""), {})[2]
@@ -446,7 +468,8 @@ raise torch.OutOfMemoryError("x")
 """
 
 
-@pytest.mark.long("False")
+@pytest.mark.seam
+@pytest.mark.full("False")
 @pytest.mark.parametrize("train", [False, True])
 def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool) -> None:
     (tmp_path / "script.py").write_text(STEPS)
@@ -476,7 +499,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.long("standby")
+@pytest.mark.full
 def test_compiled_optimizer_steps_are_counted(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "script.py").write_text(COMPILED_STEPS)
     with start(["script.py"], tmp_path, worker.environ) as process:
@@ -497,6 +520,7 @@ stuck_main()
 """
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("stuck", ["threading.Event().wait()", "while True: pass"], ids=["lock", "busy"])
 def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
     worker = Worker(tmp_path)
@@ -522,6 +546,7 @@ def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
     assert b"in stuck_main" in dump
 
 
+@pytest.mark.full
 def test_dumps_are_appended_to_the_stacks_file(tmp_path: Path, worker: Worker) -> None:
     worker.stacks.write_text("before\n")
     script = f"import os\nfor _ in range(2): os.kill(os.getpid(), {int(STACKS_SIGNAL)})"

@@ -13,9 +13,26 @@ from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.processes import WorkerProcesses
 from tests.jobs import wait_gone
+from tests.until import until
 
-IGNORES_TERM = "import signal,sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+ON_TERM = "import os, signal; signal.signal(signal.SIGTERM, lambda *_: {}); print('up', flush=True)\nwhile True: signal.pause()"
 SLEEPS = "import signal; print('up', flush=True); signal.pause()"
+GRACE_S = 3600.0  # nothing here waits for it: who does, times out
+
+
+class Limit(Wakeup):
+    """at: the monotonic time by which the workers must be gone."""
+
+    def __init__(self, at: "float | None" = None) -> None:
+        super().__init__()
+        self.at = at
+
+    def stop_by(self):
+        return self.at
+
+
+def stop(workers, on_stragglers=lambda ranks: None, limit=None):
+    workers.stop(GRACE_S, on_stragglers, limit=limit)
 
 
 @pytest.fixture
@@ -37,16 +54,17 @@ def start():
         process.stdout.close()
 
 
+@pytest.mark.seam
 def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     children = {0: start("raise SystemExit(3)"), 1: start(SLEEPS), 2: start("import os; os.kill(os.getpid(), 9)")}
     workers = WorkerProcesses({rank: child.pid for rank, child in children.items()}, own_groups=True)
     while len(workers.exits) < 2:
-        workers.wait(20)
+        workers.wait(None)
     assert {rank: exit_.exitcode for rank, exit_ in workers.exits.items()} == {0: 3, 2: -9}
     assert workers.failed
     assert workers.running == [1]
     assert children[0].wait() == 3  # still there to be reaped
-    workers.stop(5, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert workers.exits[1].exitcode == -signal.SIGTERM
     assert workers.exits[0].stop_sent_ns is None
     assert not workers.exits[0].ended_by_agent(None)
@@ -58,40 +76,40 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     workers.close()
 
 
+@pytest.mark.seam
 def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(start):
     """The platform has terminated it, and its peers have failed over that first."""
     child = start("import os; os.kill(os.getpid(), 15)")
-    while not pidfds.is_ending(child.pid):
-        time.sleep(0.01)
+    until(lambda: pidfds.is_ending(child.pid))
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    workers.stop(20, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert workers.exits[0].exitcode == -signal.SIGTERM
     assert not workers.exits[0].ended_by_agent(None)
     workers.close()
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("slowly", [False, True], ids=["ended", "ending"])
 def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
     """Its exit cannot be seen yet, but its connections are closed: another worker has failed over that, and all are stopped."""
     code = "import os, threading, ctypes, signal; "
-    if slowly:  # the main thread has ended, as in a process whose driver takes its time; then the process does
+    if slowly:  # the main thread has ended, as in a process whose driver takes its time; the process does once it is told to
         code += (
-            "threading.Thread(target=lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, [15]), print('up', flush=True), "
-            "__import__('time').sleep(1), os._exit(14))).start(); signal.pthread_sigmask(signal.SIG_BLOCK, [15]); "
-            "ctypes.CDLL(None).pthread_exit(None)"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [15]); threading.Thread(target=lambda: (print('up', flush=True), "
+            "signal.sigwait([15]), os._exit(14))).start(); ctypes.CDLL(None).pthread_exit(None)"
         )
     else:
         code += "os._exit(14)"
     child = start(code)
-    while not pidfds.is_ending(child.pid):
-        time.sleep(0.01)
+    until(lambda: pidfds.is_ending(child.pid))
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    workers.stop(20, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert workers.exits[0].exitcode == 14
     assert not workers.exits[0].ended_by_agent(None)
     workers.close()
 
 
+@pytest.mark.seam
 def test_a_straggler_is_shown_and_then_killed_with_all_that_it_started(start):
     child = start(
         "import subprocess,sys,signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -102,13 +120,15 @@ def test_a_straggler_is_shown_and_then_killed_with_all_that_it_started(start):
     grandchild = int(child.stdout.readline())
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
     shown = []
-    workers.stop(0.2, on_stragglers=shown.append)
+    with Limit(at=0.0) as limit:
+        stop(workers, shown.append, limit)
     assert shown == [[0]]
     assert workers.exits[0].exitcode == -signal.SIGKILL
     assert wait_gone([grandchild]) == []
     workers.close()
 
 
+@pytest.mark.seam
 def test_what_a_failed_worker_started_does_not_outlive_it(start):
     """The worker is dead already, its child is not: the group is killed while the zombie still holds the number."""
     child = start(
@@ -117,24 +137,25 @@ def test_what_a_failed_worker_started_does_not_outlive_it(start):
     )
     grandchild = int(child.stdout.readline())
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    workers.wait(20)
+    workers.wait(None)
     assert workers.failed
-    workers.stop(5, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert wait_gone([grandchild]) == []
     workers.close()
 
 
+@pytest.mark.seam
 def test_a_signal_from_somebody_else_is_not_ours(start):
     """Told to end with SIGTERM, killed by the kernel's out-of-memory killer: that is a cause."""
-    child = start(IGNORES_TERM)
+    child = start(ON_TERM.format("os.kill(os.getpid(), 9)"))
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    threading.Timer(0.1, child.kill).start()
-    workers.stop(30, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert workers.exits[0].exitcode == -signal.SIGKILL
     assert workers.exits[0].stop_sent_ns is None
     workers.close()
 
 
+@pytest.mark.seam
 def test_what_a_survivor_started_is_killed_though_it_ended_well_when_told(start):
     child = start(
         "import subprocess,sys,signal,os; signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); "
@@ -144,32 +165,36 @@ def test_what_a_survivor_started_is_killed_though_it_ended_well_when_told(start)
     )
     grandchild = int(child.stdout.readline())
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    workers.stop(20, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert workers.exits[0].exitcode == 0
     assert wait_gone([grandchild]) == []
     workers.close()
 
 
+@pytest.mark.seam
 def test_a_process_that_is_gone_and_reaped_is_an_exit(start):
     child = start("pass")
     child.wait()
     workers = WorkerProcesses({0: child.pid}, own_groups=False)
     assert workers.exits[0].exitcode is None
     assert workers.failed
-    workers.stop(1, on_stragglers=lambda ranks: None)
+    stop(workers)
     workers.close()
 
 
+@pytest.mark.seam
 def test_a_stopped_process_is_killed(start):
     child = start(SLEEPS)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    workers.stop(0.2, on_stragglers=lambda ranks: None)
+    with Limit(at=0.0) as limit:
+        stop(workers, limit=limit)
     assert workers.exits[0].exitcode == -signal.SIGKILL
     workers.close()
 
 
+@pytest.mark.seam
 def test_wakeup_ends_a_wait_from_another_thread_and_is_not_lost(start):
     child = start(SLEEPS)
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
@@ -182,6 +207,7 @@ def test_wakeup_ends_a_wait_from_another_thread_and_is_not_lost(start):
     workers.close()
 
 
+@pytest.mark.seam
 def test_a_signal_just_before_the_wait_ends_it(start):
     """The handler has run, and poll(2) would sleep on: the file descriptor remembers the signal."""
     child = start(SLEEPS)
@@ -198,6 +224,7 @@ def test_a_signal_just_before_the_wait_ends_it(start):
         workers.close()
 
 
+@pytest.mark.seam
 def test_no_descriptor_is_left_open(start):
     child = start(SLEEPS)
     before = os.listdir("/proc/self/fd")
@@ -208,6 +235,7 @@ def test_no_descriptor_is_left_open(start):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.seam
 def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch):
     """Torch raises from its signal handler out of any line; what the agent does at its end must still come."""
     child = start(SLEEPS)
@@ -227,39 +255,37 @@ def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.seam
 def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     """The wait ends with the last exit: with a grace of an hour this test would time out otherwise."""
     workers = WorkerProcesses({rank: start(SLEEPS).pid for rank in range(3)}, own_groups=True)
-    workers.stop(3600, on_stragglers=lambda ranks: None)
+    stop(workers)
     assert workers.running == []
     assert max(exit_.seen_ns for exit_ in workers.exits.values()) <= time.monotonic_ns()
     workers.close()
 
 
+@pytest.mark.seam
 def test_a_grace_period_can_be_shortened_while_it_runs(start):
     """With the grace of an hour alone this test would time out."""
-
-    class Limit(Wakeup):
-        at = None
-
-        def stop_by(self):
-            return self.at
-
     with Limit() as limit:
-        workers = WorkerProcesses({0: start(IGNORES_TERM).pid}, own_groups=True)
+        child = start(ON_TERM.format("print('told', flush=True)"))
+        workers = WorkerProcesses({0: child.pid}, own_groups=True)
 
         def cut_off():
+            child.stdout.readline()  # it was told to end, and does not
             limit.at = time.monotonic()
             limit.set()
 
-        later = threading.Timer(0.2, cut_off)
+        later = threading.Thread(target=cut_off)
         later.start()
-        workers.stop(3600, on_stragglers=lambda ranks: None, limit=limit)
+        stop(workers, limit=limit)
         later.join()
     assert workers.exits[0].exitcode == -signal.SIGKILL
     workers.close()
 
 
+@pytest.mark.full
 def test_a_wait_of_any_length_can_be_asked_for():
     with Wakeup() as wakeup:
         wakeup.set()

@@ -32,7 +32,7 @@ from tests.chaos.seeded.schedule import Plan
 from tests.chaos.seeded.shrink import fewest
 from tests.jobs import RUNNING, Finished, ended, environment
 
-RUN_S = 400.0
+RUN_S = 1200.0
 ALONE_STEPS = 1000  # more than almost all runs make
 MISSED = "missed.json"  # in the folder of a run: the kinds of its faults that were not done
 

@@ -19,6 +19,7 @@ from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer, distro_binary
 
 SECRET = "a secret of the chaos suite"
+PATIENCE_S = 20  # for an answer, while no fault is on
 
 
 class Members(Protocol):
@@ -127,7 +128,7 @@ class Brought:
 def leader(members: Members, inside: Callable[[str], list[str]]) -> str:
     """The host of the member that leads; "" where nobody knows."""
     for host in members.running():
-        shown = _asked(members, host, inside, "endpoint", "status", "--write-out=fields") or ""
+        shown = _asked(members, host, inside, 1, "endpoint", "status", "--write-out=fields") or ""
         fields = dict(line.split(" : ") for line in shown.splitlines() if " : " in line)
         if fields.get('"MemberID"') and fields['"MemberID"'] == fields['"Leader"']:
             return host
@@ -138,7 +139,7 @@ def registered(members: Members, inside: Callable[[str], list[str]], run_id: str
     """The ids of the nodes in the job, waiting ones too; none where no member tells."""
     prefix = JobKeys(run_id).nodes
     for host in members.running():
-        text = _asked(members, host, inside, "get", "--prefix", prefix, "--keys-only")
+        text = _asked(members, host, inside, PATIENCE_S, "get", "--prefix", prefix, "--keys-only")
         if text is not None:
             return [line.removeprefix(prefix).strip("/") for line in text.splitlines() if line.startswith(prefix)]
     return []
@@ -147,15 +148,16 @@ def registered(members: Members, inside: Callable[[str], list[str]], run_id: str
 def ledger(members: Members, inside: Callable[[str], list[str]], run_id: str) -> Ledger | None:
     """The job's; None where no member tells, as of those that the job brought once it is over."""
     for host in members.running():
-        text = _asked(members, host, inside, "get", JobKeys(run_id).ledger, "--print-value-only")
+        text = _asked(members, host, inside, PATIENCE_S, "get", JobKeys(run_id).ledger, "--print-value-only")
         if text is not None:
             return decode_ledger(text) if text.strip() else Ledger()
     return None
 
 
-def _asked(members: Members, host: str, inside: Callable[[str], list[str]], *what: str) -> str | None:
-    """What etcdctl is told by the member of this host; None: nothing."""
-    command = [*inside(host), str(distro_binary("etcdctl")), *members.etcdctl(host), "--command-timeout=1s", "--dial-timeout=1s"]
+def _asked(members: Members, host: str, inside: Callable[[str], list[str]], seconds: int, *what: str) -> str | None:
+    """What etcdctl is told by the member of this host; None: nothing, in so many seconds."""
+    limits = [f"--command-timeout={seconds}s", f"--dial-timeout={seconds}s"]
+    command = [*inside(host), str(distro_binary("etcdctl")), *members.etcdctl(host), *limits]
     env = {**os.environ, "ETCDCTL_API": "3"}
-    done = subprocess.run([*command, *what], capture_output=True, text=True, env=env, timeout=10, check=False)
+    done = subprocess.run([*command, *what], capture_output=True, text=True, env=env, timeout=120, check=False)
     return done.stdout if done.returncode == 0 else None

@@ -22,7 +22,7 @@ from typing import Any
 
 SECRETS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 BUCKET = "chaos"
-HEARS_S = 30
+HEARS_S = 60
 ANSWERS = {
     "InternalError": "500 Internal Server Error",
     "ServiceUnavailable": "503 Service Unavailable",

@@ -22,17 +22,17 @@ from tests.jobs import wait_gone
 from tests.programs import REQUIRE
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
-STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
+STUCK_S = 240.0  # without a word of any worker, or without an end after all is done
 LEADS = "leads the rendezvous"  # as agents log it
 LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
 OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen", "events_dropped": "dropped"}  # by elastic_ext's names
 PATIENCE_S = 30.0  # until a fault finds somebody that it can be done to: standbys import torch first
-FIRST_WORD_S = 180.0  # until a worker tells something: all processors are busy with imports
-LONGEST_S = 300.0  # of a run whose agents start again and again
+FIRST_WORD_S = 300.0  # until a worker tells something: all processors are busy with imports
+LONGEST_S = 900.0  # of a run whose agents start again and again
 LEARN_S = LEASE_S / 2  # after all is healed, until an agent knows that its lease is gone: it renews it each third of that time
 AGAIN_STEPS = 6  # then, of all hosts that have room: at least one checkpoint
-AGAIN_S = 150.0  # in which they must have made them; an etcd of the job that has lost its majority begins anew after a minute
-ZOMBIE_S = 5.0  # for a parent to wait for its child, with all processors busy
+AGAIN_S = 300.0  # in which they must have made them; an etcd of the job that has lost its majority begins anew after a minute
+ZOMBIE_S = 60.0  # for a parent to wait for its child, with all processors busy
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Run:
         waited_for = self.hosts.waited_for
         left = [each for each in processes.descendants(os.getpid()) if each.pid not in waited_for]
         if not stuck:
-            alive = set(wait_gone([each.pid for each in left], timeout_s=5))
+            alive = set(wait_gone([each.pid for each in left]))
             left = [each for each in left if each.pid in alive]
         for host in self.plan.hosts:
             self._told_by_agents(host)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.etcd.keys import JobKeys
@@ -18,6 +20,7 @@ def inside(host: str) -> list[str]:
     return []
 
 
+@pytest.mark.full
 def test_the_ledger_of_the_job_while_a_member_runs(tmp_path: Path):
     with ExitStack() as stack:
         members = Ours(tmp_path, {"e0": "127.0.0.1"}, ("e0",), inside, stack)

@@ -32,8 +32,8 @@ from tests.jobs import ROOT, ended
 from tests.programs import needs
 
 PATCHES = Path(__file__).with_name("mutations")
-STUCK_S = 20.0  # of what is stuck for good
-TIMEOUT_S = 400
+STUCK_S = 60.0  # of what is stuck for good
+TIMEOUT_S = 1200
 
 
 def two_hosts(*faults: Fault, nnodes: str = "2", standby: bool = False, local: bool = False) -> Plan:
@@ -134,6 +134,7 @@ def test_a_report_counts_only_by_the_right_check_and_with_the_right_words() -> N
     assert mutation.unseen(["ends: stuck: nothing for 20 s", "leavings: long after"]) == mutation.reports
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("name", sorted({each.patch for each in MUTATIONS}))
 def test_a_patch_applies_to_what_is_here(name: str) -> None:
     apply(name, ROOT, "--check")
@@ -148,7 +149,7 @@ def apply(name: str, root: Path, *options: str) -> None:
     assert all(each.startswith("elastic_ext/") for each in names), names
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(3 * TIMEOUT_S)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: f"{each.patch}-{'-'.join(each.reports)}".replace(" ", "_"))
 def test_a_mutation_is_reported(mutation: Mutation, folder: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_mutation_is_reported(mutation: Mutation, folder: Path) -> None:
     pytest.fail(f"the last of {mutation.tries} runs reported {problems}, expected too: {mutation.unseen(problems)}")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("plan", [HOST_LOST, ORPHAN], ids=["host_lost", "orphan"])
 def test_a_copy_without_a_mutation_passes(plan: Plan, folder: Path) -> None:

@@ -13,9 +13,10 @@ from tests.chaos.seeded.__main__ import reported, started
 from tests.chaos.seeded.schedule import plan
 from tests.jobs import Finished, ended
 
-TIMEOUT_S = 400
+TIMEOUT_S = 1200
 
 
+@pytest.mark.seam
 def test_a_run_that_ends_before_it_began_has_not_passed_like_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "problems.json").write_text("[]")
@@ -39,9 +40,10 @@ def test_a_run_has_passed_only_if_it_wrote_so_and_left_so(problems: str | None, 
     assert reported(problems, Finished(code, "", "said")) == shown
 
 
+@pytest.mark.full
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("kind", ["kill host", "cut", "kill etcd leader"])
-@pytest.mark.long("cut", "kill etcd leader")
+@pytest.mark.full("cut", "kill etcd leader")
 def test_the_first_seed_whose_plan_is_this_fault_alone_on_two_hosts_without_a_store(kind: str, tmp_path: Path) -> None:
     lossy_network.required()
     alone = (each for each in map(plan, itertools.count()) if [fault.kind for fault in each.faults] == [kind])

@@ -33,6 +33,7 @@ def planned(kind: str) -> Plan:
     return Plan(0, 2, "own hosts", "2", False, False, False, "folder", (Fault(kind, "a", 4, 0.0, 1.0),))
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("step_s", [3600, -3600])
 def test_a_step_of_the_clock_is_seen_by_a_process_that_runs_and_its_waits_stay_as_long(tmp_path: Path, step_s: int):
     with ExitStack() as stack:
@@ -48,8 +49,8 @@ def test_a_step_of_the_clock_is_seen_by_a_process_that_runs_and_its_waits_stay_a
         assert err == ""
         after = json.loads(out)
         for shown, ahead_s in ((before, 0), (after, step_s)):
-            assert shown[0] - time.time() == pytest.approx(ahead_s, abs=60)
-            assert shown[1] - time.time() == pytest.approx(ahead_s, abs=60)
+            assert shown[0] - time.time() == pytest.approx(ahead_s, abs=600)
+            assert shown[1] - time.time() == pytest.approx(ahead_s, abs=600)
             assert shown[2] < 60
         assert surroundings.clock("a") == step_s
         assert surroundings.clock("b") == 0

@@ -389,6 +389,7 @@ def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found_path(f"~/{tmp_path.name}") == str(tmp_path / "step_1.pt")
 
 
+@pytest.mark.seam
 def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
     code = (
         "import sys; from elastic_ext.checkpoints.choice.discovery import newest_complete; newest_complete(sys.argv[1])\n"
@@ -415,6 +416,7 @@ def test_what_names_no_storage(wrong: str, said: str) -> None:
         newest_complete(wrong)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("mode", [0o000, 0o311, 0o644])
 def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
     """Run as another user if need be: permission bits do not bind root. 0o644: the names can be listed, but not reached."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import digest, memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, Verification
-from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.store_job import Membership, StoreJob
@@ -210,6 +209,7 @@ def exchange_of(server: TCPStore, rank: int, nodes: int, over=lambda: None) -> S
     return StoreExchange(Membership(1, rank, nodes), lambda question: question(shared), over)
 
 
+@pytest.mark.seam
 def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     save(tmp_path, 7)
     settings = Settings(checkpoint_dir=str(tmp_path))
@@ -238,6 +238,7 @@ def agreed(settings: Settings, exchanges: Sequence[StoreExchange], places: Seque
         return [each.result() for each in asked]
 
 
+@pytest.mark.seam
 def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
     """The newest, whoever has its parts; what one node refuses, none uses; each knows its peer and what it must get."""
     (tmp_path / "checkpoints").mkdir()
@@ -256,6 +257,7 @@ def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
     assert two.digest == digest((tmp_path / "a" / directory_name(6, 1) / MANIFEST).read_bytes())
 
 
+@pytest.mark.full
 def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
     """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
     save_own(tmp_path / "checkpoints", 5)
@@ -265,6 +267,7 @@ def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_pat
     assert found[0].lost.startswith("node 1 has no memory for copies")
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("prepare", "kind"), [(lambda path: flip(save(path, 7)), BadCheckpoints), (lambda path: save(path, 7), UsageError)]
 )
@@ -276,16 +279,25 @@ def test_all_nodes_get_the_same_error(tmp_path, exchanges, prepare, kind):
             resolution.agree(settings, "run", exchange, Place(node, 2))
 
 
+@pytest.mark.seam
 def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):
     whole, late = save(tmp_path, 7).read_bytes(), tmp_path / "late"
     late.mkdir()
-    writer = threading.Timer(0.2, lambda: (late / "step_7.pt").write_bytes(whole))
     (late / "step_7.pt").write_bytes(whole[:100])
-    writer.start()
-    resolution.await_visible(open_storage(str(late)), "step_7.pt", time.monotonic() + 30)
-    writer.join()
+    storage, looks = open_storage(str(late)), []
+    genuine = storage.stat
+
+    def stat(name: str) -> Entry | None:
+        looks.append(name)
+        if len(looks) == 3:
+            (late / name).write_bytes(whole)
+        return genuine(name)
+
+    storage.stat = stat
+    resolution.await_visible(storage, "step_7.pt", time.monotonic() + 60)
+    assert looks == ["step_7.pt"] * 3
     with pytest.raises(UsageError, match="storage that every node mounts"):
-        resolution.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic() + 0.1)
+        resolution.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic())
 
 
 SCRIPT = """
@@ -303,7 +315,8 @@ if how == "nan" and attempt == 0:
 """
 
 
-@pytest.mark.long("nan")
+@pytest.mark.full
+@pytest.mark.full("nan")
 @pytest.mark.parametrize(
     ("how", "begins"),
     [
@@ -325,6 +338,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path, how, begins):
     assert "is quarantined" in done.err
 
 
+@pytest.mark.seam
 def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
     script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
     script.write_text(SCRIPT)

@@ -35,6 +35,7 @@ def chosen(directory: str, **wanted: Any) -> str | None:
     return resume and os.path.basename(resume.path)
 
 
+@pytest.mark.full("s3")
 def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> None:
     held = open_storage(directory)
     names = [save_own(held, step) for step in (1, 2, 3)]
@@ -57,6 +58,7 @@ def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> N
         marks.lift_quarantine(held, names[2])
 
 
+@pytest.mark.full("s3")
 def test_all_bad_is_not_the_same_as_nothing(directory: str) -> None:
     held = open_storage(directory)
     held.put(f"{directory_name(9, 1)}/__0_0.distcp", b"torn")
@@ -70,6 +72,7 @@ def test_all_bad_is_not_the_same_as_nothing(directory: str) -> None:
     assert [os.path.basename(passed.path) for passed in choice.passed_over] == [directory_name(9, 1), names[1], names[0]]
 
 
+@pytest.mark.full("s3")
 def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
     held = open_storage(directory)
     names = [save_own(held, 7, 1), save_own(held, 8, 1), save_own(held, 7, 2)]
@@ -102,6 +105,7 @@ def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
         newest_complete(str(tmp_path), Wanted(resume_from="2"))
 
 
+@pytest.mark.full("s3")
 def test_a_damaged_one_is_found_before_it_is_chosen(directory: str) -> None:
     held = open_storage(directory)
     names = [save_own(held, step) for step in (1, 2)]
@@ -145,6 +149,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@pytest.mark.full("s3")
 def test_one_listing_and_one_for_the_candidate(directory: str, calls: Counter[str]) -> None:
     held = open_storage(directory)
     for step in range(1, 21):
@@ -188,6 +193,7 @@ class LateStorage(LocalStorage):
             yield file
 
 
+@pytest.mark.seam
 def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 

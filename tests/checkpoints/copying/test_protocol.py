@@ -60,6 +60,7 @@ def test_what_counts_as_progress():
     assert progress.heard_at == 5.0  # it had work already, and is silent since
 
 
+@pytest.mark.seam
 def test_the_program_still_has_its_old_name():
     """People without an agent run it by hand."""
     command = [sys.executable, "-m", "elastic_ext.checkpoints.replicate", "--help"]

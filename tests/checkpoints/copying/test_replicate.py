@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,16 +22,17 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.copying.coordination import TARGET
 from elastic_ext.checkpoints.copying.replicator import LocalCheckpoint, Replicator, next_target
 from elastic_ext.checkpoints.copying.throttle import TokenBucket
-from elastic_ext.checkpoints.directory import pruning, tiers
+from elastic_ext.checkpoints.directory import pins, pruning, tiers
 from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_loadable, rank_of, ranks_of
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, verify
-from elastic_ext.checkpoints.storage import open_storage, poll
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.exchange import merge_ranges
 from tests.jobs import environment
+from tests.until import LIMIT_S, until
 
 
 def save(locals_: list[Path], step: int, generation: int = 1, size: int = 1000, seed: int = 0) -> str:
@@ -67,19 +69,23 @@ class Process:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def until(self, wanted) -> dict:
-        """The first thing told from now on that is wanted."""
+    def _reports(self) -> Iterator[dict]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.told.append(json.loads(line))
-            if wanted(self.told[-1]):
-                return self.told[-1]
+            if "pulse" not in (message := json.loads(line)):  # while a file takes long
+                self.told.append(message)
+                yield message
+
+    def until(self, wanted) -> dict:
+        """The first thing told from now on that is wanted."""
+        for told in self._reports():
+            if wanted(told):
+                return told
         raise AssertionError(f"the copier ended with {self.process.wait()}: {self.told}")
 
     def finish(self) -> int:
         self.say("finish")
-        assert self.process.stdout is not None
-        self.told += [json.loads(line) for line in self.process.stdout]
+        list(self._reports())
         return self.process.wait()
 
     def __enter__(self) -> Process:
@@ -208,6 +214,7 @@ def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
 # The process.
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("directory", ["local", "s3"])
 def test_the_manifest_comes_last_by_the_node_of_rank_0(request, tmp_path, nodes, directory):
     remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
@@ -220,6 +227,7 @@ def test_the_manifest_comes_last_by_the_node_of_rank_0(request, tmp_path, nodes,
     assert sum(told["sent"] for each in (first, second) for told in each.told) == 2 * (1000 + len("own")) + len("sharedmetadata")
 
 
+@pytest.mark.seam
 def test_without_the_other_node_it_is_never_complete(tmp_path, nodes):
     name = save(nodes, 2)
     with Process(nodes[0], tmp_path / "remote") as first:
@@ -233,13 +241,14 @@ def test_without_the_other_node_it_is_never_complete(tmp_path, nodes):
     assert complete(tmp_path / "remote", name)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("directory", ["local", "s3"])
 def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, directory):
     remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
     name = save(nodes[:1], 2, size=300_000)
     storage = open_storage(str(remote))
-    with Process(nodes[0], remote, mb_s=0.05) as first:  # one file at once, then six seconds' wait
-        assert poll(lambda: storage.stat(f"{name}/__0_0.distcp"), bool, monotonic_in(30)) is not None
+    with Process(nodes[0], remote, mb_s=1e-6) as first:  # one file at once, then days' wait
+        until(lambda: storage.stat(f"{name}/__0_0.distcp"))
         first.process.kill()
         first.process.wait()
     assert not complete(remote, name)
@@ -249,21 +258,17 @@ def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, direc
     assert 0 < sum(told["sent"] for told in second.told) < 300_000  # not the large file again
 
 
-def monotonic_in(seconds: float) -> float:
-    import time
-
-    return time.monotonic() + seconds
-
-
+@pytest.mark.seam
 def test_it_ends_with_the_agent(tmp_path, nodes):
     save(nodes[:1], 2, size=300_000)
     with Process(nodes[0], tmp_path / "remote", mb_s=0.001) as copier:
         assert copier.process.stdin is not None
         copier.process.stdin.close()
         copier.process.stdin = None
-        assert copier.process.wait(30) == 0
+        assert copier.process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.seam
 def test_saves_that_come_faster_than_copies(tmp_path, nodes):
     """Both nodes copy the same one though they see others; what is older than a complete one is left out and pruned."""
     remote = tmp_path / "remote"
@@ -286,6 +291,7 @@ def test_saves_that_come_faster_than_copies(tmp_path, nodes):
         assert [path.name for path in sorted(node.glob("step_*"))] == names[-1:]
 
 
+@pytest.mark.seam
 def test_a_damaged_part_is_never_complete_and_holds_up_nothing(tmp_path, nodes):
     remote = tmp_path / "remote"
     bad, good = save(nodes, 2), None
@@ -371,6 +377,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("while_", ["choosing", "loading"])
 def test_a_pin_dies_with_its_agent(superfluous, while_):
     copier, local, older, _ = superfluous
@@ -402,24 +409,28 @@ def test_where_files_cannot_be_locked_the_agent_goes_on(superfluous, monkeypatch
     assert not (local / older).exists()
 
 
-def test_who_chooses_waits_for_a_removal_under_way(superfluous):
+@pytest.mark.seam
+def test_who_chooses_waits_for_a_removal_under_way(superfluous, monkeypatch):
     _, local, older, _ = superfluous
     storage = open_storage(str(local))
-    seen: list[list[str]] = []
+    tried, genuine = threading.Event(), pins._try_lock
 
-    def choose() -> None:
+    def choose() -> list[str]:
         pin = Pin(storage)
-        seen.append([offer.name for offer in tiers.offers(storage)])
+        found = [offer.name for offer in tiers.offers(storage)]
         pin.release()
+        return found
 
-    with unless_pinned(storage, older) as free:
-        assert free
-        agent = threading.Thread(target=choose)
-        agent.start()
-        pruning.delete(storage, older)
-        assert seen == []
-    agent.join(30)
-    assert seen == [[directory_name(4, 1)]]
+    monkeypatch.setattr(pins, "REMOVAL_S", 600.0)
+    with ThreadPoolExecutor(1) as pool:
+        with unless_pinned(storage, older) as free:
+            assert free
+            monkeypatch.setattr(pins, "_try_lock", lambda *args: (genuine(*args), tried.set())[0])
+            seen = pool.submit(choose)
+            assert tried.wait(LIMIT_S)
+            pruning.delete(storage, older)
+            assert not seen.done()
+        assert seen.result() == [directory_name(4, 1)]
 
 
 @contextmanager

@@ -75,6 +75,7 @@ def agent(run_id: str, *command: str) -> list[str]:
     return [*AGENT, "--nproc-per-node=1", "--max-restarts=3", f"--rdzv-id={run_id}", conf, *command]
 
 
+@pytest.mark.full
 def test_of_two_jobs_in_one_directory_the_older_stops_once_the_newer_saves_there(tmp_path: Path):
     """A restart of the older would take the directory from the newer, whose restart would take it back, and so on."""
     (tmp_path / "train.py").write_text(TRAINS)
@@ -94,6 +95,7 @@ def test_of_two_jobs_in_one_directory_the_older_stops_once_the_newer_saves_there
     assert "StaleGroup" not in done.err
 
 
+@pytest.mark.full
 def test_an_evaluation_of_the_directory_under_an_agent_costs_one_restart_and_not_the_job(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAINS)
     (tmp_path / "evaluate.py").write_text(LOADS)
@@ -101,7 +103,7 @@ def test_an_evaluation_of_the_directory_under_an_agent_costs_one_restart_and_not
         trains.wait_for(r"saved \d+ True", 2)
         evaluated = run(agent("evaluation", "evaluate.py"), tmp_path)
         assert (evaluated.returncode, evaluated.out.split()) == (0, ["True"]), evaluated.err
-        again = int(trains.wait_for(r"at (\d+)", 2)[1][1])
+        again = int(trains.wait_for(r"(?m)^at (\d+)$", 2)[1][1])
         assert again > 0
         trains.wait_for(rf"saved {again + 3} True", 1)
         trains.process.send_signal(signal.SIGTERM)

@@ -96,6 +96,7 @@ def entry_of(storage: Storage, name: str) -> Entry:
     return next(entry for entry in storage.entries() if entry.name == name)
 
 
+@pytest.mark.full("s3")
 def test_copies_are_whole(tmp_path: Path, target: Storage) -> None:
     source = open_storage(str(tmp_path / "source"))
     names = [save_own(source, 5), "step_1", "checkpoint-5", "a.pt"]
@@ -114,6 +115,7 @@ def test_copies_are_whole(tmp_path: Path, target: Storage) -> None:
     assert newest_complete(str(tmp_path / "back")).resume is not None
 
 
+@pytest.mark.full("s3")
 def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, target: Storage) -> None:
     source = open_storage(str(tmp_path / "source"))
     name = save_own(source, 5)
@@ -136,6 +138,7 @@ def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, target: Stor
     assert verify(target, entry_of(target, name)).sound
 
 
+@pytest.mark.seam("s3")
 def test_a_damaged_one_is_not_copied(tmp_path: Path, target: Storage) -> None:
     source = open_storage(str(tmp_path / "source"))
     name = save_own(source, 5)
@@ -151,6 +154,7 @@ def test_a_damaged_one_is_not_copied(tmp_path: Path, target: Storage) -> None:
         copy(source, target, entry_of(source, name))
 
 
+@pytest.mark.full("s3")
 def test_what_was_damaged_in_the_target_is_sent_again(tmp_path: Path, target: Storage) -> None:
     source = open_storage(str(tmp_path / "source"))
     name = save_own(source, 5)
@@ -162,6 +166,7 @@ def test_what_was_damaged_in_the_target_is_sent_again(tmp_path: Path, target: St
     assert verify(target, entry_of(target, name)).sound
 
 
+@pytest.mark.full("s3")
 def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path, target: Storage) -> None:
     source = open_storage(str(tmp_path / "source"))
     name = save_own(source, 5)
@@ -247,6 +252,7 @@ def test_marks_come_and_go(directory: str, capsys: pytest.CaptureFixture[str]) -
     assert "no checkpoint step_9 in" in err
 
 
+@pytest.mark.full
 def test_cp_to_an_object_store(directory: str, s3: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = directory_name(20, 2)
     code, out = run(capsys, "cp", directory, name, "--to", f"{s3}/kept")[:2]
@@ -258,6 +264,7 @@ def test_cp_to_an_object_store(directory: str, s3: str, capsys: pytest.CaptureFi
     assert "is not complete" in err
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     "words", [("ls",), ("ls", ""), ("ls", "nosuch://x"), ("prune", ".", "--keep-last=-1"), ("nothing", "."), ("verify", ".")]
 )
@@ -268,6 +275,7 @@ def test_wrong_usage_is_78(tmp_path: Path, words: tuple[str, ...]) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_bar_on_a_terminal_only(directory: str) -> None:
     command = [sys.executable, "-m", "elastic_ext.cli", "checkpoints", "verify", directory]
     assert subprocess.run(command, capture_output=True, check=True).stderr == b""

@@ -20,9 +20,9 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.copying.test_replicate import Process
 from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
-from tests.etcd.conftest import until
 from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job, environment
 from tests.ports import free_port
+from tests.until import until
 
 SCRIPT = SCRIPTS / "checkpointed_job.py"
 NO_COPIES = "0.000001"  # megabytes a second: nothing is complete in the remote directory while the test lasts
@@ -41,7 +41,7 @@ class Nodes:
         return self.tmp_path / f"disk-{name}"
 
     def start(self, name: str, steps: int, *more: str, **env: str) -> Job:
-        conf = f"checkpoint_dir={self.remote},verify=full,backoff=0,lease_ttl=5"
+        conf = f"checkpoint_dir={self.remote},verify=full,backoff=0,lease_ttl=30"
         where = [f"--rdzv-endpoint={self._endpoint}", "--rdzv-backend=ext_etcd", "--rdzv-id=job", f"--rdzv-conf={conf}"]
         script = [SCRIPT, self.remote, "--out=tiers", f"--steps={steps}", "--save-every=2"]
         command = [*AGENT, *where, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *more, *script]
@@ -68,7 +68,7 @@ def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
         yield Nodes(server.endpoint, f"{s3}/job", tmp_path, stack)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
     """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
     slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
@@ -110,7 +110,7 @@ class Ranks:
             command = [sys.executable, str(SCRIPT), str(self.remote), f"--out={self.tmp_path / out}", *args]
             processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         try:
-            ends = [process.communicate(timeout=120)[1] for process in processes]
+            ends = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -142,8 +142,9 @@ def state_of(text: str, what: str) -> str:
     return re.findall(rf"^{what} (\w+)$", text, re.MULTILINE)[-1]
 
 
+@pytest.mark.full
 @WITH_SAVED
-@pytest.mark.long("nab")
+@pytest.mark.full("nab")
 @pytest.mark.parametrize("disks", ["ba", "nab"])
 def test_parts_are_loaded_whoever_has_them(saved, disks):
     """By the same nodes in another order, and with a new one as the first."""
@@ -154,8 +155,9 @@ def test_parts_are_loaded_whoever_has_them(saved, disks):
         assert not (saved.disk(name) / ".elastic_ext" / "fetched").exists()
 
 
+@pytest.mark.full
 @WITH_SAVED
-@pytest.mark.long("damaged")
+@pytest.mark.full("damaged")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
     copiers = [Process(saved.disk(name), saved.remote) for name in "ab"]
@@ -176,7 +178,7 @@ def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_dire
 
 
 @WITH_SAVED
-@pytest.mark.long
+@pytest.mark.full
 def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
     shutil.rmtree(saved.disk("b") / STEP_4)
     with pytest.raises(AssertionError, match="files are on no node"):
@@ -192,7 +194,7 @@ def resumptions(job: Job) -> list[str]:
     return re.findall(r"resuming from (\S+), step", job.err)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
     """With nothing in the remote directory: what is read is local, and from the other node what the other has written."""
     jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, HOLD="1", **IMPATIENT) for name in "ab"]
@@ -210,7 +212,7 @@ def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
     assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_path):
     first, lost = nodes.start("a", 10**6), nodes.start("b", 10**6)
     first.wait_for(r"complete in s3://\S+: step_")
@@ -234,7 +236,7 @@ def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_pat
     assert loaded == [state[0] for state in unbroken_state(tmp_path, step)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
     jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]
@@ -260,11 +262,11 @@ def kill_the_copier(job: Job, times: int) -> None:
 
     times: how often it has been killed then.
     """
-    until(lambda: copiers(job.process.pid) or job.process.poll() is not None, TIMEOUT_S)
+    until(lambda: copiers(job.process.pid) or job.process.poll() is not None, limit_s=TIMEOUT_S)
     for pid in copiers(job.process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    until(lambda: job.err.count(KILLED) >= times or job.process.poll() is not None, TIMEOUT_S)
+    until(lambda: job.err.count(KILLED) >= times or job.process.poll() is not None, limit_s=TIMEOUT_S)
 
 
 def copiers(agent: int) -> list[int]:
@@ -280,7 +282,7 @@ def copiers(agent: int) -> list[int]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes):
     """Nobody is left who could tell of the save: the copier goes with its agent, and the next agent's one looks."""
     script = nodes.tmp_path / "save_and_die.py"
@@ -309,6 +311,7 @@ def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes)
     assert nodes.complete() == [5]
 
 
+@pytest.mark.seam
 def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
     """The agent does not restart: the copy arrives before it leaves."""
     script = tmp_path / "bug.py"
@@ -327,7 +330,7 @@ def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
     assert nodes.complete() == [5]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_full_local_disk(nodes, tmp_path):
     """Saves go to the remote directory, training goes on, one warning."""
     disk = nodes.local("b")
@@ -350,6 +353,7 @@ def test_a_full_local_disk(nodes, tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.full
 def test_local_dir_needs_checkpoint_dir(tmp_path):
     script = tmp_path / "never.py"
     script.write_text("raise SystemExit('started')")

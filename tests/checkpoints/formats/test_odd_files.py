@@ -75,6 +75,7 @@ def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     return root, name
 
 
+@pytest.mark.seam
 def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tmp_path: Path) -> None:
     root, name = spoiled
     storage = open_storage(str(root))
@@ -90,6 +91,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     assert [row.name for row in listing.list_checkpoints(storage) if row.complete] == [name]
 
 
+@pytest.mark.seam
 def test_the_commands_end(spoiled: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, name = spoiled
     for command in (["ls"], ["verify", name], ["verify", "--all"], ["prune", "--yes"], ["pin", name], ["cp", name]):
@@ -126,6 +128,7 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_no_hang(tmp_path: Path) -> 
         newest_complete(str(tmp_path))
 
 
+@pytest.mark.seam
 def test_the_copier_among_odd_files(tmp_path: Path) -> None:
     local, remote = tmp_path / "local", tmp_path / "remote"
     name = save([local], 2)

@@ -46,6 +46,7 @@ def flips(data: bytes, count: int) -> list[bytes]:
     return found
 
 
+@pytest.mark.full("s3")
 @pytest.mark.parametrize("where", ["local", "s3"])
 def test_a_bit_flipped_in_each_file_in_turn(tmp_path: Path, where: str, request: pytest.FixtureRequest) -> None:
     storage = open_storage(str(tmp_path) if where == "local" else request.getfixturevalue("s3"))

@@ -25,6 +25,7 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path, groups: RankGroups) ->
     return Hosts(tmp_path, groups, request.param)
 
 
+@pytest.mark.seam
 def test_all_of_the_state_comes_back(hosts: Hosts) -> None:
     """Sharded parameters and moments, each rank's generators and data loader, the epoch and the note."""
     hosts.run(23)
@@ -35,6 +36,7 @@ def test_all_of_the_state_comes_back(hosts: Hosts) -> None:
     assert order_of(hosts.newest()) == (2, 26)
 
 
+@pytest.mark.full
 def test_two_buffers_for_each_rank_and_no_more(hosts: Hosts) -> None:
     for _ in range(3):
         hosts.run(7, hosts.newest())
@@ -43,6 +45,7 @@ def test_two_buffers_for_each_rank_and_no_more(hosts: Hosts) -> None:
         assert len(list(node.glob("step_*"))) == 2
 
 
+@pytest.mark.full
 def test_the_first_copy_after_a_start_does_not_wait_for_an_interval(hosts: Hosts) -> None:
     """The first step only makes the buffers. Until there is a copy, what was loaded may be whole on one node only."""
     seldom = {"options": {"memory_every": 50}}
@@ -52,6 +55,7 @@ def test_the_first_copy_after_a_start_does_not_wait_for_an_interval(hosts: Hosts
     assert order_of(hosts.newest()) == (2, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_copy_is_not_loaded_the_older_one_is(hosts: Hosts, groups: RankGroups, rank: int) -> None:
     hosts.run(9)
@@ -62,6 +66,7 @@ def test_a_damaged_copy_is_not_loaded_the_older_one_is(hosts: Hosts, groups: Ran
     assert f"{tiers.memory_file(rank)} has checksum" in groups.stderr.read_text()
 
 
+@pytest.mark.full
 def test_both_copies_damaged_the_checkpoint_on_disk_is_loaded(hosts: Hosts, groups: RankGroups) -> None:
     hosts.run(24)
     for _ in range(2):
@@ -76,6 +81,7 @@ def test_both_copies_damaged_the_checkpoint_on_disk_is_loaded(hosts: Hosts, grou
     assert not hosts.newest(), "what could not be loaded is gone"
 
 
+@pytest.mark.full
 def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> None:
     """When the newest copy is damaged: the older one is of step 19, the checkpoint of step 20."""
     hosts.run(20)
@@ -85,6 +91,7 @@ def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> Non
         assert (result["step"], Path(result["path"]).parent) == (20, hosts.directory)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -100,7 +107,7 @@ def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> Non
         )
     ],
 )
-@pytest.mark.long("[1] to [2]", "[1, 1] to [1, 1, 1]", "[2] to [1, 1]")
+@pytest.mark.full("[1] to [2]", "[1, 1] to [1, 1, 1]", "[2] to [1, 1]")
 def test_other_nodes_or_ranks_load_it_from_whoever_has_the_parts(
     tmp_path: Path, groups: RankGroups, before: list[int], after: list[int]
 ) -> None:
@@ -122,6 +129,7 @@ def test_other_nodes_or_ranks_load_it_from_whoever_has_the_parts(
         assert len(list((hosts.memory / str(node)).glob("step_*"))) == 2
 
 
+@pytest.mark.full
 def test_a_part_that_no_node_has_or_that_is_damaged_on_fewer_nodes(tmp_path: Path, groups: RankGroups) -> None:
     hosts = Hosts(tmp_path, groups, [1, 1])
     hosts.run(12)
@@ -137,6 +145,7 @@ def test_a_part_that_no_node_has_or_that_is_damaged_on_fewer_nodes(tmp_path: Pat
     assert "rank_00001.mem has checksum" in groups.stderr.read_text()
 
 
+@pytest.mark.full
 def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, groups: RankGroups) -> None:
     """Said once; the checkpoints on disk are as they should be."""
     hosts.run(30, file_limit=65536, args={"save_every": 4})
@@ -149,7 +158,8 @@ def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, grou
 # Killed.
 
 
-@pytest.mark.long("one node")
+@pytest.mark.seam
+@pytest.mark.full("one node")
 def test_killed_ranks_lose_no_copy_that_was_committed(tmp_path: Path, hosts: Hosts, groups: RankGroups) -> None:
     """After each kill the newest copy is that of the last step that any rank was told of, or newer, and is loaded exactly."""
     draw = random.Random(f"{SEED} {hosts.nodes}")

@@ -19,6 +19,7 @@ def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
 # The user's own values.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -31,6 +32,7 @@ def test_a_list_beside_a_tensor_comes_back_whole(hosts: Hosts, tier: str, first:
         assert (result["step"], result["list"], result["average"], result["path"]) == (2, then, [1.0, 1.0, 1.0], resume)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("after", [[2], [1]], ids=["as it was", "resharded"])
 @pytest.mark.parametrize(("first", "then"), [({}, {"a": 1}), ({"a": 1}, {}), ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}})])
@@ -44,6 +46,7 @@ def test_keys_that_are_new_or_gone_come_back_as_they_were(
         assert (result["step"], result["keys"], result["average"], result["path"]) == (2, then, [1.0, 1.0, 1.0], resume)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("after", [[2], [1], [1, 1], [3]])
 @pytest.mark.parametrize("there", ["empty", "sharded", "whole"])
@@ -60,6 +63,7 @@ def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier:
 # What no load could put together is not committed.
 
 
+@pytest.mark.seam
 def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_committed(hosts: Hosts, groups: RankGroups) -> None:
     results = hosts.task("meter", {"values": {}, "become": {}, "save": True, "uneven": [1]})
     assert hosts.newest() == ""
@@ -69,6 +73,7 @@ def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_commi
         assert "rank 1: other: the state of extra 'meter' has other tensors than on rank 0" in result["error"]
 
 
+@pytest.mark.seam
 def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(hosts: Hosts) -> None:
     told = {
         "partial": "extra.meter['a'] is a DTensor of which each rank has a partial sum",
@@ -82,18 +87,20 @@ def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(ho
     assert hosts.newest() == ""
 
 
+@pytest.mark.seam
 def test_ranks_that_ask_for_other_intervals_do_as_rank_0_does(hosts: Hosts) -> None:
-    results = hosts.task("together", {"steps": 10, "every": [2, 3], "timeout_s": 20})
+    results = hosts.task("together", {"steps": 10, "every": [2, 3], "timeout_s": 60})
     assert [result["next"] for result in results] == [12, 12]
     assert order_of(hosts.newest()) == (1, 10)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("fault", "faulty"), [("note", 0), ("no mapping", 0), ("thread", 1), ("absent", 1)])
 def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
     hosts: Hosts, groups: RankGroups, fault: str, faulty: int
 ) -> None:
     """Nobody waits for anybody until the limit, after which the ranks could no longer communicate."""
-    results = hosts.task("together", {"steps": 12, "fault": fault, "faulty": [faulty], "at": [4], "timeout_s": 20})
+    results = hosts.task("together", {"steps": 12, "fault": fault, "faulty": [faulty], "at": [4], "timeout_s": 60})
     assert None not in results
     assert results[0]["next"] == results[1]["next"] is not None
     told = groups.stderr.read_text()
@@ -102,6 +109,7 @@ def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
     assert (order_of(hosts.newest()) or (0, 0))[1] > 4
 
 
+@pytest.mark.seam
 def test_a_manifest_that_cannot_be_read_is_refused_on_all_ranks(hosts: Hosts) -> None:
     """Only rank 0 reads it, and the others wait for the result."""
     for result in hosts.task("unreadable_manifest", {}):
@@ -112,6 +120,7 @@ def test_a_manifest_that_cannot_be_read_is_refused_on_all_ranks(hosts: Hosts) ->
         assert then == [True, ""]
 
 
+@pytest.mark.full
 def test_the_copy_that_was_loaded_stays_until_a_newer_one_is_committed(hosts: Hosts, groups: RankGroups) -> None:
     """The directory of checkpoints cannot be written to as the ranks load, so they get their generation with a later save."""
     hosts.run(9)
@@ -124,6 +133,7 @@ def test_the_copy_that_was_loaded_stays_until_a_newer_one_is_committed(hosts: Ho
     assert order_or_oldest(hosts.newest()) > order_or_oldest(name)
 
 
+@pytest.mark.seam
 def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> None:
     """It goes on without copies, which begin once all ranks have their buffers."""
     for result in hosts.task("slow_buffers", {}):
@@ -131,6 +141,7 @@ def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> No
     assert (order_of(hosts.newest()) or (0, 0))[1] > 6
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("after", [[1], [1, 1]])
 def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts, after: list[int]) -> None:
     """The copy that was loaded, by two ranks, goes before there is a second buffer."""
@@ -142,6 +153,7 @@ def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts
     assert order_or_oldest(hosts.newest()) == (2, 11)
 
 
+@pytest.mark.full
 def test_nothing_is_said_to_be_copied_again_when_only_buffers_were_made(hosts: Hosts, groups: RankGroups) -> None:
     """The copies of steps 2 and 3 fail, at step 5 a rank makes buffers anew, and the copy of step 9 is committed."""
     hosts.task("together", {"steps": 8, "refuses": 1, "steps_that_fail": 2})
@@ -152,6 +164,7 @@ def test_nothing_is_said_to_be_copied_again_when_only_buffers_were_made(hosts: H
     assert groups.stderr.read_text().count("the state is copied to memory again") == 1
 
 
+@pytest.mark.full
 def test_ranks_that_have_nothing_of_a_tensor_load_it(tmp_path: Path, groups: RankGroups) -> None:
     """Seven rows over five ranks: the fifth has none."""
     hosts = Hosts(tmp_path, groups, [1])
@@ -162,6 +175,7 @@ def test_ranks_that_have_nothing_of_a_tensor_load_it(tmp_path: Path, groups: Ran
         assert (result["step"], result["wrong"], Path(result["path"]).name) == (5, [], name)
 
 
+@pytest.mark.seam
 def test_a_step_that_is_not_copied_costs_no_manifest(hosts: Hosts) -> None:
     results = hosts.task("together", {"steps": 20, "every": [5, 5]})
     assert [result["asked"] for result in results] == [5, 0]  # steps 1, 2, 7, 12, 17; only rank 0's is used

@@ -13,13 +13,13 @@ from tests.chaos.processes import descendants
 from tests.checkpoints.memory.test_under_the_agent import SCRIPT, check, loaded
 from tests.checkpoints.memory.test_under_the_agent import unbroken as unbroken  # a fixture
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job
+from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, wait_gone
+from tests.until import LIMIT_S
 
 
-def start(
-    server: EtcdServer, tmp_path: Path, script: list[str] | None = None, workers: int = 2, lease_ttl: int = 2, **variables: str
-) -> Job:
-    conf = f"--rdzv-conf=lease_ttl={lease_ttl},last_call=0.5,stop_grace=2"
+def start(server: EtcdServer, tmp_path: Path, script: list[str] | None = None, workers: int = 2, **variables: str) -> Job:
+    """The reaper ends a lost agent's lease. Until then the round lasts, however long an agent of a busy machine is silent."""
+    conf = "--rdzv-conf=lease_ttl=60,last_call=0.5,stop_grace=2"
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", conf]
     settings = {
         "ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
@@ -40,8 +40,9 @@ def has_rank_0(job: Job) -> bool:
     return re.search(r"^loaded 0 0 ", job.out, re.MULTILINE) is not None
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("lost", ["rank 0", "rank 2"])
-@pytest.mark.long("rank 2")
+@pytest.mark.full("rank 2")
 def test_a_lost_node_costs_a_step_at_most(server, tmp_path, unbroken, lost):
     """The agent is killed, and its workers and its memory go with it. A new node gets its parts from the one that is left."""
     gate = Gate(tmp_path / "gate")
@@ -56,20 +57,19 @@ def test_a_lost_node_costs_a_step_at_most(server, tmp_path, unbroken, lost):
                 job.wait_for(r"loaded \d [78] \w+ memory", 2)
             gate.open()
             done = [job.finish() for job in (left, new)]
-    whole = Finished(
-        max(each.returncode for each in done), "".join(each.out for each in done), "".join(each.err for each in done)
-    )
+    whole = together(done)
     check(whole, unbroken)
     assert loaded(whole)[-1][0] in (7, 8)  # the thread may not have committed step 8
     assert "2 parts of" in new.err
 
 
+@pytest.mark.full
 def test_workers_that_outlive_their_agent_do_not_spoil_the_last_copy(server, tmp_path):
     """The reaper is late. Without the agent the parts of its workers are on no other node, so none of their copies may count."""
     endless = [SCRIPT[0], "100000", "100000"]  # nothing is saved to disk
 
     def node() -> Job:
-        return start(server, tmp_path, endless, 1, lease_ttl=10, ACT="{}")  # the round lasts longer than the steps below
+        return start(server, tmp_path, endless, 1, ACT="{}")  # the round lasts longer than the steps below
 
     with node() as victim, node() as left:
         for job in (victim, left):
@@ -92,20 +92,18 @@ def last_step(job: Job) -> int:
     return max(int(step) for step in re.findall(r"^step \d (\d+) ", job.out, re.MULTILINE))
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_both_nodes_that_have_a_part_are_lost(server, tmp_path, unbroken):
     """The job resumes from disk."""
     gate = Gate(tmp_path / "gate")
     with start(server, tmp_path) as one, start(server, tmp_path) as two:
+        pids = [int(found[1]) for job in (one, two) for found in job.wait_for(r"step \d 8 \w+ (\d+)", 2)]
         for job in (one, two):
-            job.wait_for(r"step \d 8 ", 2)
             job.process.kill()
-            job.process.wait()
+        assert wait_gone(pids, LIMIT_S) == []  # or they would train on, and save
     gate.open()
     with start(server, tmp_path, ACT="{}") as one, start(server, tmp_path, ACT="{}") as two:
         done = [job.finish() for job in (one, two)]
-    whole = Finished(
-        max(each.returncode for each in done), "".join(each.out for each in done), "".join(each.err for each in done)
-    )
+    whole = together(done)
     check(whole, unbroken)
     assert loaded(whole)[0][::2] == (5, "checkpoints")

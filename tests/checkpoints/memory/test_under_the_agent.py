@@ -6,16 +6,17 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints.rank_groups import RankGroups
 from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, wait_gone
+from tests.until import LIMIT_S, until
 
 STEPS = 12
 SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS), "5"]
+MEMORY = r"(?m)^memory (/\S+)$"  # the agents' logs, too, have words that follow "memory"
 
 
 def start(tmp_path: Path, act: dict | None = None, **variables: str) -> Job:
@@ -52,7 +53,8 @@ def unbroken(forking: RankGroups) -> list[str]:
     return list(states)
 
 
-@pytest.mark.long("planned", "copied", "reported", "committed")
+@pytest.mark.full
+@pytest.mark.full("planned", "copied", "reported", "committed")
 @pytest.mark.parametrize(("at", "resumed"), [("planned", 7), ("half", 7), ("copied", 7), ("reported", 7), ("committed", 8)])
 def test_killed_at_any_moment_of_a_copy_one_step_is_lost_at_most(tmp_path, unbroken, at, resumed):
     with start(tmp_path, {"at": at, "step": 8, "rank": 1}) as job:
@@ -61,7 +63,7 @@ def test_killed_at_any_moment_of_a_copy_one_step_is_lost_at_most(tmp_path, unbro
     assert loaded(done) == [(0, unbroken[0], "none"), (resumed, unbroken[resumed], "memory")]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     gate = Gate(tmp_path / "gate")
     with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}, ELASTIC_EXT_STANDBY="on") as job:
@@ -75,7 +77,7 @@ def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     assert "has changed since the standbys were started" not in done.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_damaged_copies(tmp_path, unbroken):
     """All ranks load from disk, as the log says; nothing of a damaged copy is left in the state."""
     gate = Gate(tmp_path / "gate")
@@ -91,7 +93,7 @@ def test_damaged_copies(tmp_path, unbroken):
 
 
 @pytest.mark.parametrize("how", ["full", "limit"])
-@pytest.mark.long
+@pytest.mark.full
 def test_no_room(tmp_path, unbroken, how):
     """Training goes on, the log says so once, and a restart resumes from disk."""
     gate = Gate(tmp_path / "gate")
@@ -107,20 +109,17 @@ def test_no_room(tmp_path, unbroken, how):
     assert done.err.count("cannot copy its state to memory") in (1, 2)  # once in each round
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_memory_goes_with_a_killed_agent_the_next_one_resumes_from_disk(tmp_path, unbroken):
     gate = Gate(tmp_path / "gate")
     with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}) as job:
-        memory = Path(job.wait_for(r"memory (\S+)")[0][1])
+        memory = Path(job.wait_for(MEMORY)[0][1])
         pids = [int(found[1]) for found in job.wait_for(r"step \d 8 \w+ (\d+)", 2)]
         assert list(memory.glob("step_*/rank_*.mem"))
         job.process.kill()
         job.process.wait()
-        assert wait_gone(pids) == []
-        deadline = time.monotonic() + 20
-        while memory.parent.exists() and time.monotonic() < deadline:  # the reaper removes it once the workers are gone
-            time.sleep(0.05)
-        assert not memory.parent.exists()
+        assert wait_gone(pids, LIMIT_S) == []
+        until(lambda: not memory.parent.exists(), "the reaper removes it once the workers are gone")
     gate.open()
     with start(tmp_path) as job:
         done = job.finish()
@@ -128,10 +127,10 @@ def test_the_memory_goes_with_a_killed_agent_the_next_one_resumes_from_disk(tmp_
     assert loaded(done)[0][::2] == (5, "checkpoints")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_nothing_is_left_after_a_good_end_and_zero_means_never(tmp_path, unbroken):
     with start(tmp_path) as job:
-        memory = Path(job.wait_for(r"memory (\S+)")[0][1])
+        memory = Path(job.wait_for(MEMORY)[0][1])
         check(job.finish(), unbroken)
     assert not memory.parent.exists()
     with start(tmp_path / "..", ELASTIC_EXT_CHECKPOINT_DIR=str(tmp_path / "never"), ELASTIC_EXT_MEMORY_EVERY="0") as job:

@@ -109,6 +109,7 @@ def test_a_manifest_that_no_reader_takes_cannot_be_written() -> None:
 # Real ranks.
 
 
+@pytest.mark.seam
 def test_all_ranks_refuse_and_save_again(tmp_path: Path, groups: RankGroups) -> None:
     directory = str(tmp_path / "checkpoints")
     for result in groups.run("wrong_steps", 2, {"directory": directory, "wrong": 8.0, "faulty": [0, 1]}):
@@ -116,6 +117,7 @@ def test_all_ranks_refuse_and_save_again(tmp_path: Path, groups: RankGroups) -> 
         assert (result["told"], result["saved"]) == ([None, None], 3)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_a_save_that_one_rank_leaves_out_costs_that_save(tmp_path: Path, groups: RankGroups, faulty: int) -> None:
     """Without an agreement on the step, two halves of two checkpoints would count as one that is complete."""

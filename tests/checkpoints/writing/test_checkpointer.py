@@ -44,6 +44,7 @@ def complete(directory: str) -> list[str]:
 # What is importable.
 
 
+@pytest.mark.full
 def test_import_without_torch() -> None:
     code = "import sys, elastic_ext; print('torch' in sys.modules); elastic_ext.Checkpointer; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -64,7 +65,8 @@ def job(processes: int, *args: str) -> None:
     )
 
 
-@pytest.mark.long("wrap0-4:1", "wrap1-0:2", "wrap3-3:0")
+@pytest.mark.seam
+@pytest.mark.full("wrap0-4:1", "wrap1-0:2", "wrap3-3:0")
 @pytest.mark.parametrize(
     ("wrap", "at"),
     [(("fsdp",), "4:1"), (("fsdp",), "0:2"), (("ddp", "--no-sync"), "4:2"), (("ddp", "--workers", "1"), "3:0")],
@@ -82,7 +84,7 @@ def test_resume_is_exact_to_the_bit(tmp_path: Path, wrap: tuple[str, ...], at: s
         assert rest == whole[-len(rest) :]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_other_wrappers_and_world_sizes_load_equal_state(tmp_path: Path) -> None:
     """Trained by 2 under FSDP2, loaded by 3 under FSDP2, by 2 under DDP and by one process."""
     common = (str(tmp_path / "checkpoints"), "--steps", "4")
@@ -94,7 +96,8 @@ def test_other_wrappers_and_world_sizes_load_equal_state(tmp_path: Path) -> None
         assert f"loaded {trained}" in Path(f"{out}.0").read_text().splitlines()
 
 
-@pytest.mark.long("s3")
+@pytest.mark.seam
+@pytest.mark.full("s3")
 @pytest.mark.parametrize("where", ["local", "s3"])
 def test_4_then_2_then_3_ranks(tmp_path: Path, groups: RankGroups, where: str, request: pytest.FixtureRequest) -> None:
     """Every parameter and moment is equal after each load. What is each rank's own is not taken for another's; that is told."""
@@ -110,6 +113,7 @@ def test_4_then_2_then_3_ranks(tmp_path: Path, groups: RankGroups, where: str, r
     assert "the data loader starts from the beginning" in groups.stderr.read_text()
 
 
+@pytest.mark.seam
 def test_gradients_that_cannot_be_saved_are_refused(tmp_path: Path, groups: RankGroups) -> None:
     """On all ranks, and the next save is done."""
     for result in groups.run("unsharded_gradients", 2, {"directory": str(tmp_path / "checkpoints")}):
@@ -118,6 +122,7 @@ def test_gradients_that_cannot_be_saved_are_refused(tmp_path: Path, groups: Rank
         assert result["saved"] == 1
 
 
+@pytest.mark.full
 def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, groups: RankGroups) -> None:
     """The agent's choice is for the first load; what is trained again afterwards is newer than what was there."""
     directory = str(tmp_path / "checkpoints")
@@ -138,7 +143,8 @@ def place(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[s
 # Writers are killed.
 
 
-@pytest.mark.long("s3")
+@pytest.mark.seam
+@pytest.mark.full("s3")
 @pytest.mark.parametrize("where", ["local", "s3"])
 @pytest.mark.timeout(3600)
 def test_killed_writers_lose_nothing_that_was_committed(
@@ -182,6 +188,7 @@ def test_killed_writers_lose_nothing_that_was_committed(
 # A group that was replaced.
 
 
+@pytest.mark.seam
 @pytest.mark.xdist_group("successor")
 def test_stale_group_may_not_commit(tmp_path: Path, groups: RankGroups, successor: RankGroups) -> None:
     """Stopped in the middle of writing, continued when another group has opened the directory and saved."""
@@ -208,6 +215,7 @@ def test_stale_group_may_not_commit(tmp_path: Path, groups: RankGroups, successo
     assert all(result["step"] == first[0]["saved"] and result["wrong"] == [] for result in again)
 
 
+@pytest.mark.seam
 @pytest.mark.xdist_group("successor")
 def test_stale_group_may_not_prune(tmp_path: Path, groups: RankGroups, successor: RankGroups) -> None:
     directory = str(tmp_path / "checkpoints")
@@ -220,6 +228,7 @@ def test_stale_group_may_not_prune(tmp_path: Path, groups: RankGroups, successor
     assert complete(directory) == found
 
 
+@pytest.mark.seam
 def test_older_restart_of_a_launch_may_not_open(tmp_path: Path, groups: RankGroups) -> None:
     """But the same job, launched anew, counts its restarts from 0 again and may."""
     args = {"directory": str(tmp_path / "checkpoints"), "steps": 1}
@@ -249,6 +258,7 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.seam
 def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
     """Saves fail and free what they wrote; once there is room the next save succeeds, without a restart."""
     with small_disk(tmp_path / "disk", 16) as disk:
@@ -267,6 +277,7 @@ def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
         )
 
 
+@pytest.mark.seam
 def test_file_too_large_is_told_and_raises_the_alarm(tmp_path: Path, groups: RankGroups) -> None:
     args = {"directory": str(tmp_path / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000}
     results = groups.run("train", 2, args, file_limit=1 << 20)
@@ -276,6 +287,7 @@ def test_file_too_large_is_told_and_raises_the_alarm(tmp_path: Path, groups: Ran
         assert (result["saved"], result["raised"]) == (None, "")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes the user")
 def test_no_permission_is_told(groups: RankGroups) -> None:
     with tempfile.TemporaryDirectory() as reachable:  # unlike tmp_path, for another user
@@ -331,6 +343,7 @@ class Throttle(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.full
 def test_throttled_storage_is_tried_again(tmp_path: Path, groups: RankGroups, s3: str, s3_server: Any) -> None:
     """503 SlowDown for longer than the five times that s3fs tries by itself: the save comes back later, in the background."""
     Throttle.target, Throttle.left, Throttle.refused = s3_server.environ["AWS_ENDPOINT_URL"], 12, 0
@@ -352,6 +365,7 @@ def test_throttled_storage_is_tried_again(tmp_path: Path, groups: RankGroups, s3
 # Damage.
 
 
+@pytest.mark.full
 def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, groups: RankGroups) -> None:
     directory = tmp_path / "checkpoints"
     groups.run("train", 2, {"directory": str(directory), "steps": 2, "wait": True, "options": {"keep_last": 2}})
@@ -374,6 +388,7 @@ def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, groups: Ra
     assert groups.run("train", 2, {"directory": str(directory), "steps": 0})[0]["step"] == 2
 
 
+@pytest.mark.seam
 def test_each_bit_of_a_manifest_counts(tmp_path: Path, groups: RankGroups) -> None:
     directory = tmp_path / "checkpoints"
     groups.run("train", 1, {"directory": str(directory), "steps": 1})
@@ -390,6 +405,7 @@ def test_each_bit_of_a_manifest_counts(tmp_path: Path, groups: RankGroups) -> No
             assert read == whole
 
 
+@pytest.mark.full
 def test_agents_choice_is_what_is_loaded(tmp_path: Path, groups: RankGroups) -> None:
     """An older one if it says so, none if it says none."""
     directory = tmp_path / "checkpoints"
@@ -403,6 +419,7 @@ def test_agents_choice_is_what_is_loaded(tmp_path: Path, groups: RankGroups) -> 
 # Retention.
 
 
+@pytest.mark.full
 def test_newest_few_stay(tmp_path: Path, groups: RankGroups) -> None:
     directory = tmp_path / "checkpoints"
     (directory / ".elastic_ext" / "pin").mkdir(parents=True)

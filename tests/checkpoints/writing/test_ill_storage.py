@@ -45,6 +45,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSto
         yield made
 
 
+@pytest.mark.full
 def test_the_newest_checkpoint_is_not_passed_over(store: ObjectStore) -> None:
     with Checkpointer(store.url, model=torch.nn.Linear(2, 2), verify=True) as checkpointer:
         for step in (1, 2):
@@ -62,6 +63,7 @@ def test_the_newest_checkpoint_is_not_passed_over(store: ObjectStore) -> None:
         assert checkpointer.load().step == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/step_00000002.g0001/manifest.json", "/manifest.json", ""])
 def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """It neither passes over the newest checkpoint nor begins from nothing, which would supersede all work so far."""
@@ -79,6 +81,7 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
         agree(settings, "run", SingleNode(), Place())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "saved", "resumed"),
     [
@@ -112,6 +115,7 @@ def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_
     assert len([each for each in caplog.records if "does not answer" in each.message]) == (not path)
 
 
+@pytest.mark.full
 def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and_the_storage_is_away(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ def test_a_signal_is_no_failure_of_the_storage() -> None:
         raise SignalException("told to end", signal.SIGTERM)
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(store, 1, 2)
     monkeypatch.setattr(resolution, "AWAY_S", 0.1)
@@ -158,6 +163,7 @@ def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectSt
     assert agree(settings, "run", SingleNode(), Place()).step == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/step_00000002.g0001/manifest.json", ""])
 def test_waiting_nodes_join_later(store: ObjectStore, path: str) -> None:
     """The leader asks for the newest checkpoint on the thread that keeps it in the job."""
@@ -172,6 +178,7 @@ def test_waiting_nodes_join_later(store: ObjectStore, path: str) -> None:
     assert policy.may_grow(1)
 
 
+@pytest.mark.full
 def test_the_list_is_shown_although_one_cannot_be_read(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     _save(store, 1, 2)
     store.be(Ill(errors=1.0, path="/step_00000002.g0001/manifest.json"))

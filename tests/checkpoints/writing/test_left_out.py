@@ -22,6 +22,10 @@ def snapshot(step: int, ranks: list[int], accumulation: int = 0) -> list[Any]:
     return ["snapshot", ranks, step, accumulation]
 
 
+def late(seconds: float) -> list[Any]:
+    return ["late", ALL, seconds]
+
+
 def of(results: list[dict], name: str) -> list[Any]:
     return [result[name] for result in results]
 
@@ -31,11 +35,12 @@ def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
     return Hosts(tmp_path, groups, [2])
 
 
-def on_disk(tmp_path: Path, groups: RankGroups, *calls: list[Any], **args: float) -> list[dict]:
-    found: list[dict] = groups.run("calls", 2, {"directory": str(tmp_path / "checkpoints"), "calls": calls, **args})
+def on_disk(tmp_path: Path, groups: RankGroups, *calls: list[Any]) -> list[dict]:
+    found: list[dict] = groups.run("calls", 2, {"directory": str(tmp_path / "checkpoints"), "calls": calls})
     return found
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_a_save_within_a_step(tmp_path: Path, groups: RankGroups, faulty: int) -> None:
     """Micro-steps tell saves of one step apart."""
@@ -45,6 +50,7 @@ def test_a_save_within_a_step(tmp_path: Path, groups: RankGroups, faulty: int) -
     assert (results[other]["failed"], results[faulty]["failed"]) == ([5], [])
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("first", [[LOAD, save(1, ALL), WAIT], [LOAD], []], ids=["saved", "loaded", "new"])
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_last_save_before_a_load(tmp_path: Path, groups: RankGroups, first: list[Any], faulty: int) -> None:
@@ -56,26 +62,29 @@ def test_the_last_save_before_a_load(tmp_path: Path, groups: RankGroups, first: 
     assert [loaded[-1][0] for loaded in of(results, "loaded")] == [1 if saved else 0] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("faulty", ALL)
 def test_two_saves_in_a_row_while_the_ranks_train_together(tmp_path: Path, groups: RankGroups, faulty: int) -> None:
     """The rank that waits for the first of them would hold up the collective that the other waits in."""
     other = 1 - faulty
-    calls = [LOAD]
+    calls = [LOAD, late(0)]
     for step in range(2, 12, 2):
-        calls += [REDUCE, save(step, [other] if step < 6 else ALL)]
-    results = on_disk(tmp_path, groups, *calls, late_s=1)
+        calls += [REDUCE, save(step, [other])] if step < 6 else [REDUCE, late(600), save(step, ALL)]
+    results = on_disk(tmp_path, groups, *calls)
     assert of(results, "saved")[0] == of(results, "saved")[1]
     assert of(results, "saved")[0][-2:] == [8, 10]
     assert set(results[other]["failed"]) >= {2, 4}
 
 
-@pytest.mark.parametrize("late", ALL)
-def test_nobody_has_left_out_what_is_saved_twice(tmp_path: Path, groups: RankGroups, late: int) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("last", ALL)
+def test_nobody_has_left_out_what_is_saved_twice(tmp_path: Path, groups: RankGroups, last: int) -> None:
     """The last save may be one that is due and one that ends the training, and a rank may come late to both."""
-    results = on_disk(tmp_path, groups, LOAD, ["sleep", [late], 2], save(4, ALL), save(4, ALL), late_s=0.2)
+    results = on_disk(tmp_path, groups, LOAD, late(0), ["after", [last]], save(4, ALL), save(4, ALL))
     assert (of(results, "failed"), of(results, "saved")) == ([[], []], [[4], [4]])
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_a_copy_within_a_step(hosts: Hosts, faulty: int) -> None:
     before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
@@ -85,6 +94,7 @@ def test_a_copy_within_a_step(hosts: Hosts, faulty: int) -> None:
     assert of(results, "loaded") in ([[[4, 0, 40]]] * 2, [[[5, 2, 52]]] * 2)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_last_copy_before_a_load(hosts: Hosts, groups: RankGroups, faulty: int) -> None:
     before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
@@ -96,6 +106,7 @@ def test_the_last_copy_before_a_load(hosts: Hosts, groups: RankGroups, faulty: i
     assert told == (faulty == 1)  # rank 0 tells, and it knows of no copy that it has left out itself
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_first_save_of_ranks_that_have_loaded_nothing(hosts: Hosts, faulty: int) -> None:
     """Only with a save they get what copies in memory need. They begin to make them while they train."""
@@ -112,11 +123,11 @@ def test_the_first_save_of_ranks_that_have_loaded_nothing(hosts: Hosts, faulty: 
     assert hosts.newest() > "step_00000010"
 
 
+@pytest.mark.full
 def test_ranks_that_can_make_no_copies_together_any_more_load_and_save(hosts: Hosts, groups: RankGroups) -> None:
     """Rank 1 comes so late to a copy that it may be lost."""
     before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
-    results = hosts.task(
-        "calls", {"calls": [*before, snapshot(5, [0]), WAIT, save(6, ALL), WAIT, LOAD, save(7, ALL), WAIT], "timeout_s": 3}
-    )
+    lost = [["memory limit", ALL, 1], snapshot(5, [0]), WAIT]
+    results = hosts.task("calls", {"calls": [*before, *lost, save(6, ALL), WAIT, LOAD, save(7, ALL), WAIT]})
     assert of(results, "saved") == [[1, 6, 7]] * 2
     assert "no more copies to memory" in groups.stderr.read_text()

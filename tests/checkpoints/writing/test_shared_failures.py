@@ -15,6 +15,7 @@ from tests.checkpoints.writing.test_checkpointer import complete
 # Saves.
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("where", ["decision of rank 0", "state of rank 1"])
 @pytest.mark.parametrize("tier", ["one tier", "two tiers"])
 def test_an_unforeseen_failure_costs_one_save(tmp_path: Path, groups: RankGroups, where: str, tier: str) -> None:
@@ -29,6 +30,7 @@ def test_an_unforeseen_failure_costs_one_save(tmp_path: Path, groups: RankGroups
     assert complete(options.get("local_dir", args["directory"])) == ["step_00000002.g0001"]
 
 
+@pytest.mark.seam
 def test_after_a_failure_that_the_ranks_have_not_shared_its_cause_is_told(tmp_path: Path, groups: RankGroups) -> None:
     """Nobody knows whether the others have gone on, so nothing more is saved; but they have not lost each other."""
     for result in groups.run("unforeseen", 2, {"directory": str(tmp_path / "checkpoints"), "where": "between collectives"}):
@@ -37,6 +39,7 @@ def test_after_a_failure_that_the_ranks_have_not_shared_its_cause_is_told(tmp_pa
             assert "communicate" not in told
 
 
+@pytest.mark.seam
 def test_a_rank_that_is_gone_is_told_as_that(tmp_path: Path, groups: RankGroups) -> None:
     results = groups.run("unforeseen", 2, {"directory": str(tmp_path / "checkpoints"), "where": "death of rank 1"})
     assert results[1] == []
@@ -44,6 +47,7 @@ def test_a_rank_that_is_gone_is_told_as_that(tmp_path: Path, groups: RankGroups)
         assert "the ranks can no longer communicate" in told
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("others", ["no such object", "an empty one"])
 def test_what_rank_0_alone_has_beside_the_model_is_saved(tmp_path: Path, groups: RankGroups, others: str) -> None:
     for rank, result in enumerate(groups.run("extra_of_rank_0", 2, {"directory": str(tmp_path), "others": others})):
@@ -54,6 +58,7 @@ def test_what_rank_0_alone_has_beside_the_model_is_saved(tmp_path: Path, groups:
 # Loads.
 
 
+@pytest.mark.seam
 def test_what_does_not_fit_is_told_once(tmp_path: Path, groups: RankGroups) -> None:
     directory = str(tmp_path / "checkpoints")
     groups.run("train", 2, {"directory": directory, "steps": 1})
@@ -69,6 +74,7 @@ def test_what_does_not_fit_is_told_once(tmp_path: Path, groups: RankGroups) -> N
         assert len(told) < 300
 
 
+@pytest.mark.seam
 def test_damage_that_one_rank_has_found_is_told_with_that_rank(tmp_path: Path, groups: RankGroups) -> None:
     directory = str(tmp_path / "checkpoints")
     groups.run("train", 2, {"directory": directory, "steps": 1})

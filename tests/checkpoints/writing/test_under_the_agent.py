@@ -35,6 +35,7 @@ def newest(directory: Path) -> int:
     return max(int(path.parent.name[5:13]) for path in directory.glob("step_*/manifest.json"))
 
 
+@pytest.mark.seam
 def test_a_relative_directory_means_the_same_to_a_script_that_has_changed_its_own(tmp_path):
     script = tmp_path / "moves.py"
     script.write_text(
@@ -52,7 +53,7 @@ def test_a_relative_directory_means_the_same_to_a_script_that_has_changed_its_ow
     assert not list((tmp_path / "sub").iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_told_to_leave_no_step_is_lost(tmp_path):
     """SIGTERM: one more checkpoint, at the step where they are; started again the job goes on from there."""
     with Job(command(tmp_path / "broken", "broken", 10**6), tmp_path) as job:
@@ -63,14 +64,14 @@ def test_told_to_leave_no_step_is_lost(tmp_path):
     assert "checkpoint before leaving: saved" in done.err
     step = newest(tmp_path / "broken")
     trained = max(int(line.split()[0]) for line in said(tmp_path, "broken", "loss")[0])
-    assert trained - 2 <= step <= trained + 1  # at most what was under way while the workers were stopped
+    assert trained - 3 <= step <= trained + 1  # training is two steps ahead of a save at most, and in the third
     again = run(command(tmp_path / "broken", "again", step + 3), tmp_path)
     assert again.returncode == 0, again.err
     assert said(tmp_path, "again", "resumed") == [[f"{step} 0"]] * 2
     assert said(tmp_path, "again", "state") == unbroken_state(tmp_path, step + 3)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("directory", ["local", "s3"])
 def test_a_killed_worker_resumes_where_the_agent_says(request, tmp_path, directory):
     where = request.getfixturevalue("s3") if directory == "s3" else tmp_path / "broken"

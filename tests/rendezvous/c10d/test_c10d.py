@@ -45,7 +45,7 @@ def reports(*jobs: Job) -> list[dict]:
     return [json.loads(line) for job in jobs for line in re.findall(r"\{\"rank\".*\}", job.out)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_failure_on_one_node_restarts_both_in_the_same_round(tmp_path):
     """Mixed local world sizes and roles; the restart count is the job's, not the agent's."""
     port = free_port()
@@ -80,6 +80,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.seam
 def test_a_late_node_joins_without_killing_the_job(tmp_path):
     """Torch: the joiner waits for an address that nobody publishes, and after 60 s the whole job dies."""
     script = tmp_path / "joinable.py"
@@ -94,6 +95,7 @@ def test_a_late_node_joins_without_killing_the_job(tmp_path):
             assert worlds == [[("1", "0"), ("2", "1")], [("2", "1")]], first.err + second.err
 
 
+@pytest.mark.full
 def test_training_goes_on_when_the_host_of_the_store_is_gone(tmp_path):
     """Torch: num_nodes_waiting() raises and every agent dies, wherever its workers are."""
     script = tmp_path / "alone.py"
@@ -120,6 +122,7 @@ def test_training_goes_on_when_the_host_of_the_store_is_gone(tmp_path):
             other.process.kill()  # else it would try for seconds to tell the node that is gone
 
 
+@pytest.mark.full
 def test_an_agent_says_whether_the_rendezvous_store_is_its_own(caplog):
     def starts(endpoint: str, **config: str) -> str:
         caplog.clear()
@@ -134,6 +137,7 @@ def test_an_agent_says_whether_the_rendezvous_store_is_its_own(caplog):
         assert told == f"the rendezvous store is at localhost:{other.port}, in another process"
 
 
+@pytest.mark.seam
 def test_a_job_that_has_ended_well_is_shown_so_with_its_failures():
     handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
     assert handler.status().header.state is State.FORMING
@@ -145,6 +149,7 @@ def test_a_job_that_has_ended_well_is_shown_so_with_its_failures():
     assert len(handler.status().ledger.verdicts) == 1
 
 
+@pytest.mark.seam
 def test_a_node_that_has_not_heard_of_the_others_end_does_not_claim_it():
     handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", f"localhost:{free_port()}", "job", 1, 2), Settings())
     handler._nodes._round = Round(Membership(1, 0, 2), LocalEvents(lambda: None))  # the round's store does not answer
@@ -154,6 +159,7 @@ def test_a_node_that_has_not_heard_of_the_others_end_does_not_claim_it():
     handler.leave()
 
 
+@pytest.mark.seam
 def test_no_stranger_is_given_a_port_of_a_test():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = {free_port() for _ in range(50)}
@@ -161,6 +167,7 @@ def test_no_stranger_is_given_a_port_of_a_test():
     assert not any(low <= port <= high for port in ports)
 
 
+@pytest.mark.seam
 def test_addresses():
     assert [host_of(text) for text in ("", "a", "a:1", "[::1]:29400", " b:2 ", "https://c:3")] == ["", "a", "a", "::1", "b", "c"]
     assert address_towards("localhost") == "localhost"

@@ -34,7 +34,7 @@ print(end_round(int(sys.argv[1]), *sys.argv[2:]))
 
 
 @as_root
-@pytest.mark.long
+@pytest.mark.full
 def test_a_cut_just_after_a_node_has_finished_ends_the_round_once_claims_count_again(tmp_path):
     with network(2) as net, connected(net) as (_, client):
         one, other = net.hosts

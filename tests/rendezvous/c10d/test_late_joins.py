@@ -99,6 +99,7 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
+@pytest.mark.seam
 def test_the_nodes_in_the_job_keep_the_time_of_one_that_comes_and_goes(store, clock, caplog):
     caplog.set_level(logging.INFO)
     steady = Node(store, "a", hosts=True)
@@ -134,6 +135,7 @@ def test_the_nodes_in_the_job_keep_the_time_of_one_that_comes_and_goes(store, cl
     assert steady.record == LateJoins()
 
 
+@pytest.mark.full
 def test_a_node_that_was_in_every_round_or_hosts_the_store_is_not_counted(store):
     first, other = Node(store, "a", limit=0, hosts=True), Node(store, "b", limit=0)
     for number in (1, 2, 3):
@@ -142,6 +144,7 @@ def test_a_node_that_was_in_every_round_or_hosts_the_store_is_not_counted(store)
     assert first.record == LateJoins()
 
 
+@pytest.mark.seam
 def test_in_a_store_that_no_agent_hosts_nobody_is_counted(store):
     """All agents may have died since, and nobody would have kept the time."""
     for number in (2, 4, 6):
@@ -149,6 +152,7 @@ def test_in_a_store_that_no_agent_hosts_nobody_is_counted(store):
     assert Node(store, "b").record == LateJoins()
 
 
+@pytest.mark.full
 def test_what_a_stranger_has_written_counts_as_nothing(store, caplog):
     node = Node(store, "a", hosts=True)
     node.job.calls.put(job_keys.LATE_JOINS, '{"schema": 1, "joins": "many"}')
@@ -160,6 +164,7 @@ def test_what_a_stranger_has_written_counts_as_nothing(store, caplog):
     assert node.record == LateJoins((LateJoin("b", 2),))
 
 
+@pytest.mark.full
 def test_hosts_that_join_at_the_same_time_are_all_counted_while_the_time_of_others_ends(store):
     """Each on its own connection, as from another process; what is over goes at the same moment."""
     keepers = [Node(store, name, hosts=name == "a") for name in "ak"]
@@ -178,7 +183,8 @@ def test_hosts_that_join_at_the_same_time_are_all_counted_while_the_time_of_othe
 # Real jobs
 
 
-@pytest.mark.parametrize("back", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.full
+@pytest.mark.parametrize("back", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_host_that_comes_and_goes_is_refused_and_the_job_goes_on(nodes, back):
     """back: it comes once more when its time is over, is in a round, and leaves it by itself."""
     conf = CONF + ",max_rejoins=0" + (",refuse_node=2" if back else "")

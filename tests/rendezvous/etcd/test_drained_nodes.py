@@ -9,7 +9,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
@@ -21,6 +20,7 @@ from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.round_records import Header, Node, State
 from elastic_ext.rendezvous.rounds import Limits
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
 KEYS = JobKeys("job")
@@ -37,7 +37,7 @@ class Member:
         stack.callback(self.dispatcher.close, 5)
         client = stack.enter_context(EtcdClient(server.endpoint))
         self.id = f"{host}-{pid}-abcdef"
-        config = NodeConfig("job", self.id, limits, 10, host)
+        config = NodeConfig("job", self.id, limits, 20, host)
         self.node = Participant(client, self.dispatcher, config, self._notify)
         self.join(0)
 
@@ -97,6 +97,7 @@ def four(server: EtcdServer) -> Iterator[Four]:
         yield Four(stack, server)
 
 
+@pytest.mark.seam
 def test_the_leader_is_lost_before_the_checkpoint(four):
     a, b, c, d = four.members
     asking = four.drain("c")
@@ -112,6 +113,7 @@ def test_the_leader_is_lost_before_the_checkpoint(four):
     b.until(lambda header: header.drains == ())
 
 
+@pytest.mark.full
 def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
     """A node that starts on that host meanwhile does not join."""
     a, b, c, d = four.members
@@ -134,6 +136,7 @@ def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
     assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 40, round 2 runs with 3 nodes")
 
 
+@pytest.mark.seam
 def test_a_node_that_cannot_be_spared_is_asked_to_save_again_once_it_can(server):
     """Of two nodes and a spare, the spare is lost before the checkpoint. With another one the node saves again first."""
     with ExitStack() as stack:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.etcd import Delete, Put
 from elastic_ext.failures import ledger as job_records
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes
@@ -39,7 +40,7 @@ def start(stack: ExitStack, server: EtcdServer, tmp_path: Path, name: str, nnode
     return stack.enter_context(Job(command, tmp_path, **env))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["key:1", "runtime:1"])
 def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(server, tmp_path, fault):
     """The KeyError stops the job at once on all nodes; a RuntimeError proves nothing: one restart, and it works."""
@@ -61,7 +62,7 @@ def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(se
         assert "KeyError" in each.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("workers", "faults"), [(1, ["late:0"]), (2, ["late:0", "ignore:1", "receive:2"])])
 def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path, workers, faults):
     """The process that raised is still about to end when the other node reports its lost connection; it need not even be the
@@ -82,6 +83,7 @@ def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path, w
         assert "in ignore_term" in verdicts[0]["stacks"]
 
 
+@pytest.mark.seam
 def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(server, nodes, tmp_path):
     """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
     with ExitStack() as stack:
@@ -100,6 +102,7 @@ def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(ser
         assert [job.finish().returncode for job in good] == [0, 0]
 
 
+@pytest.mark.seam
 def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""
     with ExitStack() as stack:
@@ -117,7 +120,7 @@ def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=120,
         ).stdout
         assert told.startswith("job job: closed, round 5\n")
         assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
@@ -135,7 +138,8 @@ def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
         assert third.finish().returncode == 0
 
 
-@pytest.mark.long("torchrun-15-75", "agent-2-130", "torchrun-2-130")
+@pytest.mark.seam
+@pytest.mark.full("torchrun-15-75", "agent-2-130", "torchrun-2-130")
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("launcher", ["torchrun", "agent"])
 def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server, nodes, tmp_path, launcher, sig, code):
@@ -160,7 +164,8 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
         assert stays.finish().returncode == 0
 
 
-@pytest.mark.long("for etcd-15-75", "for etcd-2-130", "before a restart-15-75")
+@pytest.mark.full
+@pytest.mark.full("for etcd-15-75", "for etcd-2-130", "before a restart-15-75")
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("waits", ["for etcd", "before a restart"])
 def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes, tmp_path, waits, sig, code):
@@ -183,6 +188,7 @@ def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes
         assert (decision["exit_code"], sig.name in decision["reason"]) == (code, True)
 
 
+@pytest.mark.full
 def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(server, nodes, tmp_path):
     """Whether its workers have just finished or are stopped: that they have could neither be told nor be learnt of others."""
     with ExitStack() as stack:
@@ -196,6 +202,7 @@ def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(
         assert job.finish(60).returncode == 78
 
 
+@pytest.mark.full
 def test_a_restart_counts_for_as_long_as_the_window_says(server, nodes, tmp_path):
     """Three restarts with a budget of two: etcd has taken the first two away before the third."""
     with ExitStack() as stack:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Node, decode
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone
 
@@ -23,7 +23,7 @@ KEYS = JobKeys("job")
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-CONF = "lease_ttl=5,last_call=0.5,stop_grace=2"
+CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
 
 
 class Nodes:
@@ -34,10 +34,12 @@ class Nodes:
         self.stack = stack
         self.gate = Gate(tmp_path / "gate")
 
-    def start(self, name: str, endpoint: str, nnodes: str, *more: str, script: str = ELASTIC, conf: str = CONF) -> Job:
+    def start(
+        self, name: str, endpoint: str, nnodes: str, *more: str, script: str = ELASTIC, conf: str = CONF, **variables: str
+    ) -> Job:
         where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
         command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
-        return self.stack.enter_context(Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path)))
+        return self.stack.enter_context(Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path), **variables))
 
     def open_gate(self) -> None:
         self.gate.open()
@@ -64,6 +66,7 @@ def wait_for_nodes(server: EtcdServer, count: int) -> None:
             assert watch.get(60) is not None, f"fewer than {count} nodes after 60 s without news"
 
 
+@pytest.mark.seam
 def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(server, tmp_path):
     """Mixed local world sizes and roles; every node takes part in the second round, none fails on its own account."""
     options = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
@@ -81,6 +84,7 @@ def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(server, tm
         assert sorted(last) == [0, 1, 2]
 
 
+@pytest.mark.seam
 def test_nodes_join_and_leave_and_ranks_stay(server, nodes):
     first = nodes.start("a", server.endpoint, "1:3")
     first.wait_for(seen(1, 0))
@@ -103,6 +107,7 @@ def test_nodes_join_and_leave_and_ranks_stay(server, nodes):
     assert [job.finish().returncode for job in (first, third, spare)] == [0, 0, 0]
 
 
+@pytest.mark.seam
 def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(server, nodes):
     first = nodes.start("a", server.endpoint, "1:2")
     first.wait_for(seen(1, 0))
@@ -118,7 +123,7 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(server, nod
     assert second.finish().returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_etcd_down_for_longer_than_the_lease_restarts_nothing(server, nodes):
     jobs = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=10") for name in "ab"]
     for job in jobs:
@@ -131,6 +136,7 @@ def test_etcd_down_for_longer_than_the_lease_restarts_nothing(server, nodes):
     assert {line["attempt"] for line in reports(*jobs)} == {0}, [job.err for job in jobs]
 
 
+@pytest.mark.seam
 def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server, nodes):
     with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
         first = nodes.start("a", server.endpoint, "1:2")
@@ -169,6 +175,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(server, nodes, tmp_path):
     """Its agent was paused: its lease ends, the others go on without it, and its worker fails as theirs are gone. No restart is
     charged: with --max-restarts=0 the job would end."""
@@ -179,6 +186,7 @@ def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(ser
     assert "trains b 1" in second.out
 
 
+@pytest.mark.full
 def test_a_node_that_was_left_behind_does_not_take_that_for_a_failure(server, nodes, tmp_path):
     """The job has gone on without it, and ended: its verdict on that round is not to be had."""
     first, second = waiting_pair(server, nodes, tmp_path, "1:2")
@@ -192,7 +200,7 @@ def waiting_pair(server: EtcdServer, nodes: Nodes, tmp_path: Path, nnodes: str) 
     """Two agents; the second one is paused, and its worker has failed."""
     script = tmp_path / "waits.py"
     script.write_text(ONE_WAITS_FOR_THE_OTHER)
-    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=4,last_call=60"]
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=6,last_call=60"]
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=0", str(script)]
     env = {"GATE": str(nodes.gate.path)}
     first, second = (nodes.stack.enter_context(Job(command, tmp_path, NODE=name, **env)) for name in "ab")
@@ -203,10 +211,10 @@ def waiting_pair(server: EtcdServer, nodes: Nodes, tmp_path: Path, nnodes: str) 
     return [first, second]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(server, nodes):
-    """The grace would be 20 s, the lease is over in 5: the others go on then, and must be alone."""
-    conf = "lease_ttl=5,last_call=0.5,stop_grace=20"
+    """The grace would be 30 s, the lease is over in 10: the others go on then, and must be alone."""
+    conf = "lease_ttl=10,last_call=0.5,stop_grace=30"
     with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
         first = nodes.start("a", server.endpoint, "1:2", conf=conf)
         first.wait_for(seen(1, 0))
@@ -221,6 +229,7 @@ def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(
         assert first.finish().returncode == 0
 
 
+@pytest.mark.seam
 def test_a_bug_on_one_node_ends_the_job_on_all(server, nodes):
     first = nodes.start("a", server.endpoint, "2")
     second = nodes.start("b", server.endpoint, "2", "bug:0")
@@ -231,14 +240,15 @@ def test_a_bug_on_one_node_ends_the_job_on_all(server, nodes):
     assert {line["attempt"] for line in reports(first, second)} == {0}
 
 
+@pytest.mark.full
 def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
     nodes.open_gate()
     for _ in range(2):
-        job = nodes.start("a", server.endpoint, "1", conf="lease_ttl=2")
+        job = nodes.start("a", server.endpoint, "1")
         assert job.finish().returncode == 0, job.err
         assert [line["attempt"] for line in reports(job)] == [0]
     # With another number of nodes too: nobody is in the old job any more.
-    both = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=2") for name in "ab"]
+    both = [nodes.start(name, server.endpoint, "2") for name in "ab"]
     for job in both:
         job.wait_for(seen(2, 0))
     assert [job.finish().returncode for job in both] == [0, 0]
@@ -247,6 +257,7 @@ def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
         assert 0 not in leases  # whatever is left expires
 
 
+@pytest.mark.full
 def test_another_job_under_the_same_id_is_refused(server, nodes):
     first = nodes.start("a", server.endpoint, "1")
     first.wait_for(seen(1, 0))
@@ -257,12 +268,12 @@ def test_another_job_under_the_same_id_is_refused(server, nodes):
     assert first.finish().returncode == 0
 
 
+@pytest.mark.full
 def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
     """join_timeout is for a job that does not train: a scheduler counts each 75 of a spare as a failure."""
-    conf = "lease_ttl=2,last_call=0.5,stop_grace=2,join_timeout=3"
-    first = nodes.start("a", server.endpoint, "1", conf=conf)
+    first = nodes.start("a", server.endpoint, "1")
     first.wait_for(seen(1, 0))
-    spare = nodes.start("b", server.endpoint, "1", conf=conf)
+    spare = nodes.start("b", server.endpoint, "1", conf="lease_ttl=2,last_call=0.5,stop_grace=2,join_timeout=3")
     wait_for_nodes(server, 2)
     with pytest.raises(subprocess.TimeoutExpired):
         spare.process.wait(4.5)
@@ -272,6 +283,7 @@ def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
     assert spare.finish().returncode == 0, spare.err
 
 
+@pytest.mark.full
 def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
     """Its pods may start later than those of the job. Where it stays away, a scheduler is asked to try again."""
     (tmp_path / "ok.py").write_text("print('started')")
@@ -290,7 +302,8 @@ def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
     assert "Traceback" not in away.err
 
 
-@pytest.mark.long("options3", "options4", "options5")
+@pytest.mark.full
+@pytest.mark.full("options3", "options4", "options5")
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -27,7 +27,7 @@ from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
-from tests.jobs import TORCHRUN, Finished, Gate, Job, wait_gone
+from tests.jobs import TORCHRUN, Finished, Gate, Job, command_of, descendants, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen
 
 KEYS = JobKeys("job")
@@ -37,7 +37,7 @@ CONF = f"lease_ttl={LEASE_S},last_call=0.5,stop_grace=2"
 OUTAGE_S = 1.5 * LEASE_S  # long enough for every lease to end, if it can
 NEWS_S = 60.0
 PASSWORD = "ann-secret-5527"
-TOKEN_TTL_S = 1
+TOKEN_TTL_S = 2
 
 
 class History:
@@ -199,7 +199,7 @@ def leading(nodes: Nodes) -> str:
 # etcd goes away.
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("lost", ["leader", "follower", "all"])
 def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(cluster, tmp_path, stack, lost):
     """Afterwards all is as before: a third node joins."""
@@ -229,6 +229,7 @@ def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(cluster,
     assert nodes.attempts() == {0, 1}
 
 
+@pytest.mark.full
 def test_a_history_that_was_compacted_under_the_watches_loses_no_news(server, tmp_path, stack):
     """A live watch does not care; one that has to begin again, as after a restart of etcd, finds its revision gone."""
     nodes = on(stack, tmp_path, server.endpoint)
@@ -252,6 +253,7 @@ def test_a_history_that_was_compacted_under_the_watches_loses_no_news(server, tm
 # Agents go away.
 
 
+@pytest.mark.seam
 def test_the_node_that_leads_the_rendezvous_is_killed_and_another_leads(server, tmp_path, stack):
     nodes = on(stack, tmp_path, server.endpoint)
     for name in "abc":
@@ -271,7 +273,7 @@ def test_the_node_that_leads_the_rendezvous_is_killed_and_another_leads(server, 
     nodes.finish()
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("role", ["leader", "other"])
 def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joins_again(server, tmp_path, stack, role):
     """A stale group: its workers go on while nobody supervises them, and the others have formed a round without it."""
@@ -298,6 +300,7 @@ def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joi
     assert again == first + 2
 
 
+@pytest.mark.seam
 def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_did(server):
     """What a leader leaves that was frozen for longer than its lease between writing the parts and the header: its own part."""
     joined = threading.Event()
@@ -323,6 +326,7 @@ def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_di
     assert found is None
 
 
+@pytest.mark.full
 def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_without_a_leader(server):
     joined = threading.Event()
 
@@ -396,7 +400,7 @@ def is_claim(event: Event) -> bool:
     return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the package libfaketime holds a library for x86_64")
 def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(server, tmp_path, stack):
     """That of the node that leads and that of another, in opposite directions, for longer than a lease each."""
@@ -431,7 +435,7 @@ def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart
 
 @pytest.fixture
 def auth_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    """User ann may read and write below the job's prefix. A token that is not used for a second is worth nothing any more."""
+    """User ann may read and write below the job's prefix. A token that is not used for two seconds is worth nothing any more."""
     with EtcdServer(tmp_path / "auth", args=[f"--auth-token-ttl={TOKEN_TTL_S}"]) as started:
         for command in (
             "user add root --new-user-password root-secret-1180",
@@ -446,20 +450,6 @@ def auth_server(tmp_path: Path) -> Iterator[EtcdServer]:
         yield started
 
 
-def of_session(session: int) -> Iterator[Path]:
-    """The /proc directories of the job's processes: the agent's children and grandchildren, whatever session they moved to."""
-    children = {session}
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has ended
-    while more := {pid for pid, parent in parents.items() if parent in children} - children:
-        children |= more
-    return (Path("/proc", str(pid)) for pid in children)
-
-
 @pytest.fixture
 def auth_job(auth_server: EtcdServer, tmp_path: Path, stack: ExitStack) -> tuple[EtcdServer, Nodes]:
     client = stack.enter_context(EtcdClient(auth_server.endpoint, user="ann", password=PASSWORD))
@@ -467,6 +457,7 @@ def auth_job(auth_server: EtcdServer, tmp_path: Path, stack: ExitStack) -> tuple
     return auth_server, Nodes(tmp_path, stack, client, LOGLEVEL="DEBUG", **secret)
 
 
+@pytest.mark.full
 def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_password(auth_job):
     server, nodes = auth_job
     for name in "ab":
@@ -476,12 +467,7 @@ def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_pass
     pids = nodes.pids(0)
     alive = list(pids.values())
     assert wait_gone(alive, timeout_s=2 * TOKEN_TTL_S) == alive
-    told = [
-        str(process)
-        for job in nodes.jobs.values()
-        for process in of_session(job.process.pid)
-        if PASSWORD in (process / "cmdline").read_text(errors="replace")
-    ]
+    told = [pid for job in nodes.jobs.values() for pid in descendants(job.process.pid) if PASSWORD in command_of(pid)]
     os.kill(pids["a"], signal.SIGKILL)
     for job in nodes.jobs.values():
         job.wait_for(seen(2, 1))
@@ -491,6 +477,7 @@ def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_pass
         assert PASSWORD not in job.out + job.err
 
 
+@pytest.mark.full
 def test_the_workers_do_not_get_the_password(auth_job):
     server, nodes = auth_job
     nodes.start("a", server.endpoint, "1").wait_for(seen(1, 0))
@@ -500,6 +487,7 @@ def test_the_workers_do_not_get_the_password(auth_job):
     assert PASSWORD not in inherited
 
 
+@pytest.mark.seam
 def test_with_certificates_on_both_sides(tmp_path, stack):
     made = Certificates.make(tmp_path / "certificates")
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", certificates=made, client_certificates=True))
@@ -516,7 +504,7 @@ def test_with_certificates_on_both_sides(tmp_path, stack):
     nodes.finish()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_job):
     server, nodes = auth_job
     root = ("--user", "root:root-secret-1180")
@@ -541,6 +529,7 @@ def fill(client: EtcdClient) -> None:
         client.put("/of-others", "x" * 100_000)
 
 
+@pytest.mark.full
 def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=1000000"]))
     client = stack.enter_context(EtcdClient(server.endpoint))
@@ -553,7 +542,7 @@ def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     assert (done.returncode, len(lines), "Traceback" in done.err) == (78, 1, False), done.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("failing", ["leader", "other"])
 def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_room(tmp_path, stack, failing):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=4000000"]))

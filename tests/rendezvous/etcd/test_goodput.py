@@ -9,11 +9,12 @@ import pytest
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import PRODUCTIVE, Shared, Spent, seconds_of
-from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.etcd import Delete, Put
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, OtherJob, Place
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.verdict import LEDGER_TTL_S
 from elastic_ext.rendezvous.round_records import Header, encode
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
 SECOND = Spent(seconds_of({PRODUCTIVE: 1.0}), reached=7)
@@ -40,6 +41,7 @@ def productive(client: EtcdClient) -> dict[str, float]:
     return {host: record.spent.by_state[PRODUCTIVE] for host, record in found.items()}
 
 
+@pytest.mark.seam
 def test_agents_of_one_host_and_of_another_add_up(client):
     def add(host: str) -> None:
         mine = agent(client, host)
@@ -60,6 +62,7 @@ def test_agents_of_one_host_and_of_another_add_up(client):
     assert left_s == LEDGER_TTL_S
 
 
+@pytest.mark.seam
 def test_rank_0_adds_up_and_the_others_read_its_sum(client):
     zero, one = agent(client, "a"), agent(client, "b", rank=1)
     assert one.share(SECOND) == Shared(SECOND, 1)  # nobody has added up yet
@@ -69,6 +72,7 @@ def test_rank_0_adds_up_and_the_others_read_its_sum(client):
     assert zero.share(Spent()).spent.by_state[PRODUCTIVE] == 3
 
 
+@pytest.mark.seam
 def test_a_new_host_learns_what_the_job_has_reached(client):
     agent(client, "a").share(SECOND)
     assert agent(client, "new", rank=5).share(Spent()).spent.reached == 7
@@ -76,6 +80,7 @@ def test_a_new_host_learns_what_the_job_has_reached(client):
     assert agent(client, "replaces", rank=5, round_=2).share(Spent()).spent.reached == 9
 
 
+@pytest.mark.seam
 def test_a_lease_that_expired_and_rubbish_in_the_keys(client):
     mine = agent(client, "a")
     mine.share(SECOND)
@@ -87,6 +92,7 @@ def test_a_lease_that_expired_and_rubbish_in_the_keys(client):
     assert mine.share(SECOND).spent.by_state[PRODUCTIVE] == 2  # of a and c
 
 
+@pytest.mark.seam
 def test_rubbish_of_another_host_is_logged_once(client, caplog):
     client.txn([], [Put(KEYS.goodput + "b", "rubbish")])
     mine = agent(client, "a")
@@ -95,6 +101,7 @@ def test_rubbish_of_another_host_is_logged_once(client, caplog):
     assert KEYS.goodput + "b" in record.getMessage()
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
     late = agent(client, "a")
@@ -111,6 +118,7 @@ def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
     assert agent(client, "b", rank=1, job="next").share(Spent()).spent.by_state[PRODUCTIVE] == same_host
 
 
+@pytest.mark.seam
 def test_a_late_agent_whose_successor_has_begun_adds_nothing_twice(client):
     """The scheduler has started the job again; the new agent has already counted the time up to its start as idle."""
     late = agent(client, "a")
@@ -122,6 +130,7 @@ def test_a_late_agent_whose_successor_has_begun_adds_nothing_twice(client):
     assert productive(client) == {"a": 2}
 
 
+@pytest.mark.seam
 def test_a_job_that_changes_hands_during_the_write(client, monkeypatch):
     """Between the look at the header and the write."""
     late, txn = agent(client, "a"), EtcdClient.txn

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.etcd import EtcdClient, Put
+from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.job_records import JobRecords, JobSnapshot
@@ -16,6 +16,7 @@ from elastic_ext.rendezvous.etcd.tasks import TaskRunner
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Header, Node, State, encode
 from elastic_ext.rendezvous.rounds import Limits
+from tests.etcd_client import EtcdClient
 
 KEYS = JobKeys("job")
 
@@ -70,6 +71,7 @@ def end_a_job(client: EtcdClient, start: Start, nodes: int) -> None:
     client.txn([], [Put(KEYS.header, encode(over), lease_id=found.lease_id)])
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("registers", [False, True], ids=["job-only", "and-its-node"])
 @pytest.mark.parametrize("after", [1, 2], ids=["after-reading", "after-judging"])
 @pytest.mark.parametrize("nodes_before", [1, 2], ids=["other-settings", "same-settings"])
@@ -91,6 +93,7 @@ def test_the_slower_of_two_nodes_enters_the_job_that_the_faster_has_begun(server
         assert len(begun) == 1
 
 
+@pytest.mark.seam
 def test_a_job_that_has_nodes_is_not_deleted(server, start):
     with EtcdClient(server.endpoint) as client:
         end_a_job(client, start, 2)

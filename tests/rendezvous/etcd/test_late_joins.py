@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.late_joins import LateJoins
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.late_joins import WINDOW_S
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.rendezvous.etcd.test_etcd_jobs import CONF, Nodes
 
@@ -35,6 +35,7 @@ class Tasks:
         task()
 
 
+@pytest.mark.seam
 def test_only_a_node_that_was_not_in_the_round_before_is_counted(server: EtcdServer) -> None:
     with EtcdClient(server.endpoint) as client:
 
@@ -59,7 +60,7 @@ def test_only_a_node_that_was_not_in_the_round_before_is_counted(server: EtcdSer
         assert WINDOW_S - 60 < client.lease_left_s(lease) <= WINDOW_S
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_host_that_comes_and_goes_is_refused_and_the_job_goes_on(nodes: Nodes, server: EtcdServer) -> None:
     steady = nodes.start("steady", server.endpoint, "1:2", conf=f"{CONF},max_rejoins=1,node_name=steady")
     steady.wait_for('"world": 1')

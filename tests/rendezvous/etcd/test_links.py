@@ -9,18 +9,22 @@ import queue
 import signal
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from elastic_ext.etcd import FROM_NOW, Watch
+from elastic_ext.etcd import FROM_NOW, Unavailable, Watch
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd import links
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.links import presence, watcher
+from elastic_ext.rendezvous.etcd.links import peers, presence, watcher
+from elastic_ext.rendezvous.etcd.links.calls import in_thread
 from elastic_ext.rendezvous.etcd.links.links import Links
 from elastic_ext.rendezvous.etcd.links.messages import Hello
 from elastic_ext.rendezvous.etcd.links.messages import encode as encode_hello
@@ -28,15 +32,16 @@ from elastic_ext.rendezvous.etcd.links.peers import DEAD, Peers, Standing
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Node, encode
 from elastic_ext.rendezvous.round_server import listen_at
-from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import descendants, wait_gone
+from tests.jobs import ROOT, descendants, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import Nodes, reports
+from tests.until import until
 
 KEYS = JobKeys("job")
-WAIT_S = 30.0
+WAIT_S = 60.0
+CONFIRM_S = 0.3125  # the pause of watchers in which a node may answer; like no other pause
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 512])
@@ -81,18 +86,47 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def pauses(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[float]:
-    """The pauses of watchers that try no longer in a hurry."""
-    found = queue.Queue[float]()
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is: what follows from the end of a link is decided."""
+    for name in ("SUSPECT_S", "DECIDE_S"):
+        monkeypatch.setattr(watcher, name, 10 * WAIT_S)
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", WAIT_S)
+
+
+def instead_of_pauses(monkeypatch: pytest.MonkeyPatch, of_s: float, act: Callable[[], object]) -> None:
+    """Have the links call this, on a thread of its own, where they would pause for so long."""
     sleep = asyncio.sleep
 
     async def pause(seconds: float) -> None:
-        if seconds == watcher.RETRY_S:
-            found.put(seconds)
-        await sleep(seconds)
+        await (in_thread(act) if seconds == of_s else sleep(seconds))
 
     monkeypatch.setattr(watcher.asyncio, "sleep", pause)
+
+
+def pauses(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[None]:
+    """The pauses of watchers that try no longer in a hurry; they are short here."""
+    found = queue.Queue[None]()
+    monkeypatch.setattr(watcher, "RETRY_S", 10 * WAIT_S)
+    instead_of_pauses(monkeypatch, watcher.RETRY_S, lambda: found.put(None))
     return found
+
+
+@pytest.fixture
+def answered(server: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Node b, which lives, has all the time that it needs to answer a doubt, and etcd to answer it."""
+    monkeypatch.setattr(watcher, "CONFIRM_S", CONFIRM_S)
+    monkeypatch.setattr(presence, "REACH_S", WAIT_S)
+    with EtcdClient(server.endpoint) as client:
+        instead_of_pauses(monkeypatch, CONFIRM_S, lambda: until(lambda: client.get(KEYS.doubt("b")).kv is None))
+        yield
+
+
+def stands_still(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Callable[[], object]:
+    """Return what makes this module believe that a long time has passed."""
+    passed: list[float] = []
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed)))
+    return lambda: passed.append(100 * WAIT_S)
 
 
 class Deaf(Peers):
@@ -114,9 +148,9 @@ class Agent:
 
     def __init__(self, stack: ExitStack, endpoint: str, name: str, answers: bool = True, kind: type[Peers] = Peers) -> None:
         """answers: it hears of doubts. kind: of its records."""
-        self.client = stack.enter_context(EtcdClient(endpoint, timeout_s=2.0))
+        self.client = stack.enter_context(EtcdClient(endpoint))
         self.name, self.reasons = name, queue.Queue[str]()
-        self.lease = self.client.lease_grant(60).lease_id
+        self.lease = self.client.lease_grant(600).lease_id
         self.records = (kind if answers else Deaf)(self.client, KEYS, RecordReader(), name, lambda: self.lease)
         given_up = lambda reason, certain: self.reasons.put(f"{reason}, {certain}")  # noqa: E731
         self.links = Links("job", name, listen_at("127.0.0.1"), self.records, given_up)
@@ -132,10 +166,10 @@ class Agent:
 
 
 def linked(
-    stack: ExitStack, endpoint: str, messages: Messages, answers: bool = True, second: str | None = None
+    stack: ExitStack, endpoint: str, messages: Messages, second: str | None = None, **of_b: object
 ) -> tuple[Agent, Agent, Proxy]:
     """Return two agents, and what is between them: `a` keeps a link to `b`. second: another endpoint for `b`."""
-    watching, watched = Agent(stack, endpoint, "a"), Agent(stack, second or endpoint, "b", answers)
+    watching, watched = Agent(stack, endpoint, "a"), Agent(stack, second or endpoint, "b", **of_b)
     between = stack.enter_context(Proxy(watched.links.port))
     watched.reached_at(between.port)
     watching.links.follow(["b"])
@@ -143,6 +177,8 @@ def linked(
     return watching, watched, between
 
 
+@pytest.mark.seam
+@pytest.mark.usefixtures("answered")
 def test_a_reset_between_living_hosts_costs_nothing(server, stack, messages):
     """The link and new connections are refused for a while: the node answers in etcd, and is watched again later."""
     _, watched, between = linked(stack, server.endpoint, messages)
@@ -154,6 +190,8 @@ def test_a_reset_between_living_hosts_costs_nothing(server, stack, messages):
     messages.until("linked to node b")
 
 
+@pytest.mark.seam
+@pytest.mark.usefixtures("answered")
 def test_a_link_that_was_reset_comes_back(server, stack, messages):
     watching, watched, between = linked(stack, server.endpoint, messages)
     between.stop()
@@ -164,6 +202,7 @@ def test_a_link_that_was_reset_comes_back(server, stack, messages):
     messages.until("node a has ended its link")
 
 
+@pytest.mark.full
 def test_a_node_that_does_not_answer_is_taken_out_once(server, stack, messages):
     watching, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.stop()
@@ -179,6 +218,7 @@ def test_a_node_that_does_not_answer_is_taken_out_once(server, stack, messages):
     assert again.links.presence.incoming == 0
 
 
+@pytest.mark.seam
 def test_a_node_that_nobody_reaches_and_that_does_not_reach_etcd_gives_up(server, stack, messages):
     to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
     _, watched, between = linked(stack, server.endpoint, messages, second=to_etcd.endpoint)
@@ -188,6 +228,8 @@ def test_a_node_that_nobody_reaches_and_that_does_not_reach_etcd_gives_up(server
     messages.until("node b is taken for dead")
 
 
+@pytest.mark.seam
+@pytest.mark.usefixtures("answered")
 def test_a_doubt_of_two_nodes_is_answered_for_both(server, stack, messages):
     _, watched, between = linked(stack, server.endpoint, messages)
     third = Agent(stack, server.endpoint, "c")
@@ -199,6 +241,7 @@ def test_a_doubt_of_two_nodes_is_answered_for_both(server, stack, messages):
     assert watched.in_job()
 
 
+@pytest.mark.seam
 def test_two_nodes_that_doubt_the_same_one_take_it_out_together(server, stack):
     """A second doubt in place of the first would undo it, and the first, repeated, the second."""
     doubting = [Agent(stack, server.endpoint, name).records for name in "ac"]
@@ -209,6 +252,7 @@ def test_two_nodes_that_doubt_the_same_one_take_it_out_together(server, stack):
     assert [records.remove(peer, doubt, WAIT_S) for (records, peer), doubt in zip(found, doubts, strict=True)] == [True, False]
 
 
+@pytest.mark.seam
 def test_a_node_that_was_declared_dead_can_be_doubted_again(server, stack):
     """It has registered again. What it was told before does not end its next round."""
     doubting = Agent(stack, server.endpoint, "a").records
@@ -223,65 +267,89 @@ def test_a_node_that_was_declared_dead_can_be_doubted_again(server, stack):
 
 
 class Counting(Peers):
-    """Counts the answers."""
+    """Counts the answers; the first one comes as the watch begins."""
 
     answers = 0
+
+    def until_answered(self, count: int) -> None:
+        until(lambda: self.answers == count and self._client.get(KEYS.doubt(self._node_id)).kv is None, f"{count} answers")
 
     def answer(self, others: Collection[str] = ()) -> Standing:
         self.answers += 1
         return super().answer(others)
 
 
+@pytest.mark.seam
 def test_a_doubt_is_answered_once(server, stack, messages):
     """Not again when the answer itself is told, and not for what was said of an earlier record."""
     watched = Agent(stack, server.endpoint, "b", kind=Counting)
-    doubts, watched.records.since = KEYS.doubt("b"), 2
-    for number, value in enumerate(["doubt", "doubt", f"{DEAD} 1"]):
-        until(lambda: watched.records.answers >= number + 1)  # noqa: B023 - called at once
-        watched.client.put(doubts, value)
-        until(lambda: watched.client.get(doubts).kv is None)
-    assert watched.records.answers == 4  # one as the watch began
+    watched.records.since = 2
+    watched.records.until_answered(1)
+    for count, value in enumerate(["doubt", f"{DEAD} 1", "doubt"], 2):
+        watched.client.put(KEYS.doubt("b"), value)
+        watched.records.until_answered(count)
     assert watched.reasons.empty()
 
 
+@pytest.mark.seam
+@pytest.mark.usefixtures("answered")
 def test_who_is_out_of_the_job_can_declare_nobody_dead(server, stack):
     """Neither doubts it nor waits for it: see `Presence`."""
     doubting = Agent(stack, server.endpoint, "a")
     watched = Agent(stack, server.endpoint, "b", kind=Counting)
+    watched.records.until_answered(1)
     peer = doubting.records.find("b")
     doubted = doubting.records.doubt(peer, WAIT_S)
     doubting.client.delete(KEYS.node("a"))
-    until(lambda: watched.client.get(KEYS.doubt("b")).kv is None)
+    watched.records.until_answered(2)
     watched.client.put(KEYS.doubt("b"), "doubt")
     assert doubting.records.doubt(peer, WAIT_S) != doubted
     assert not doubting.records.remove(peer, doubted, WAIT_S)
-    until(lambda: watched.client.get(KEYS.doubt("b")).kv is None)
+    watched.records.until_answered(3)
     assert doubting.records.doubt(peer, WAIT_S) is None
-    before = watched.records.answers
     with socket.create_connection(("127.0.0.1", watched.links.port)) as link:
         link.sendall(encode_hello(Hello("job", "a", "b")))
         assert link.recv(100)
-    until(lambda: watched.records.answers > before and not watched.links.presence._looking)
-    assert watched.records.answers == before + 1
+    until(lambda: watched.records.answers > 3 and not watched.links.presence._looking)
+    assert watched.records.answers == 4
 
 
+@pytest.mark.full
 def test_a_reset_makes_nobody_a_suspect(server, stack, messages, monkeypatch):
     """A dead process closes its connections. Something on the way resets them, and may refuse others for a while."""
     paused = pauses(monkeypatch)
     _, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.reset()
-    assert paused.get(timeout=WAIT_S)
+    paused.get(timeout=WAIT_S)
     assert watched.in_job()
 
 
-def test_a_node_that_is_linked_again_does_not_give_up_because_etcd_is_away(server, stack, messages):
+class Unanswered(Peers):
+    """Etcd does not answer it any more, once `away` is there; until `over`."""
+
+    away: threading.Event | None = None
+    over: threading.Event
+
+    def answer(self, others: Collection[str] = ()) -> Standing:
+        if self.away is None:
+            return super().answer(others)
+        self.away.set()
+        assert self.over.wait(WAIT_S)
+        raise Unavailable("no endpoint answers")
+
+
+@pytest.mark.full
+def test_a_node_that_is_linked_again_does_not_give_up_because_etcd_is_away(server, stack, messages, monkeypatch):
     """Something has reset all its connections. Without the first agent nobody could declare it dead."""
-    to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
-    watching, watched, between = linked(stack, server.endpoint, messages, second=to_etcd.endpoint)
-    to_etcd.deaf()
+    monkeypatch.setattr(presence, "REACH_S", 2 * WAIT_S)
+    watching, watched, between = linked(stack, server.endpoint, messages, kind=Unanswered)
+    watched.records.over = threading.Event()
+    watched.records.away = asked = threading.Event()
     between.reset()
     between.start()
     messages.until("linked to node b")
+    assert asked.wait(WAIT_S)
+    watched.records.over.set()
     until(lambda: not watched.links.presence._looking)
     assert watched.reasons.empty()
     assert watching.in_job()
@@ -295,6 +363,7 @@ def linked_by_hand(agent: Agent, name: str) -> socket.socket:
     return link
 
 
+@pytest.mark.seam
 def test_the_end_of_an_earlier_link_is_no_loss(server, stack, messages):
     to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
     watched = Agent(stack, to_etcd.endpoint, "b")
@@ -307,9 +376,12 @@ def test_the_end_of_an_earlier_link_is_no_loss(server, stack, messages):
     assert "etcd does not answer" in watched.reasons.get(timeout=WAIT_S)
 
 
+@pytest.mark.full
 def test_it_looks_until_nobody_can_declare_it_dead_any_more(server, stack, messages, monkeypatch):
     """Although etcd does not answer: the fence may not let it give up, because nobody reaches etcd."""
     monkeypatch.setattr(presence, "REACH_S", 0.1)
+    monkeypatch.setattr(presence, "DOUBTED_S", 10 * WAIT_S)
+    late = stands_still(monkeypatch, presence)
     to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
     watched = Agent(stack, to_etcd.endpoint, "b")
     link = linked_by_hand(watched, "a")
@@ -317,9 +389,11 @@ def test_it_looks_until_nobody_can_declare_it_dead_any_more(server, stack, messa
     link.close()
     for _ in range(3):
         assert "etcd does not answer" in watched.reasons.get(timeout=WAIT_S)
+    late()
     until(lambda: not watched.links.presence._looking)
 
 
+@pytest.mark.seam
 def test_a_node_that_has_registered_again_is_missed_as_soon(server, stack, messages):
     """Its lease had ended in an outage; the link lasted."""
     _, watched, between = linked(stack, server.endpoint, messages, answers=False)
@@ -330,6 +404,7 @@ def test_a_node_that_has_registered_again_is_missed_as_soon(server, stack, messa
     messages.until("node b is taken for dead")
 
 
+@pytest.mark.full
 def test_a_node_that_was_linked_again_is_no_suspect(server, stack, messages, monkeypatch):
     """Its first link was closed. Then something resets the second one, and refuses others."""
     paused = pauses(monkeypatch)
@@ -346,19 +421,23 @@ def test_a_node_that_was_linked_again_is_no_suspect(server, stack, messages, mon
                 listening.close()
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             link.close()
-    assert paused.get(timeout=WAIT_S)
+    paused.get(timeout=WAIT_S)
     assert watched.in_job()
 
 
+@pytest.mark.seam
 def test_a_decision_that_comes_too_late_is_dropped(server, stack, messages, monkeypatch):
     """The other node stops looking for it."""
-    monkeypatch.setattr(watcher, "DECIDE_S", 0.2)  # the doubt takes longer
+    monkeypatch.setattr(watcher, "CONFIRM_S", CONFIRM_S)
+    instead_of_pauses(monkeypatch, CONFIRM_S, stands_still(monkeypatch, watcher))
     _, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.stop()
     messages.until("node b stays in the job")
     assert watched.in_job()
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("answered")
 def test_something_that_ends_each_link_soon_causes_no_storm(server, stack, messages, monkeypatch):
     """After a few links in a hurry there is a pause."""
     paused = pauses(monkeypatch)
@@ -373,6 +452,7 @@ def test_something_that_ends_each_link_soon_causes_no_storm(server, stack, messa
     assert watching.reasons.empty()
 
 
+@pytest.mark.seam
 def test_a_goodbye_is_no_suspicion(server, stack, messages):
     _, watched, _ = linked(stack, server.endpoint, messages, answers=False)
     watched.links.close()
@@ -380,6 +460,7 @@ def test_a_goodbye_is_no_suspicion(server, stack, messages):
     assert watched.in_job()
 
 
+@pytest.mark.seam
 def test_a_neighbor_of_an_earlier_round_is_no_suspicion(server, stack, messages):
     watching, watched, _ = linked(stack, server.endpoint, messages)
     watching.links.follow([])
@@ -387,6 +468,7 @@ def test_a_neighbor_of_an_earlier_round_is_no_suspicion(server, stack, messages)
     assert watched.reasons.empty()
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     "line",
     [
@@ -415,6 +497,7 @@ def test_a_stranger_is_sent_away(server, stack, messages, line):
     assert agent.reasons.empty()
 
 
+@pytest.mark.full
 def test_idle_strangers_take_no_room_for_ever(server, stack, messages, monkeypatch):
     monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 0.2)
     agent = Agent(stack, server.endpoint, "b")
@@ -427,18 +510,20 @@ def test_idle_strangers_take_no_room_for_ever(server, stack, messages, monkeypat
             assert each.recv(100) == b""
         except ConnectionError:
             pass
+    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", WAIT_S)
     first = Agent(stack, server.endpoint, "a")
     first.links.follow(["b"])
     messages.until("linked to node b")
 
 
+@pytest.mark.full
 def test_an_end_right_after_the_start(server, stack):
     """Whatever is under way by then, the thread ends and nothing is left open."""
     agent = Agent(stack, server.endpoint, "b")
     for _ in range(50):
         other = Agent(stack, server.endpoint, "a")
         other.links.follow(["b"])
-        other.links.close()
+        other.links.close(WAIT_S)
         assert not other.links._thread.is_alive()
         assert other.links.fds == ()
         other.client.close()
@@ -457,6 +542,16 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 CONF = "lease_ttl=300,last_call=30,stop_grace=2"  # the lease is longer than a test may take
 
 
+UNHURRIED = "from elastic_ext.rendezvous.etcd.links import watcher\nwatcher.SUSPECT_S = watcher.DECIDE_S = 600.0\n"
+
+
+@pytest.fixture
+def unhurried_agents(tmp_path: Path) -> dict[str, str]:
+    """Variables of agents that decide on a lost link, however busy this machine is."""
+    (tmp_path / "sitecustomize.py").write_text(UNHURRIED)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 def die_whole(pid: int) -> None:
     """Kill an agent and all that it has started, its reaper too, so that none of them can act in between."""
     pids = descendants(pid)
@@ -465,14 +560,17 @@ def die_whole(pid: int) -> None:
             os.kill(each, sig)
 
 
-@pytest.mark.long("a")
+@pytest.mark.seam
+@pytest.mark.full("a")
 @pytest.mark.parametrize("dying", ["a", "c"])
-def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(server: EtcdServer, nodes: Nodes, dying: str) -> None:
+def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(
+    server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str], dying: str
+) -> None:
     """The one that has started first leads."""
-    jobs = {"a": nodes.start("a", server.endpoint, "2:3", conf=CONF)}
+    jobs = {"a": nodes.start("a", server.endpoint, "2:3", conf=CONF, **unhurried_agents)}
     with EtcdClient(server.endpoint) as client, client.watch(KEYS.nodes, prefix=True, start_revision=1) as events:
         assert events.get(WAIT_S) is not None
-    jobs |= {name: nodes.start(name, server.endpoint, "2:3", conf=CONF) for name in "bc"}
+    jobs |= {name: nodes.start(name, server.endpoint, "2:3", conf=CONF, **unhurried_agents) for name in "bc"}
     for job in jobs.values():
         job.wait_for(r'"world": 3')
     die_whole(jobs.pop(dying).process.pid)
@@ -483,9 +581,12 @@ def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(server: Etc
     assert [job.finish().returncode for job in jobs.values()] == [0, 0]
 
 
-def test_the_reaper_of_a_killed_agent_is_given_its_time(server: EtcdServer, nodes: Nodes) -> None:
+@pytest.mark.full
+def test_the_reaper_of_a_killed_agent_is_given_its_time(
+    server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str]
+) -> None:
     """It kills the workers before the others go on: as long as it lives, nobody declares the node dead."""
-    jobs = [nodes.start(name, server.endpoint, "1:2", conf=CONF) for name in "ab"]
+    jobs = [nodes.start(name, server.endpoint, "1:2", conf=CONF, **unhurried_agents) for name in "ab"]
     for job in jobs:
         job.wait_for(r'"world": 2')
     (worker,) = [line["pid"] for line in reports(jobs[0]) if line["world"] == 2]
@@ -502,11 +603,14 @@ def test_the_reaper_of_a_killed_agent_is_given_its_time(server: EtcdServer, node
     assert jobs[1].finish().returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: EtcdServer, nodes: Nodes) -> None:
     """Not with the usual grace: the others may have begun the next round."""
-    conf = CONF.replace("stop_grace=2", "stop_grace=14")
-    jobs = [nodes.start(name, server.endpoint, "1:2", "deaf:0", conf=conf) for name in "ab"]
+    patient = {"conf": CONF.replace("stop_grace=2", "stop_grace=600"), "PET_SHUTDOWN_TIMEOUT": "600"}
+    jobs = [
+        nodes.start("a", server.endpoint, "1:2", conf=CONF),
+        nodes.start("b", server.endpoint, "1:2", "deaf:0", **patient),
+    ]
     for job in jobs:
         job.wait_for(r'"world": 2')
     (worker,) = [line["pid"] for line in reports(jobs[1]) if line["world"] == 2]
@@ -521,7 +625,7 @@ def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: 
         assert doubted is not None
         assert records.remove(peer, doubted, WAIT_S)
         os.kill(jobs[1].process.pid, signal.SIGCONT)
-    assert wait_gone([worker], timeout_s=8) == []
+    assert wait_gone([worker]) == []
     jobs[1].wait_for("may continue without this one: another node has declared this one dead")
     for job in jobs:
         job.wait_for(r'"world": 2, "attempt": [1-9]')

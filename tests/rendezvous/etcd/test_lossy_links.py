@@ -19,7 +19,7 @@ KILLS = 2  # the third one of its kind without a step would end the job
 AGAIN_S = 300.0  # gloo alone takes up to a minute on such links
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_killed_worker_is_replaced_while_all_links_lose_packets(tmp_path: Path):
     if (why := unavailable()) is not None:
         pytest.skip(why)

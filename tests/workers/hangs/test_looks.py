@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL
 from tests import refusing
+from tests.until import LIMIT_S, until
 
 # What a stack waits for.
 
@@ -195,7 +197,17 @@ ANSWERS = "signal.raise_signal(ANSWER_SIGNAL)"  # as at the agent's first questi
 SPIN = "all_reduce(spin)"
 BUSY_CHILD = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
 BUSY_THREAD = "threading.Thread(target=spin, daemon=True).start()\n"
-LATER_BUSY_THREAD = "threading.Timer(1.2, spin).start()\n"  # it waits when it is first looked at
+# A thread that waits, as those of pools do, until somebody opens the pipe `go` and closes it.
+LATER = """
+import selectors
+def later():
+    with selectors.DefaultSelector() as selector:
+        selector.register(os.open({go!r}, os.O_RDONLY | os.O_NONBLOCK), selectors.EVENT_READ)
+        selector.select()
+    os.unlink({go!r})
+    {then}
+threading.Thread(target=later, daemon=True).start()
+"""
 CONNECTIONS = """
 import socket
 def connect():
@@ -275,22 +287,25 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detector, "WAIT_FLOOR_S", {Wait.RANKS: 2.0, Wait.DEVICE: 2.5})
     monkeypatch.setattr(schedule, "LOOK_S", 0.5)
     monkeypatch.setattr(looks, "FIRST_GAP_S", 0.5)
-    monkeypatch.setattr(looks, "RATES_S", 0.4)
+    monkeypatch.setattr(looks, "RATES_S", 1.5)  # less than a stay; over less time, what two reads of /proc differ by is work
+    monkeypatch.setattr(looks, "LONGEST_GAP_S", 2.0)  # after a look that a busy machine has spoilt
+    monkeypatch.setattr(stacks, "WAIT_S", LIMIT_S)
+    monkeypatch.setattr(detector, "LATE_S", LIMIT_S)
 
 
 def watched(
     table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.5, world: int = 1
 ) -> detector.Assessment:
-    """Watch until they stall, or for `for_s` seconds: the looks at those that do not stay are after .4, .9, 1.9 and 3.9 s."""
+    """Watch until they stall, or for `for_s` seconds: the looks at those that do not stay are after .4, .9, 1.9, 3.9 ... s."""
     watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None, world), threading.Event()
     deadline, verdict = time.monotonic() + for_s, None
-    while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
-        pause.wait(min(watch.next_check_s(), max(0.0, deadline - time.monotonic())))
+    while verdict is None or (not verdict.stalled and time.monotonic() < deadline):
+        pause.wait(min(watch.next_check_s(), max(0.01, deadline - time.monotonic())))
         verdict = watch.check(dict(enumerate(pids)), files) or verdict
-    assert verdict is not None
     return verdict
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scripts", "path"),
     [
@@ -305,26 +320,26 @@ def watched(
 )
 def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, scripts, path):
     with workers(tmp_path, scripts, path) as found:
-        verdict = watched(*found, for_s=20)
+        verdict = watched(*found, for_s=LIMIT_S)
     assert verdict.stalled, verdict.reason
     assert verdict.waiting
 
 
-@pytest.mark.long("thread", "connections", "python", "answers-blocked")
+@pytest.mark.full
+@pytest.mark.full("thread", "connections", "python", "answers-blocked")
 @pytest.mark.parametrize(
     "script",
     [
         "while True: all_reduce(short)",  # the same line, nearly always
         BUSY_CHILD + SPIN,
         BUSY_THREAD + SPIN,
-        LATER_BUSY_THREAD + SPIN,
         CONNECTIONS + SPIN,
         "spin()",  # this call is the script's
         "while True: pass",
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nall_reduce(spin)",  # cannot answer
         "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])\nwhile True: all_reduce(short)",
     ],
-    ids=["loop", "child", "thread", "later-thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
+    ids=["loop", "child", "thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
 )
 def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
     with workers(tmp_path, [SPIN, script]) as found:
@@ -333,6 +348,35 @@ def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quic
     assert not verdict.stalled, verdict.reason
 
 
+@pytest.mark.seam
+def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp_path, quick, monkeypatch):
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    look = looks.Looks._look
+
+    def looked(self: looks.Looks, *args: object) -> None:
+        look(self, *args)
+        if self._stays and go.exists():
+            os.close(os.open(go, os.O_WRONLY))
+            until(lambda: not go.exists())
+
+    def confirm(self: looks.Looks, *args: object) -> bool:
+        confirmed.append(confirmation(self, *args))
+        return confirmed[-1]
+
+    confirmed: list[bool] = []
+    confirmation = looks.Looks.confirm
+    monkeypatch.setattr(looks.Looks, "_look", looked)
+    monkeypatch.setattr(looks.Looks, "confirm", confirm)
+    with workers(tmp_path, [SPIN, LATER.format(go=str(go), then="spin()") + SPIN]) as (table, pids, files):
+        watch = HangWatch(table, {0: 0, 1: 1}, None)
+        until(lambda: watch.check(dict(enumerate(pids)), files) and confirmed)
+    assert not go.exists()
+    assert confirmed == [False]
+    assert not watch.stalled
+
+
+@pytest.mark.full
 def test_no_answer_means_nothing_where_there_has_never_been_one(tmp_path, quick):
     replaced = "signal.signal(ANSWER_SIGNAL, lambda *_: None)"
     with workers(tmp_path, ["while True: all_reduce(short)"], first=replaced) as found:
@@ -340,20 +384,19 @@ def test_no_answer_means_nothing_where_there_has_never_been_one(tmp_path, quick)
     assert not verdict.stalled, verdict.reason
 
 
+@pytest.mark.full
 def test_each_worker_is_asked_for_a_first_answer(tmp_path, quick):
     with workers(tmp_path, ["for _ in range(5): short()\n" + SPIN], first="") as found:
-        assert watched(*found, for_s=20).waiting
+        assert watched(*found, for_s=LIMIT_S).waiting
         assert found[0].read(0).answers > 1
 
 
 def wait_for_pause(pid: int) -> None:
     """Wait until the main thread waits for a signal. A question that comes as it begins to may end the call."""
-    pause, deadline = threading.Event(), time.monotonic() + 20
-    while not process_stats.read([pid])[pid].awaits_signal:
-        assert time.monotonic() < deadline
-        pause.wait(0.05)
+    until(lambda: process_stats.read([pid])[pid].awaits_signal)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", ["", ANSWERS], ids=["first-question", "look"])
 def test_a_main_thread_that_waits_for_a_signal_is_left_alone(tmp_path, quick, first):
     """It goes on after any signal: most scripts would then end."""
@@ -366,6 +409,7 @@ def test_a_main_thread_that_waits_for_a_signal_is_left_alone(tmp_path, quick, fi
 BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])"
 
 
+@pytest.mark.full
 def test_a_worker_that_blocks_the_question_for_a_moment_is_asked_again(tmp_path, quick):
     go, on = tmp_path / "go", tmp_path / "on"
     script = f"""
@@ -376,18 +420,16 @@ for _ in range(5): short()
 {SPIN}
 """
     with workers(tmp_path, [script], first=BLOCKED) as (table, pids, files):
-        watch, pause = HangWatch(table, {0: 0}, None), threading.Event()
+        watch = HangWatch(table, {0: 0}, None)
         assert watch.check({0: pids[0]}, files) is not None
         assert table.read(0).answers == 1
         go.touch()
-        deadline, verdict = time.monotonic() + 20, None
-        while verdict is None or not verdict.waiting:
-            assert time.monotonic() < deadline
-            pause.wait(watch.next_check_s() if on.exists() else 0.01)
-            verdict = watch.check({0: pids[0]}, files) if on.exists() else None
+        until(on.exists)
+        until(lambda: (verdict := watch.check({0: pids[0]}, files)) is not None and verdict.waiting)
         assert table.read(0).answers > 1
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("script", "first"), [(SPIN, BLOCKED), ("signal.pause()", "")], ids=["blocked", "pause"])
 def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch, script, first):
     """Each try reads all of /proc. A minute apart at last, for as long as the job lasts."""
@@ -404,6 +446,7 @@ def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch
     assert tried == [0, 5, 15, 35, *range(75, 600, 60)]
 
 
+@pytest.mark.full
 def test_nobody_is_asked_where_it_cannot_be_seen_whether_that_would_disturb(tmp_path, quick, monkeypatch, caplog):
     read = process_stats.read
     unknown = functools.partial(replace, awaits_signal=None)
@@ -414,60 +457,73 @@ def test_nobody_is_asked_where_it_cannot_be_seen_whether_that_would_disturb(tmp_
     assert caplog.text.count("neither /proc/PID/syscall nor wchan tells") == 1
 
 
+@pytest.mark.full
 def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):
     with workers(tmp_path, [SPIN]) as found:
         verdict = watched(*found, world=1000)
     assert not verdict.stalled
 
 
+@pytest.mark.full
 def test_a_worker_that_goes_on_withdraws_the_claim(tmp_path, quick):
-    script = "threading.Timer(4, lambda: libc.pthread_spin_unlock(at)).start()\nall_reduce(spin)\nall_reduce(short)\nspin()"
-    with workers(tmp_path, [script]) as (table, pids, files):
-        watch, pause = HangWatch(table, {0: 0}, None), threading.Event()
-        seen: list[bool] = []
-        deadline = time.monotonic() + 20
-        while seen[-2:] != [True, False]:
-            assert time.monotonic() < deadline
-            pause.wait(watch.next_check_s())
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    goes_on = LATER.format(go=str(go), then="libc.pthread_spin_unlock(at)")
+    with workers(tmp_path, [f"{goes_on}{SPIN}\nall_reduce(short)\nspin()"]) as (table, pids, files):
+        watch = HangWatch(table, {0: 0}, None)
+
+        def stalled() -> bool | None:
             verdict = watch.check({0: pids[0]}, files)
-            if verdict is not None:
-                seen.append(verdict.stalled)
+            return verdict.stalled if verdict is not None else None
+
+        until(stalled)
+        os.close(os.open(go, os.O_WRONLY))
+        until(lambda: stalled() is False)
 
 
+@pytest.mark.seam
 def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
     """One dump where it stays; with what does its own part, ever fewer. No dump is kept."""
     dumps: Counter[int] = Counter()
+    looked_at: list[float] = []
 
     def counted(paths: Mapping[int, str]) -> dict[int, str]:
         found = dump_all(paths)
         dumps.update(pid for pid, text in found.items() if "Current thread" in text)
         return found
 
-    dump_all = stacks.dump_all
-    monkeypatch.setattr(stacks, "dump_all", counted)
-    with workers(tmp_path, [SPIN, "while True: pass"]) as found:
-        assert not watched(*found, for_s=5).stalled
-        assert [os.path.getsize(file) for file in found[2].values()] == [0, 0]
-        assert "in all_reduce" in stacks.dump(found[1][0], found[2][0])
-        assert "in all_reduce" in Path(found[2][0]).read_text()  # that of the hang is kept
-    stays, works = (dumps[pid] for pid in found[1])
-    assert stays == 2  # one is ours
-    assert 2 <= works <= 5  # ten without longer gaps
+    def look(self: looks.Looks, *args: object) -> None:
+        looked_at.append(args[-1])
+        look_at(self, *args)
+
+    dump_all, look_at = stacks.dump_all, looks.Looks._look
+    monkeypatch.setattr(looks, "RATES_S", LIMIT_S)  # what two reads of /proc differ by is nobody's work
+    with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, files):
+        until(lambda: "in all_reduce" in stacks.dump(pids[0], files[0]))
+        monkeypatch.setattr(stacks, "dump_all", counted)
+        monkeypatch.setattr(looks.Looks, "_look", look)
+        watch = HangWatch(table, {0: 0, 1: 1}, None)
+        until(lambda: watch.check(dict(enumerate(pids)), files) and len(looked_at) == 4)
+        assert not watch.stalled
+        assert [os.path.getsize(file) for file in files.values()] == [0, 0]
+        assert "in all_reduce" in stacks.dump(pids[0], files[0])
+        assert "in all_reduce" in Path(files[0]).read_text()  # that of the hang is kept
+    assert [dumps[pid] for pid in pids] == [2, 4]  # one of the first two is ours
+    assert all(after - before >= gap_s for (before, after), gap_s in zip(pairwise(looked_at), (0.5, 1.0, 2.0), strict=True))
 
 
+@pytest.mark.seam
 def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick):
     with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, _):
-        deadline, pause = time.monotonic() + 20, threading.Event()
-        while True:
+
+        def one_answers() -> bool:
             before = [table.read(slot).answers for slot in range(2)]
             for pid in pids:
                 os.kill(pid, ANSWER_SIGNAL)
-            while table.read(1).answers == before[1]:
-                assert time.monotonic() < deadline
-                pause.wait(0.01)
-            if table.read(0).answers == before[0]:
-                break
-            assert time.monotonic() < deadline, "it answers, so it is not in C"  # when it was first asked, it may not have been
+            until(lambda: table.read(1).answers != before[1])
+            return table.read(0).answers == before[0]
+
+        until(one_answers)  # when it was first asked, it may not have been in C
 
 
 MANY_LOOKS = """
@@ -497,6 +553,7 @@ print(before == after, before, after)
 """
 
 
+@pytest.mark.seam
 @pytest.mark.skipif(not refusing.possible, reason="the numbers of system calls are known for two architectures")
 def test_without_pidfds_looks_leave_nothing_behind(tmp_path):
     command = [sys.executable, "-m", "tests.refusing", "pidfd_open=ENOSYS", sys.executable, "-c", MANY_LOOKS, str(tmp_path / "s")]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import jobs
-from tests.jobs import AGENT, SCRIPTS, Job
+from tests.jobs import PATIENT_AGENT as AGENT
+from tests.jobs import SCRIPTS, Job
 
 JOB = SCRIPTS / "spin_job.py"
 
@@ -23,7 +24,7 @@ def start(tmp_path: Path, group: str, *faults: str) -> Job:
     return Job([*AGENT, "--nproc-per-node=2", "--max-restarts=0", JOB, *faults], tmp_path, **env)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("group", ["spinning", "gloo"])
 def test_ranks_in_different_collectives_are_a_hang_by_the_short_limit(tmp_path, group):
     """With waits that spin, nothing else would end it for half an hour."""
@@ -46,7 +47,7 @@ def start_two(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, 
     return [stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_two_nodes_agree_on_it(request, tmp_path):
     with ExitStack() as stack:
         done = [job.finish() for job in start_two(request, stack, tmp_path, "mismatch:1")]
@@ -56,7 +57,7 @@ def test_two_nodes_agree_on_it(request, tmp_path):
         assert "(kind hang," in each.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):
     """Its own worker stays in its collective for longer than the limit, while the other node's does its own part."""
     with ExitStack() as stack:
@@ -84,7 +85,7 @@ HEALTHY = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("faults", HEALTHY, ids=lambda faults: "-".join(faults))
 def test_what_takes_longer_than_the_short_limit_is_no_hang(tmp_path, faults):
     with start(tmp_path, *faults) as job:

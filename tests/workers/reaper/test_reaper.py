@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ import pytest
 from elastic_ext.workers.reaper import reaper as reaper_program
 from elastic_ext.workers.reaper.client import Reaper
 from elastic_ext.workers.reaper.reaper import kill_marked
-from tests.jobs import wait_gone
+from tests.jobs import ROOT, wait_gone
+from tests.until import LIMIT_S, until
 
 AGENT = """
 import os, signal, subprocess, sys
@@ -42,6 +42,10 @@ else:
 """
 
 
+def ended(client):
+    assert select.select([client.pidfd], [], [], LIMIT_S)[0], "the reaper has not ended"
+
+
 @pytest.fixture
 def agent():
     started = []
@@ -67,6 +71,7 @@ def agent():
         process.communicate()
 
 
+@pytest.mark.seam
 def test_nothing_outlives_a_killed_agent(agent):
     process, reaper, workers, run_dir = agent("wait")
     process.kill()
@@ -74,6 +79,7 @@ def test_nothing_outlives_a_killed_agent(agent):
     assert not os.path.exists(run_dir)
 
 
+@pytest.mark.seam
 def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet(agent, tmp_path):
     late = tmp_path / "late"
     late.write_text(
@@ -88,6 +94,7 @@ def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet
     assert wait_gone([*workers, reaper]) == []
 
 
+@pytest.mark.seam
 def test_a_worker_that_the_reaper_does_not_know_is_found_by_its_token(agent):
     process, reaper, (marked, grandchild, unmarked), _ = agent("before-watch")
     process.kill()
@@ -95,49 +102,60 @@ def test_a_worker_that_the_reaper_does_not_know_is_found_by_its_token(agent):
     os.kill(unmarked, signal.SIGKILL)  # nobody could know of this one: no token, and never sent
 
 
-def test_a_worker_between_fork_and_exec_is_found(tmp_path):
-    """When the agent dies its child has not called exec yet, so it does not carry the token."""
-    code = (
-        "import os, select, sys\n"
-        "from elastic_ext.workers.reaper.client import Reaper\n"
-        "client = Reaper(sys.argv[1], sys.argv[2])\n"
-        "agent = os.pidfd_open(os.getpid())\n"
-        "if os.fork() == 0:\n"
-        "    print(os.getpid(), flush=True)\n"
-        "    select.select([agent], [], [])\n"
-        "    code = 'import signal; signal.pause()'\n"
-        "    os.execve(sys.executable, [sys.executable, '-c', code], {'ELASTIC_EXT_WORKER': sys.argv[1]})\n"
-        "import signal; signal.pause()\n"
-    )
-    token = os.urandom(16).hex()
-    agent = subprocess.Popen([sys.executable, "-c", code, token, str(tmp_path / "run")], stdout=subprocess.PIPE)
-    child = int(agent.stdout.readline())
-    agent.kill()
-    agent.wait()
-    try:
-        assert wait_gone([child]) == []
-    finally:
-        agent.stdout.close()
+# A reaper that has found nothing before a forked child calls exec, and looks again only once it has: the order that is rare.
+SEARCHES = """#!{python} -IS
+import os, sys
+sys.path[:0] = {folder!r}, {root!r}
+import reaper
+from tests.until import until
+search = reaper.kill_marked
+def searched(token):
+    found = search(token)
+    reaper.kill_marked = search
+    pid, go = open({told!r}).read().split()
+    os.close(os.open(go, os.O_WRONLY))
+    until(lambda: token in open(f"/proc/{{pid}}/environ", "rb").read())
+    return found
+reaper.kill_marked = searched
+reaper.main(int(sys.argv[5]), *sys.argv[6:])
+"""
+# By an agent: its child has the token once the reaper has searched.
+FORKS = """
+import os, subprocess, sys
+from elastic_ext.workers.reaper.client import Reaper
+token, run_dir, told, go = sys.argv[1:]
+python, pause = sys.executable, "import signal; signal.pause()"
+sys.executable = f"{told}.py"
+client = Reaper(token, run_dir)
+sys.executable = python
+def fork():
+    child = os.fork()
+    if child == 0:
+        os.open(go, os.O_RDONLY)
+        os.execve(python, [python, "-c", pause], {"ELASTIC_EXT_WORKER": token})
+    with open(told, "w") as file:
+        file.write(f"{child} {go}")
+    print(child, flush=True)
+"""
+DIES = "fork()\nos.kill(os.getpid(), 9)"
+LEAVES_A_WORKER = """
+client.watch([subprocess.Popen([python, "-c", pause], start_new_session=True).pid])
+fork()
+client.close(clean=False)
+"""
 
 
-def test_what_a_worker_that_was_left_had_begun_to_start_is_found(tmp_path):
-    """The agent ends in order, and a worker is left: while it is killed, a child has not called exec yet."""
-    code = (
-        "import os, select, subprocess, sys\n"
-        "from elastic_ext.workers.reaper.client import Reaper\n"
-        "client = Reaper(sys.argv[1], sys.argv[2])\n"
-        "pause = 'import signal; signal.pause()'\n"
-        "worker = subprocess.Popen([sys.executable, '-c', pause], start_new_session=True)\n"
-        "ended = os.pidfd_open(worker.pid)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    select.select([ended], [], [])\n"
-        "    os.execve(sys.executable, [sys.executable, '-c', pause], {'ELASTIC_EXT_WORKER': sys.argv[1]})\n"
-        "client.watch([worker.pid])\n"
-        "print(child, flush=True)\n"
-        "client.close(clean=False)\n"
-    )
-    command = [sys.executable, "-c", code, os.urandom(16).hex(), str(tmp_path / "run")]
+@pytest.mark.seam
+@pytest.mark.parametrize("ends", [DIES, LEAVES_A_WORKER], ids=["killed", "in-order-with-a-worker-left"])
+def test_what_is_between_fork_and_exec_as_the_agent_ends_is_found(tmp_path, ends):
+    """It does not carry the token yet."""
+    told, go = tmp_path / "told", tmp_path / "go"
+    os.mkfifo(go)
+    program = tmp_path / "told.py"
+    folder = str(Path(reaper_program.__file__).parent)
+    program.write_text(SEARCHES.format(python=sys.executable, folder=folder, root=str(ROOT), told=str(told)))
+    program.chmod(0o755)
+    command = [sys.executable, "-c", FORKS + ends, os.urandom(16).hex(), str(tmp_path / "run"), str(told), str(go)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
         child = int(agent.stdout.readline())
         left = wait_gone([child])
@@ -146,6 +164,7 @@ def test_what_a_worker_that_was_left_had_begun_to_start_is_found(tmp_path):
     assert left == []
 
 
+@pytest.mark.seam
 def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
     """The console of the agent is closed together with the agent: `torchrun ... 2>&1 | head`."""
     run_dir = tmp_path / "run"
@@ -167,49 +186,51 @@ def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
     assert not run_dir.exists()
 
 
+@pytest.mark.seam
 def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_ELASTIC_EXT_TEST", "kept")
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     environ = Path(f"/proc/{client._process.pid}/environ")
-    deadline = time.monotonic() + 20
-    while not environ.read_text() and time.monotonic() < deadline:
-        pass  # during its exec a process has none, and no event reports when it has
-    assert environ.read_text() == "LD_ELASTIC_EXT_TEST=kept\0"
+    assert until(environ.read_text) == "LD_ELASTIC_EXT_TEST=kept\0"  # during its exec a process has none
     os.kill(client._process.pid, signal.SIGKILL)
-    select.select([client.pidfd], [], [], 20)
+    ended(client)
     client.watch([os.getpid()])
     os.kill(client._process.pid, signal.SIGKILL)
-    select.select([client.pidfd], [], [], 20)
+    ended(client)
     client.close(clean=True)
     client.close(clean=True)
 
 
+@pytest.mark.seam
 def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     monkeypatch.undo()
-    select.select([client.pidfd], [], [], 20)
+    ended(client)
     client.watch([os.getpid()])
     client.watch([os.getpid()])
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     client.close(clean=False)
 
 
+@pytest.mark.seam
 def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
     process, reaper, workers, run_dir = agent("clean")
-    assert process.wait(20) == 0
+    assert process.wait(LIMIT_S) == 0
     assert wait_gone([reaper]) == []
     assert not os.path.exists(run_dir)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)  # raises if it is gone
 
 
+@pytest.mark.seam
 def test_an_agent_that_ends_otherwise_leaves_nothing(agent):
     process, reaper, workers, _ = agent("end")
-    assert process.wait(20) == 0
+    assert process.wait(LIMIT_S) == 0
     assert wait_gone([*workers, reaper]) == []
 
 
+@pytest.mark.seam
 def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
     process, reaper, workers, _ = agent("wait")
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -218,6 +239,7 @@ def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
     assert wait_gone([*workers, reaper]) == []
 
 
+@pytest.mark.seam
 def test_a_killed_reaper_is_replaced(tmp_path):
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
@@ -225,16 +247,17 @@ def test_a_killed_reaper_is_replaced(tmp_path):
         client.watch([child.pid])
         first = client._process.pid
         os.kill(first, signal.SIGKILL)
-        select.select([client.pidfd], [], [], 20)
+        ended(client)
         client.revive()
         assert client._process.pid != first
         client.close(clean=False)
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(LIMIT_S) == -signal.SIGKILL
     finally:
         child.kill()
         child.wait()
 
 
+@pytest.mark.seam
 def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
     """Its pipe is full after a few hundred rounds; at the end it is continued."""
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
@@ -252,17 +275,18 @@ def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplo
         os.kill(client._process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, client._process.pid, os.WSTOPPED)
         client.close(clean=False)
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(LIMIT_S) == -signal.SIGKILL
     finally:
         child.kill()
         child.wait()
 
 
+@pytest.mark.seam
 def test_a_reaper_of_another_version_reads_nothing(tmp_path, monkeypatch, caplog):
     """The package was updated while a job ran, and the reaper is started again."""
     monkeypatch.setattr(reaper_program, "VERSION", 0)
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
-    select.select([client.pidfd], [], [], 20)
+    ended(client)
     client.watch([os.getpid()])
     assert "the reaper ended with exit code 1; if this agent is killed, its workers may outlive it" in caplog.text
     client.close(clean=True)

@@ -1,5 +1,6 @@
 """The workers' stderr reaches the console unchanged, and its end is known. On real pipes, relays and workers."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,24 +10,28 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
+from elastic_ext.workers import pidfds
 from elastic_ext.workers.stderr import client, relay
 from elastic_ext.workers.stderr import tails as stderr_tails
 from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
 from tests.jobs import EXT, STOCK, Job, children, command_of, environment, run, wait_gone
+from tests.until import LIMIT_S, until
 
-DEADLINE_S = 30
+CONSOLE_BYTES = 1 << 16
+MUCH = 2 * CONSOLE_BYTES
+HOUR_S = 3600.0  # who waits for it, times out
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A busy machine may need longer than a recovery waits. These tests are about the answer, not the time."""
-    monkeypatch.setattr(stderr_tails, "FLUSH_S", 10.0)
-    monkeypatch.setattr(client, "RETRY_S", 10.0)
+    monkeypatch.setattr(stderr_tails, "FLUSH_S", LIMIT_S)
+    monkeypatch.setattr(client, "RETRY_S", LIMIT_S)
+    monkeypatch.setattr(client, "END_S", LIMIT_S)
 
 
 class Console:
@@ -34,11 +39,16 @@ class Console:
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
+        fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, CONSOLE_BYTES)  # else it takes 16 pages, whose size is the machine's
         self._before = os.dup(2)
         self.take()
         self.data = b""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+
+    @property
+    def full(self) -> bool:
+        return not select.select([], [self._writer], [], 0)[1]
 
     def take(self) -> None:
         """Call this again in a test that starts relays: between a fixture and its test pytest replaces fd 2."""
@@ -57,7 +67,7 @@ class Console:
 
     def wait_for(self, enough) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: enough(self.data), DEADLINE_S), self.data[-1000:]
+            assert self._changed.wait_for(lambda: enough(self.data), LIMIT_S), self.data[-1000:]
 
     def gone(self) -> None:
         os.close(self.reader)
@@ -75,7 +85,7 @@ class Console:
         self.restore()
         if self._thread is None:
             self.read()
-        self._thread.join(DEADLINE_S)
+        self._thread.join(LIMIT_S)
         assert not self._thread.is_alive(), "somebody holds the console open"
         return self.data
 
@@ -86,7 +96,7 @@ def console():
     yield console
     console.restore()
     if console._thread is not None:
-        console._thread.join(DEADLINE_S)
+        console._thread.join(LIMIT_S)
     if console.reader >= 0:
         os.close(console.reader)
 
@@ -124,7 +134,7 @@ def worker(tails, tmp_path):
     yield _worker
     for process in started:
         process.kill()
-        process.communicate(timeout=DEADLINE_S)
+        process.communicate(timeout=LIMIT_S)
 
 
 def go(process: "subprocess.Popen[bytes]") -> None:
@@ -144,17 +154,19 @@ def assert_same(got: bytes, expected: bytes) -> None:
     assert hashlib.sha256(got).digest() == hashlib.sha256(expected).digest()
 
 
+@pytest.mark.seam
 def test_bytes_come_at_once_and_unchanged(console, tails, worker):
     console.read()
     process = worker("os.write(2, b' 42%\\r'); sys.stdin.readline(); os.write(2, b'\\xff\\0 no newline')")
     console.wait_for(lambda data: data == b" 42%\r")  # while it waits: no newline, no end
     go(process)
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
     assert tails.tail(0) == " 42%\r\ufffd\0 no newline"
     tails.close()
     assert_same(console.rest(), b" 42%\r\xff\0 no newline")
 
 
+@pytest.mark.seam
 def test_what_c_code_and_children_say_is_in_it(console, tails, worker):
     console.read()
     process = worker(
@@ -163,40 +175,43 @@ def test_what_c_code_and_children_say_is_in_it(console, tails, worker):
         "subprocess.run(['sh', '-c', 'echo from a child >&2'])\n"
         "os.abort()\n"
     )
-    assert process.wait(DEADLINE_S) == -signal.SIGABRT
+    assert process.wait(LIMIT_S) == -signal.SIGABRT
     assert re.fullmatch(r"terminate called: .*\nfrom a child\n", tails.tail(0))
 
 
+@pytest.mark.seam
 def test_much_is_carried_whole_and_the_last_of_it_is_kept(console, tails, worker):
     console.read()
     process = worker("for n in range(200_000): os.write(2, b'%07d %s\\n' % (n, b'x' * (n % 50)))")
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
     expected = b"".join(b"%07d %s\n" % (n, b"x" * (n % 50)) for n in range(200_000))
     assert tails.tail(0) == expected[-TAIL_BYTES:].decode()
     tails.close()
     assert_same(console.rest(), expected)
 
 
+@pytest.mark.seam
 def test_lines_of_many_workers_stay_whole(console, tails, worker):
     console.read()
     script = "for n in range(3000): os.write(2, b'{0} %05d {1}\\n' % n)"
     processes = [worker(script.format(rank, "y" * 10 * rank), local_rank=rank) for rank in range(4)]
-    assert [process.wait(DEADLINE_S) for process in processes] == [0] * 4
+    assert [process.wait(LIMIT_S) for process in processes] == [0] * 4
     tails.close()
     lines = console.rest().decode().splitlines()
     for rank in range(4):
         assert [line for line in lines if line[0] == str(rank)] == [f"{rank} {n:05} {'y' * 10 * rank}" for n in range(3000)]
 
 
+@pytest.mark.seam
 def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
     console.read()
     process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
     console.wait_for(lambda data: data == b"before\n")
-    assert tails._relay.flush(DEADLINE_S) is not None  # killed between the write and its mark, it would write twice
+    assert tails._relay.flush(LIMIT_S) is not None  # killed between the write and its mark, it would write twice
     first = relay_pid(tails)
     os.kill(first, signal.SIGKILL)
     go(process)
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
     assert relay_pid(tails) != first
     tails.flush()
     assert tails.tail(0) == ("z" * TAIL_BYTES + "after\n")[-TAIL_BYTES:]
@@ -205,6 +220,7 @@ def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, work
     assert "was killed from outside; starting another" in caplog.text
 
 
+@pytest.mark.full
 def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
     console.read()
     process = worker("for n in range(40_000): os.write(2, b'%06d\\n' % n)\nsys.stdin.readline()\nos.write(2, b'end\\n')")
@@ -212,36 +228,39 @@ def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, wor
         console.wait_for(lambda data, part=part: len(data) > part * 20_000)
         tails._relay._link.process.kill()  # nothing happens if the one before has not been replaced yet
     go(process)
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
     console.wait_for(lambda data: data.endswith(b"end\n"))
 
 
+@pytest.mark.full
 def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker):
     # More than the console's pipe takes: the relay has some of it, the worker's pipe the rest.
-    process = worker("os.write(2, b'a' * 100_000 + b'b')")
-    assert process.wait(DEADLINE_S) == 0
-    assert tails._relay.flush(0.2) is None
+    process = worker(f"os.write(2, b'a' * {MUCH} + b'b')")
+    until(lambda: console.full)
+    until(lambda: pidfds.state(relay_pid(tails)) == "S")  # killed between the write and its mark, it would write twice
     os.kill(relay_pid(tails), signal.SIGKILL)
     console.read()
-    assert tails._relay.flush(DEADLINE_S) is not None
+    assert process.wait(LIMIT_S) == 0
+    assert tails._relay.flush(LIMIT_S) is not None
     tails.close()
-    assert_same(console.rest(), b"a" * 100_000 + b"b")
+    assert_same(console.rest(), b"a" * MUCH + b"b")
 
 
+@pytest.mark.seam
 def test_the_tail_of_a_worker_just_dead_is_there_though_the_relay_is_killed_with_it(console, tails, worker):
     console.read()
     process = worker("os.write(2, b'x'); sys.stdin.readline(); os.write(2, b'last words')")
     console.wait_for(lambda data: data == b"x")
     os.kill(relay_pid(tails), signal.SIGSTOP)
     go(process)
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
     os.kill(relay_pid(tails), signal.SIGKILL)
-    tails._relay.flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
+    tails._relay.flush(LIMIT_S)  # as settle(), with the time that a loaded machine takes to start a process
     assert tails.tail(0) == "xlast words"
 
 
+@pytest.mark.seam
 def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, worker, monkeypatch):
-    monkeypatch.setattr(client, "END_S", 30.0)  # so long close() waits for a relay that is about to end
     console.read()
     process = worker(
         "import subprocess\n"
@@ -254,11 +273,11 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     held_open = os.open(f"/proc/{process.pid}/fd/{held}", os.O_WRONLY)
     helper = relay_pid(tails)
     go(process)
-    assert process.wait(DEADLINE_S) == 0
-    start = time.monotonic()
+    assert process.wait(LIMIT_S) == 0
     assert tails.tail(0) == "worker ends"
-    tails.close()
-    assert time.monotonic() - start < 20
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "END_S", HOUR_S)  # so long close() waits for a relay that is about to end
+        tails.close()
     assert wait_gone([helper], 0) == [helper]
     os.write(held_open, b"\n")
     os.close(held_open)
@@ -266,40 +285,45 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     assert wait_gone([child, helper]) == []
 
 
+@pytest.mark.full
 def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
-    # A recovery waits this long for the console. Users have 0.05 s, too short for the relay to get its turn on a busy machine.
-    monkeypatch.setattr(stderr_tails, "FLUSH_S", 1.0)
-    monkeypatch.setattr(client, "END_S", 60.0)  # what the end of a job waits for, and the tail does not
-    process = worker("os.write(2, b'a' * 100_000 + b'the end')")  # nobody reads
-    assert process.wait(DEADLINE_S) == 0
-    start = time.monotonic()
-    assert tails.tail(0).endswith("athe end")
-    assert tails.tail(0).endswith("athe end")
-    assert time.monotonic() - start < 15
+    monkeypatch.setattr(stderr_tails, "FLUSH_S", 0.5)
+    process = worker(f"os.write(2, b'a' * {MUCH} + b'the end')")  # nobody reads
+    until(lambda: console.full)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "END_S", HOUR_S)  # what the end of a job waits for, and the tail does not
+        assert tails.tail(0) is not None
+        patch.setattr(stderr_tails, "FLUSH_S", HOUR_S)  # it waits for this console once, and not again
+        until(lambda: tails.tail(0).endswith("athe end"))  # the relay was asked for all of it; a busy machine lets it wait
+    assert process.wait(LIMIT_S) == 0
     console.read()
     tails.close()
-    assert_same(console.rest(), b"a" * 100_000 + b"the end")
+    assert_same(console.rest(), b"a" * MUCH + b"the end")
 
 
+@pytest.mark.full
 def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_relay(console, tails, worker):
     process = worker("os.write(2, b'a' * 5_000_000); print('through')")
-    assert select.select([process.stdout], [], [], 1.0)[0] == []
+    until(lambda: console.full and {pidfds.state(relay_pid(tails)), pidfds.state(process.pid)} == {"S"})
+    assert select.select([process.stdout], [], [], 0)[0] == []
     console.read()
     assert process.stdout.readline() == b"through\n"
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.seam
 def test_a_console_that_is_gone_costs_the_output_and_not_the_worker(console, tails, worker):
     console.gone()
     process = worker("os.write(2, b'a' * 1_000_000 + b'still here')")
-    assert process.wait(DEADLINE_S) == 0
+    assert process.wait(LIMIT_S) == 0
     assert tails.tail(0).endswith("astill here")
 
 
+@pytest.mark.seam
 def test_unknown_is_not_empty(console, tails, worker, tmp_path):
     console.read()
     silent = worker("pass", local_rank=0)
-    assert silent.wait(DEADLINE_S) == 0
+    assert silent.wait(LIMIT_S) == 0
     assert tails.connect(1, "", str(tmp_path)) is not None  # its worker never comes
     assert tails.tail(0) == ""
     assert tails.tail(1) is None
@@ -307,20 +331,20 @@ def test_unknown_is_not_empty(console, tails, worker, tmp_path):
     alive = worker("sys.stdin.readline()", local_rank=3)
     alive.stdout.close()
     os.write(2, b"")
-    deadline = time.monotonic() + DEADLINE_S
-    while tails.tail(3) is None:  # no event tells that it has connected
-        assert time.monotonic() < deadline
+    until(lambda: tails.tail(3) is not None)
     assert tails.tail(3) == ""
 
 
+@pytest.mark.seam
 def test_a_muted_worker_is_heard_by_the_agent_only(console, tails, worker):
     console.read()
-    assert worker("os.write(2, b'NCCL WARN')", destination=os.devnull).wait(DEADLINE_S) == 0
+    assert worker("os.write(2, b'NCCL WARN')", destination=os.devnull).wait(LIMIT_S) == 0
     assert tails.tail(0) == "NCCL WARN"
     tails.close()
     assert_same(console.rest(), b"")
 
 
+@pytest.mark.seam
 def test_a_file_is_read_from_its_end(console, tails, tmp_path):
     path = tmp_path / "stderr.log"
     path.write_bytes(b"b" * 100_000 + b"end")
@@ -330,19 +354,21 @@ def test_a_file_is_read_from_its_end(console, tails, tmp_path):
     assert tails.tail(1) is None
 
 
+@pytest.mark.seam
 def test_the_traceback_that_the_agent_shows_is_in_the_tail(console, tails, worker):
     console.read()
-    assert worker("os.write(2, b'warning\\n')").wait(DEADLINE_S) == 0
+    assert worker("os.write(2, b'warning\\n')").wait(LIMIT_S) == 0
     assert tails.tail(0, "Traceback\nKeyError: 1\n") == "warning\nTraceback\nKeyError: 1\n"
     assert tails.tail(0, "warning\n") == "warning\n"  # it did print it
     assert tails.tail(7, "Traceback\n") == "Traceback\n"
 
 
+@pytest.mark.full
 def test_rounds_follow_each_other(console, tails, worker):
     console.read()
     for number in range(20):
         tails.begin_round()
-        assert worker(f"os.write(2, b'round {number};')").wait(DEADLINE_S) == 0
+        assert worker(f"os.write(2, b'round {number};')").wait(LIMIT_S) == 0
         assert tails.tail(0) == f"round {number};"
     tails.close()
     assert_same(console.rest(), b"".join(b"round %d;" % number for number in range(20)))
@@ -364,6 +390,7 @@ def test_a_terminal_stays_the_workers_terminal():
             os.close(descriptor)
 
 
+@pytest.mark.seam
 def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog):
     console.take()
     with monkeypatch.context() as patch:
@@ -380,6 +407,7 @@ def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkey
     assert "the relay process cannot run: it ended with exit code 1" in caplog.text
 
 
+@pytest.mark.seam
 def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog, tmp_path):
     """The package was updated while a job ran, and the relay is started again."""
     console.take()
@@ -397,6 +425,7 @@ def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, mon
     assert "the relay process cannot run: it ended with exit code 1" in caplog.text
 
 
+@pytest.mark.full
 def test_nothing_is_left_open(console, tmp_path):
     console.take()
     console.read()
@@ -422,6 +451,7 @@ for n in range(5000):
 """
 
 
+@pytest.mark.full
 def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
     script = tmp_path / "chatty.py"
     script.write_text(CHATTY)
@@ -432,7 +462,6 @@ def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
             cwd=tmp_path,
             env=environment(),
             capture_output=True,
-            timeout=120,
             check=True,
         )
         lines = done.stderr.split(b"\n")
@@ -441,6 +470,7 @@ def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
     assert [len(lines) for lines in seen[0]] == [5000, 5000]
 
 
+@pytest.mark.seam
 def test_what_a_worker_said_comes_before_what_the_agent_says_of_its_end(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text("import os, sys\nos.write(2, b'x' * 50_000 + b'\\nlast words\\n')\nos._exit(7)\n")
@@ -449,6 +479,7 @@ def test_what_a_worker_said_comes_before_what_the_agent_says_of_its_end(tmp_path
     assert job.err.index("last words") < job.err.index("rank 0 ended with exit code 7")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_the_setting_says_whether_a_relay_stands_between(tmp_path, setting):
     script = tmp_path / "who.py"
@@ -463,6 +494,7 @@ def relays(agent: int) -> list[int]:
     return [pid for pid in children(agent) if "stderr/relay.py" in command_of(pid)]
 
 
+@pytest.mark.full
 def test_the_death_of_the_agent_leaves_neither_workers_nor_relay(tmp_path):
     script = tmp_path / "chat.py"
     script.write_text("import os\nprint('up', flush=True)\nwhile True: os.write(2, b'.')")

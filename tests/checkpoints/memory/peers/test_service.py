@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -19,14 +22,17 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.memory.peers import fetch, request, service, wire
+from elastic_ext.checkpoints.memory.peers import fetch, request, send, service, wire
 from elastic_ext.checkpoints.memory.peers.keep import INCOMING
 from elastic_ext.checkpoints.memory.peers.request import NoAgent, Send
 from elastic_ext.checkpoints.memory.peers.send import Circle
 from elastic_ext.checkpoints.memory.peers.service import PeerService
 from elastic_ext.checkpoints.memory.peers.wire import GET, PUT, Answer, Connection, PeerError, Request
 from elastic_ext.checkpoints.storage import Storage, open_storage
+from tests.until import LIMIT_S, until
 
+STALL_S = wire.STALL_S
+LONG_S = 600.0  # in place of each limit that a test is not about: a busy machine may take long
 KEY = "the key of this round"
 SIZE = 300_000
 
@@ -60,7 +66,7 @@ class Node:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         kept = directory_name(step - 1, 1)
-        return Send(directory_name(step, 1), memory_file(rank), size, xxhash.xxh3_64_hexdigest(data), kept, 10.0)
+        return Send(directory_name(step, 1), memory_file(rank), size, xxhash.xxh3_64_hexdigest(data), kept, LONG_S)
 
     def send(self, step: int, rank: int, size: int = SIZE) -> str:
         return request.send(self.service.socket_path, self.write(step, rank, size))
@@ -71,7 +77,9 @@ class Node:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    for owner, limit in ((wire, "CONNECT_S"), (wire, "STALL_S"), (service, "ADOPT_S"), (fetch, "LIMIT_S"), (request, "MARGIN_S")):
+        monkeypatch.setattr(owner, limit, LONG_S)
     with ExitStack() as stack:
 
         def make(number: int, **options: float) -> Node:
@@ -94,6 +102,7 @@ def path(step: int, rank: int) -> str:
     return f"{directory_name(step, 1)}/{memory_file(rank)}"
 
 
+@pytest.mark.seam
 def test_a_part_is_with_the_peer_whole_and_the_last_two_copies_only(pair):
     one, two = pair
     for step in (1, 2, 3):
@@ -105,6 +114,7 @@ def test_a_part_is_with_the_peer_whole_and_the_last_two_copies_only(pair):
     assert tiers.own_checkpoints(two.storage)[0] == directory_name(3, 1)
 
 
+@pytest.mark.seam
 def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     one, two = pair
     assert one.send(1, 0) == one.send(2, 0) == ""
@@ -118,6 +128,7 @@ def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     assert "a part of 600001 bytes" in one.send(3, 1, size=2 * SIZE + 1)
 
 
+@pytest.mark.seam
 def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pair):
     one, two = pair
     two.adopt(one.at, limit=2 * SIZE)
@@ -132,6 +143,7 @@ def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pai
     assert two.files() == [path(3, 0), path(4, 0)]
 
 
+@pytest.mark.seam
 def test_a_service_that_cannot_begin_leaves_nothing_open(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         with pytest.raises(OSError):
@@ -139,6 +151,7 @@ def test_a_service_that_cannot_begin_leaves_nothing_open(tmp_path):
         assert listening.fileno() == -1
 
 
+@pytest.mark.seam
 def test_a_worker_has_an_answer_whatever_fails_in_the_agent(pair, monkeypatch, caplog):
     one, _ = pair
     monkeypatch.setattr(wire, "ask", None)
@@ -146,31 +159,34 @@ def test_a_worker_has_an_answer_whatever_fails_in_the_agent(pair, monkeypatch, c
     assert "could not be sent" in caplog.text
 
 
-def test_after_a_failure_nothing_is_sent_for_a_while(pair, caplog):
+@pytest.mark.seam
+def test_after_a_failure_nothing_is_sent_for_a_while(pair, monkeypatch, caplog):
     one, two = pair
+    called, genuine = [], wire.connected
+    monkeypatch.setattr(wire, "connected", lambda *args: called.append(args) or genuine(*args))
+    monkeypatch.setattr(send, "FIRST_PAUSE_S", send.MAX_PAUSE_S)
     two.service.close()
     assert "refused" in one.send(1, 0)
     one.adopt(two.at)
-    assert "refused" in one.send(1, 0)
-    peer = socket.create_server(("127.0.0.1", 0))
-    with peer:
-        two.at = ("127.0.0.1", peer.getsockname()[1])
-        peer.settimeout(0.2)
-        assert "refused" in one.send(1, 0)  # as before, and nobody has called
-        with pytest.raises(TimeoutError):
-            peer.accept()
+    for _ in range(2):  # the second time as before, and nobody is called
+        assert "refused" in one.send(1, 0)
+        assert len(called) == 2
     assert one.not_sent == 3
     assert caplog.text.count("copies in memory are on this node only") == 2  # one for each round
 
 
+GIVEN_UP = "too long|timed out"  # by whichever of its two limits; both end at the same moment
+
+
+@pytest.mark.seam
 def test_a_peer_that_does_not_answer_costs_the_limit_and_no_more(pair):
     one, _ = pair
     with socket.create_server(("127.0.0.1", 0)) as silent:
         one.adopt(("127.0.0.1", silent.getsockname()[1]))
-        wanted = one.write(1, 0)
-        assert "timed out" in request.send(one.service.socket_path, Send(**{**vars(wanted), "limit_s": 0.2}))
+        assert re.search(GIVEN_UP, request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
+@pytest.mark.seam
 def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_does_not(pair):
     one, _ = pair
     wanted = one.write(1, 0)
@@ -179,6 +195,7 @@ def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_do
         request.send(one.service.socket_path, wanted)
 
 
+@pytest.mark.seam
 def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
     """Callers without a key that say nothing, more than are served at once."""
     one, two = pair
@@ -190,54 +207,66 @@ def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
         assert two.send(1, 2) == ""
 
 
+def waiting(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set once a caller waits for the agent to adopt its round."""
+    waits, callers = threading.Event(), node.service._callers
+    genuine = callers.may_wait
+    monkeypatch.setattr(callers, "may_wait", lambda sock: waits.set() or genuine(sock))
+    return waits
+
+
+@pytest.mark.seam
 def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatch):
     _, two = pair
-    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 300.0)
+    waits = waiting(two, monkeypatch)
     before = set(threading.enumerate())
     with ExitStack() as stack:
         first = stack.enter_context(wire.connected(two.at, float("inf")))
         first.hear(wire.Hello)
         (thread,) = set(threading.enumerate()) - before
         first.say(Request(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
+        assert waits.wait(LIMIT_S)
         for _ in range(service.UNPROVEN):
             stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.Hello)
         assert first._reader.read() == b""
-        thread.join(20)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
 
 
+@pytest.mark.seam
 def test_a_caller_that_drips_is_not_heard_for_long(pair, monkeypatch):
     _, two = pair
     monkeypatch.setattr(wire, "STALL_S", 0.3)
-    deadline = time.monotonic() + 20
     with socket.create_connection(two.at) as stranger:
-        stranger.settimeout(0.1)
-        ended = False
-        while not ended:
-            assert time.monotonic() < deadline
+        stranger.setblocking(False)
+
+        def ended() -> bool:
             try:
                 stranger.sendall(b" ")
-                ended = not stranger.recv(1 << 16)
-            except TimeoutError:
-                continue
+                return not stranger.recv(1 << 16)
+            except BlockingIOError:
+                return False
             except ConnectionError:  # it was ended while a byte was on its way
-                ended = True
+                return True
+
+        until(ended, "the service ends the connection")
 
 
+@pytest.mark.seam
 def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, monkeypatch):
     one, two = pair
-    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 0.1)
-    one.adopt(two.at, key="another key")
-    assert "this node is not in that round" in one.send(1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "ADOPT_S", 0.1)
+        one.adopt(two.at, key="another key")
+        assert "this node is not in that round" in one.send(1, 0)
     assert two.files() == []
-    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 30.0)
     one.adopt(two.at, key="the next key")
-    said: list[str] = []
-    sending = threading.Thread(target=lambda: said.append(one.send(1, 0)))
-    sending.start()
-    two.adopt(one.at, key="the next key")
-    sending.join(20)
-    assert said == [""]
+    waits = waiting(two, monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(one.send, 1, 0)
+        assert waits.wait(LIMIT_S)
+        two.adopt(one.at, key="the next key")
+        assert said.result() == ""
     assert two.files() == [path(1, 0)]
 
 
@@ -252,6 +281,7 @@ DATA = b"x" * SIZE
 CHECKSUM = xxhash.xxh3_64_hexdigest(DATA)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -274,6 +304,7 @@ def test_what_is_refused(pair, asked, reason):
     assert two.files() == []
 
 
+@pytest.mark.seam
 def test_names_with_a_slash_are_no_messages(pair):
     _, two = pair
     with pytest.raises((ElasticExtError, OSError)):
@@ -281,6 +312,7 @@ def test_names_with_a_slash_are_no_messages(pair):
     assert two.files() == []
 
 
+@pytest.mark.seam
 def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
     """The id of the key is no secret: it is not enough."""
     _, two = pair
@@ -290,11 +322,12 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
         connection.say(asked)
         assert "wrong proof" in connection.hear(Answer).reason
     two.service.adopt(None)
-    monkeypatch.setattr("elastic_ext.checkpoints.memory.peers.service.ADOPT_S", 0.1)
+    monkeypatch.setattr(service, "ADOPT_S", 0.1)
     with pytest.raises(PeerError, match="not in that round"):
         wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("proof", ['"\u00e9"', '"\\ud800"'])
 def test_a_proof_may_be_any_text(pair, caplog, proof):
     _, two = pair
@@ -306,6 +339,7 @@ def test_a_proof_may_be_any_text(pair, caplog, proof):
     assert caplog.text == ""
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("proof", ["0", "\u00e9"])
 def test_a_server_without_the_key_gets_no_state(pair, proof):
     """An impostor that answers yes is not sent a byte."""
@@ -325,10 +359,11 @@ def test_a_server_without_the_key_gets_no_state(pair, proof):
         thread.start()
         one.adopt(("127.0.0.1", server.getsockname()[1]))
         assert "does not have the key" in one.send(1, 0)
-        thread.join(20)
+        thread.join()
     assert got == [b""]
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("how", ["cut", "damaged"])
 def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     _, two = pair
@@ -351,6 +386,7 @@ def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     assert caplog.text == ""  # it knew why it gave up
 
 
+@pytest.mark.seam
 def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair):
     one, two = pair
     with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as connection:
@@ -360,6 +396,7 @@ def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair)
     assert two.files() == []
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
 def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair, monkeypatch, caplog, error):
     """The thread that writes it removes it at the same moment; or it cannot be removed."""
@@ -393,6 +430,7 @@ def commit(node: Node, step: int, world: int) -> str:
     return tiers.digest(data)
 
 
+@pytest.mark.seam
 def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair):
     one, two = pair
     assert [two.send(5, rank) for rank in two.own] == ["", ""]
@@ -410,6 +448,7 @@ def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair
     assert tiers.offers(one.storage)[0].ranks == (0, 1, 2, 3)
 
 
+@pytest.mark.seam
 def test_the_limit_of_the_rate_does_not_hold_up_a_replacement(nodes):
     one, two = nodes(0, rate=1.0), nodes(1)
     one.adopt(two.at)
@@ -419,28 +458,34 @@ def test_the_limit_of_the_rate_does_not_hold_up_a_replacement(nodes):
     assert path(5, 2) in two.files()
 
 
+@pytest.mark.full
 def test_at_a_low_rate_the_peer_does_not_take_the_node_for_gone(nodes, monkeypatch):
-    monkeypatch.setattr(wire, "STALL_S", 2.0)
+    """It takes six seconds, by a clock that no pause is waited for on, and a byte comes all the time."""
+    pauses: list[float] = []
     one, two = nodes(0, rate=SIZE / 6), nodes(1)
+    monkeypatch.setattr(send, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(pauses)))
+    monkeypatch.setattr(one.service._pace, "_ended", SimpleNamespace(wait=pauses.append))
     one.adopt(two.at)
     two.adopt(one.at)
     began = time.monotonic()
-    assert request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=60.0)) == ""
-    assert time.monotonic() - began > 4.0
+    assert one.send(1, 0) == ""
+    assert time.monotonic() - began + sum(pauses) > 5.5
+    assert max(pauses) < STALL_S / 10
 
 
+@pytest.mark.seam
 def test_the_worker_has_its_answer_in_time_however_low_the_rate_is(nodes):
-    one, two = nodes(0, rate=1.0), nodes(1)
+    one, two = nodes(0, rate=1e-4), nodes(1)
     one.adopt(two.at)
     two.adopt(one.at)
-    assert "too long" in request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2))
+    assert re.search(GIVEN_UP, request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
 class Dripping:
-    """A node of the round that sends one byte after the other, and ever so slowly; to be given up by who listens."""
+    """A node of the round that sends one byte after the other, for hours; to be given up by who listens."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._server, self._done = data, socket.create_server(("127.0.0.1", 0)), threading.Event()
+    def __init__(self) -> None:
+        self._server, self._done = socket.create_server(("127.0.0.1", 0)), threading.Event()
         self.at = ("127.0.0.1", self._server.getsockname()[1])
         self._thread = threading.Thread(target=self._serve)
 
@@ -448,10 +493,9 @@ class Dripping:
         sock, _ = self._server.accept()
         with Connection(sock, float("inf")) as connection, suppress(OSError):
             _, sign = wire.greet(connection, lambda _: KEY)
-            connection.say(sign(Answer(size=len(self._data))))
-            for byte in self._data:
-                sock.sendall(bytes([byte]))
-                self._done.wait(0.01)
+            connection.say(sign(Answer(size=10 * SIZE)))
+            while not self._done.wait(0.01):
+                sock.sendall(b" ")
 
     def __enter__(self) -> Dripping:
         self._thread.start()
@@ -459,21 +503,21 @@ class Dripping:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        self._thread.join(20)
+        self._thread.join()
         self._server.close()
 
 
-@pytest.mark.parametrize("why", ["the round is over", "too long|timed out"])
+@pytest.mark.seam
+@pytest.mark.parametrize("why", ["the round is over", GIVEN_UP])
 def test_a_fetch_from_a_node_that_drips_is_given_up(pair, monkeypatch, why):
     _, two = pair
-    began = time.monotonic()
-    if why == "too long|timed out":
+    if why == GIVEN_UP:
         monkeypatch.setattr(fetch, "LIMIT_S", 0.5)
-    with Dripping(bytes(1000)) as node, pytest.raises((PeerError, TimeoutError), match=why):
+    with Dripping() as node, pytest.raises((PeerError, TimeoutError), match=why):
         two.service.fetch(directory_name(5, 1), "0" * 64, {2: node.at}, lambda: why == "the round is over")
-    assert time.monotonic() - began < 5
 
 
+@pytest.mark.seam
 def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
     one, two = pair
     assert two.send(5, 2) == ""
@@ -494,19 +538,18 @@ def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
     assert two.files() == []
 
 
+@pytest.mark.seam
 def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
     one, _ = pair
     asked: list[int] = []
     monkeypatch.setattr(one.service._pace._bucket, "take", lambda size, now: asked.append(size) or 0.0)
     assert one.send(1, 0, size=wire.BLOCK + 5) == ""
-    threads = [threading.Thread(target=one.send, args=(2, rank, wire.BLOCK)) for rank in one.own]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(20)
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda rank: one.send(2, rank, wire.BLOCK), one.own)) == ["", ""]
     assert sum(one.sent) == sum(asked) == 3 * wire.BLOCK + 5
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("lacks", ["descriptors", "threads"])
 def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, caplog, lacks):
     monkeypatch.setattr(service, "RETRY_S", 0.01)
@@ -514,9 +557,10 @@ def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, capl
 
     def or_fail(genuine, error):
         def tried(*args):
-            if fails and threading.current_thread().name == "elastic_ext-peers":
-                fails.pop()
-                raise error
+            with suppress(IndexError):  # it was another of these threads
+                if threading.current_thread().name == "elastic_ext-peers":
+                    fails.pop()
+                    raise error
             return genuine(*args)
 
         return tried
@@ -535,10 +579,11 @@ def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, capl
     assert caplog.text.count("for now") == 1
 
 
+@pytest.mark.seam
 def test_a_closed_service_ends_its_threads(nodes):
     node = nodes(0)
     threads = [each for each in threading.enumerate() if each.name == "elastic_ext-peers"]
     node.service.close()
     for each in threads:
-        each.join(20)
+        each.join(LIMIT_S)
     assert not any(each.is_alive() for each in threads)

@@ -1,0 +1,81 @@
+"""Run tiers of the tests: `python -m tests.run check seam`, or `full`, with --quarter of it only.
+
+What fails is run once more, alone. What passes then is flaky: it is named at the end with the log of its failure, and does not
+fail the run, unless three are. Which quarter follows from the number of commits: the continuous integration runs another one
+after each commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.conftest import FULL, QUARTERS, TIERS
+from tests.jobs import ROOT
+
+PROCESSES = 3  # on two cores: most tests of real parts wait
+MAX_FLAKY = 2
+PYTEST = [sys.executable, "-m", "pytest", "-q"]
+TESTS_FAILED = 1  # pytest's exit code; any other but 0 is an error of the run itself
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tiers", nargs="+", choices=TIERS)
+    parser.add_argument("--quarter", action="store_true", help="of `full`, only one quarter")
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    args = parser.parse_args()
+    runs = [[tier for tier in args.tiers if tier != FULL], [FULL] if FULL in args.tiers else []]
+    flaky: dict[str, str] = {}
+    for tiers in filter(None, runs):
+        quarter = [f"--quarter={commits() % QUARTERS}"] if args.quarter and tiers == [FULL] else []
+        code = run([f"--tiers={','.join(tiers)}", *quarter], args.processes, flaky)
+        if code:
+            return code
+    for test, log in flaky.items():
+        print(f"\nflaky: {test} failed, and passed when it ran once more, alone. Its log:\n{log}")
+    return 0
+
+
+def run(options: Sequence[str], processes: int, flaky: dict[str, str]) -> int:
+    """Run these tests, and once more those that fail. Adds to `flaky`, by test the log of its failure. Returns the exit code."""
+    began, cpu_s = time.monotonic(), cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "failures"
+        xdist = ["-n", str(processes), "--dist", "loadgroup", "--durations=20"]
+        code = subprocess.run([*PYTEST, *xdist, f"--failures={path}", *options, "tests"], cwd=ROOT, check=False).returncode
+        print(f"{' '.join(options)}: {(time.monotonic() - began) / 60:.1f} min, {(cpu() - cpu_s) / 60:.1f} CPU-min", flush=True)
+        if code != TESTS_FAILED:
+            return code
+        failures = {each["test"]: each["log"] for each in map(json.loads, path.read_text().splitlines())}
+    if len(flaky) + len(failures) > MAX_FLAKY:
+        print(f"{len(failures)} tests failed: no more than {MAX_FLAKY} may be flaky, so none is run once more")
+        return code
+    for test, log in failures.items():
+        print(f"\nonce more, alone: {test}", flush=True)
+        code = subprocess.run([*PYTEST, test.partition("@")[0]], cwd=ROOT, check=False).returncode
+        if code:
+            return code
+        flaky[test] = log
+    return 0
+
+
+def commits() -> int:
+    return int(subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout)
+
+
+def cpu() -> float:
+    """Seconds of the processes that have ended, and of their children."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    sys.exit(main())

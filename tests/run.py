@@ -26,12 +26,12 @@ PYTEST = [sys.executable, "-m", "pytest", "-q"]
 TESTS_FAILED = 1  # pytest's exit code; any other but 0 is an error of the run itself
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tiers", nargs="+", choices=TIERS)
     parser.add_argument("--quarter", action="store_true", help="of `full`, only one quarter")
     parser.add_argument("--processes", type=int, default=PROCESSES)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     runs = [[tier for tier in args.tiers if tier != FULL], [FULL] if FULL in args.tiers else []]
     flaky: dict[str, str] = {}
     for tiers in filter(None, runs):

@@ -1,4 +1,8 @@
-"""Every pause of a fixed length in the package, by where it is. None may lie between a death and the next collective."""
+"""Every pause of a fixed length, by where it is.
+
+In the package none may lie between a death and the next collective. In tests a pause is a lower bound: nothing has to happen
+within it. Tests wait with `until` for what no event reports; a limit that a test shortens is one whose expiry the test is about.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ from pathlib import Path
 import elastic_ext
 
 PACKAGE = Path(elastic_ext.__file__).parent
+TESTS = Path(__file__).parent
 WHY = {
     "checkpoints/copying/throttle.py:__init__": "the copy's bandwidth is bounded",
     "checkpoints/storage/polling.py:poll": "a storage tells of no change",
@@ -24,17 +29,36 @@ WHY = {
 }
 
 
+WHY_IN_TESTS = {
+    "chaos/kills.py:kill": "a random moment within what the first kill has set off",
+    "chaos/kills.py:_await_instant": "a random moment",
+    "checkpoints/memory/test_part.py:test_other_threads_go_on_while_a_buffer_is_made": "0: lets go of Python's lock",
+    "conftest.py:__init__": "the guard replaces it",
+    "etcd/test_security.py:await_expiry": "each look prolongs the token; repeated until it has expired",
+    "etcd/test_security.py:has_expired": "as above",
+    "rendezvous/c10d/test_round_events.py:test_claims_on_their_way_do_not_outlive_their_withdrawal": "a lower bound",
+    "rendezvous/c10d/test_round_events.py:test_a_withdrawal_does_not_wait_for_a_claim_on_a_cut_connection": "a lower bound",
+    "rendezvous/etcd/test_links.py:instead_of_pauses": "replaces the pauses of the package",
+    "rendezvous/etcd/test_links.py:pause": "as above",
+    "until.py:until": "the one poll of the tests",
+}
+
+
 def test_nothing_waits_for_time_to_pass():
-    assert set(pauses()) == WHY.keys()
+    assert set(pauses(PACKAGE)) == WHY.keys()
 
 
-def pauses() -> Iterator[str]:
-    for path in sorted(PACKAGE.rglob("*.py")):
+def test_no_test_waits_for_time_to_pass():
+    assert {each for each in pauses(TESTS) if not each.startswith("scripts/")} == WHY_IN_TESTS.keys()
+
+
+def pauses(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(
                 is_pause(node) for node in ast.walk(function)
             ):
-                yield f"{path.relative_to(PACKAGE)}:{function.name}"
+                yield f"{path.relative_to(folder)}:{function.name}"
 
 
 def is_pause(node: ast.AST) -> bool:

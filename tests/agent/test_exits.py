@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import exits
 
@@ -37,6 +40,13 @@ def test_a_verdict_holds_no_credentials_and_stays_json(tmp_path):
         "paths": ["https://h/a?sig=***", "me@host", "***@host", "x\n***@host"],
     }
     assert json.loads((tmp_path / "verdict").read_text()) == told
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGQUIT", 130), ("SIGTERM", 75), ("SIGHUP", 75)])
+def test_the_exit_code_of_a_signal(monkeypatch, number, code):
+    monkeypatch.setattr(exits, "_verdict_code", None)
+    monkeypatch.setattr(exits, "_preset", "design")
+    assert exits.exit_code_of(SignalException("told", signal.Signals[number])) == code
 
 
 @pytest.mark.full
@@ -84,12 +94,31 @@ def test_a_pipe_and_a_device_are_written_to(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
-ENDING = """
-import atexit, sys, threading
+# Each argument is what a program does, in a fork: it takes longest to import torch.
+FORKS = """
+import atexit, os, signal, sys, threading
 from elastic_ext.agent import exits
 from elastic_ext.base.errors import NodeRefused
-if sys.argv[1]:
-    __file__, __spec__ = sys.argv[1], None
+for number, program in enumerate(sys.argv[1:]):
+    if not (pid := os.fork()):
+        signal.alarm(60)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(f"{stream.fileno()}.{number}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        exec(program)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+LAUNCHER = "__file__, __spec__ = '/bin/torchrun', None\n"
+
+
+def ends(folder: Path, *programs: str) -> list[tuple[int, list[str], str]]:
+    """Of each program the exit code, what it has printed, and its stderr."""
+    done = subprocess.run([sys.executable, "-c", FORKS, *programs], cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    out, err = ([(folder / f"{fd}.{number}").read_text() for number in range(len(programs))] for fd in (1, 2))
+    return [(int(code), *texts) for code, *texts in zip(done.stdout.split(), map(str.splitlines, out), err, strict=True)]
+
+
+ENDING = """
 exits.install("design")
 atexit.register(print, "an exit handler")
 print("a line that waits in a buffer")
@@ -104,23 +133,16 @@ threading._register_atexit(release.set)
 
 
 @pytest.mark.full
-@pytest.mark.full("alone")
-@pytest.mark.parametrize("more", ["", THREAD], ids=["alone", "with a thread that the interpreter waits for"])
-@pytest.mark.parametrize("main", ["", "/bin/torchrun"], ids=["program", "torchrun"])
-def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(main, more):
-    command = [sys.executable, "-c", ENDING.format(more=more), main]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 69
-    assert "NodeRefused: this host was refused" in done.stderr
-    printed = ["a line that waits in a buffer", *(["a thread has ended"] if more else []), "an exit handler"]
-    assert done.stdout.splitlines() == printed
+def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(tmp_path):
+    """It ends at once, or with a thread that the interpreter waits for."""
+    alone, beside = ends(tmp_path, *(LAUNCHER + ENDING.format(more=more) for more in ("", THREAD)))
+    for (code, printed, err), thread in ((alone, []), (beside, ["a thread has ended"])):
+        assert code == 69
+        assert "NodeRefused: this host was refused" in err
+        assert printed == ["a line that waits in a buffer", *thread, "an exit handler"]
 
 
 SUCCESS = """
-import atexit, sys
-from elastic_ext.agent import exits
-if sys.argv[1]:
-    __file__, __spec__ = sys.argv[1], None
 exits.install("design")
 class Torn:
     def __del__(self):
@@ -128,26 +150,19 @@ class Torn:
 torn = Torn()
 atexit.register(print, "an exit handler")
 exits.set_succeeded()
-{more}
 """
+APART = ["an exit handler", "taken apart"]
 
 
 @pytest.mark.seam
-@pytest.mark.full("a code")
-@pytest.mark.parametrize(
-    ("main", "more", "code", "taken_apart"),
-    [
-        ("/bin/torchrun", "", 0, False),
-        ("", "", 0, True),
-        ("/bin/torchrun", "raise ValueError", 1, True),
-        ("/bin/torchrun", "exits.end(75)", 75, False),
-        ("", "exits.end(75)", 75, True),
-    ],
-    ids=["torchrun", "program", "a failure after the success", "a code after the success", "a code in a program"],
-)
-def test_a_launcher_does_not_take_itself_apart_after_a_success(main, more, code, taken_apart):
+def test_a_launcher_does_not_take_itself_apart_after_a_success(tmp_path):
     """Or a thread that comes back from a store call meanwhile would abort it: exit code -6 of a job that has succeeded."""
-    command = [sys.executable, "-c", SUCCESS.format(more=more), main]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.splitlines() == ["an exit handler", *(["taken apart"] if taken_apart else [])]
+    cases = [
+        (LAUNCHER + SUCCESS, 0, APART[:1]),
+        (SUCCESS, 0, APART),
+        (LAUNCHER + SUCCESS + "raise ValueError", 1, APART),
+        (LAUNCHER + SUCCESS + "exits.end(75)", 75, APART[:1]),
+        (SUCCESS + "exits.end(75)", 75, APART),
+    ]
+    ended = ends(tmp_path, *(program for program, *_ in cases))
+    assert [(code, printed) for code, printed, _ in ended] == [(code, printed) for _, code, printed in cases], ended

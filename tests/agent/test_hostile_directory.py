@@ -65,7 +65,7 @@ def test_no_helper_imports_from_the_working_directory(tmp_path):
     script.write_text(SAVING.format(remote=str(remote), gate=str(gate)))
     subprocess.run(["mkfifo", str(gate)], check=True)
     conf = f"--rdzv-conf=local_dir={tmp_path / 'local'},checkpoint_dir={remote}"
-    with Job([*AGENT, "--max-restarts=1", conf, str(script)], tmp_path / "work", ELASTIC_EXT_STANDBY="on") as job:
+    with Job([*AGENT, "--max-restarts=1", conf, str(script)], tmp_path / "work", forks=False, ELASTIC_EXT_STANDBY="on") as job:
         job.wait_for("saved")
         job.wait_for("1 warm standbys wait")
         job.wait_for("complete in .*: step_")  # the copier has done its work

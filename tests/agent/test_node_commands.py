@@ -55,23 +55,18 @@ def test_what_outlives_a_command_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("command", "timeout", "said"),
-    [("echo is ill; exit 3", 60, "  is ill"), ("sleep 100", 1, "had not ended after 1 s")],
-    ids=["exit", "hangs"],
-)
-def test_an_unfit_node_starts_no_worker(tmp_path, command, timeout, said):
+def test_an_unfit_node_starts_no_worker(tmp_path):
     (tmp_path / "job.py").write_text("print('started')")
     done = run_job(
-        [*AGENT, "--nproc-per-node=1", f"--rdzv-conf=health_timeout={timeout},node_name=here", "job.py"],
+        [*AGENT, "--nproc-per-node=1", "--rdzv-conf=node_name=here", "job.py"],
         tmp_path,
-        ELASTIC_EXT_HEALTH_COMMAND=command,
+        ELASTIC_EXT_HEALTH_COMMAND="echo is ill; exit 3",
         ELASTIC_EXT_BAD_NODE_COMMAND='echo "$ELASTIC_EXT_NODE: $ELASTIC_EXT_REASON" > told',
         ELASTIC_EXT_VERDICT_FILE="verdict",
     )
     assert done.returncode == 69, done.all
     assert "started" not in done.out
-    assert said in done.err
+    assert "  is ill" in done.err
     assert (tmp_path / "told").read_text().startswith("here: the health check ")
     decision = json.loads((tmp_path / "verdict").read_text())["decision"]
     assert (decision["kind"], decision["rule"]) == ("hardware", "node-check")

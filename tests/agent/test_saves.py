@@ -118,32 +118,27 @@ def steps_saved(folder: Path, attempt: int, ranks: int) -> list[list[str]]:
 
 
 @pytest.mark.seam
-@pytest.mark.full("3")
-@pytest.mark.parametrize("workers", [1, 3])
-def test_told_to_leave_a_node_saves_first(tmp_path, workers):
-    """SIGTERM to the agent: all ranks save the same step, once, and the agent leaves with "try again"."""
-    with Job([*AGENT, f"--nproc-per-node={workers}", JOB, tmp_path], tmp_path, **PATIENT, STOP=str(tmp_path / "stop")) as job:
-        job.wait_for("steps", workers)
+def test_told_to_leave_a_node_saves_first(tmp_path):
+    """SIGTERM to the agent: it saves once, and leaves with "try again". That all ranks save the same step is shown below."""
+    with Job([*AGENT, "--nproc-per-node=1", JOB, tmp_path], tmp_path, **PATIENT, STOP=str(tmp_path / "stop")) as job:
+        job.wait_for("steps")
         job.process.send_signal(signal.SIGTERM)
         done = job.finish()
     assert done.returncode == 75, done.err
-    saved = steps_saved(tmp_path, 0, workers)
-    assert len(saved[0]) == 1
-    assert all(each == saved[0] for each in saved)
+    ((step,),) = steps_saved(tmp_path, 0, 1)
+    assert int(step) > 0
     assert "checkpoint before leaving: saved" in done.err
 
 
 @pytest.mark.full
-@pytest.mark.full("SIGUSR2")
-@pytest.mark.parametrize("notice", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda each: each.name)
-def test_slurms_notice_is_no_bug(tmp_path, notice):
+def test_slurms_notice_is_no_bug(tmp_path):
     """With proctrack/linuxproc it reaches every process of the step; the workers get it first here, and have no handler."""
     variables = {"STOP": str(tmp_path / "stop"), "SLURM_JOB_ID": "7", "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / "verdict")}
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **PATIENT, **variables) as job:
         job.wait_for("steps", 2)
         processes = descendants(job.process.pid)
         for each in reversed(processes):
-            os.kill(each, notice)
+            os.kill(each, signal.SIGUSR2)
         done = job.finish()
     assert done.returncode == 75, done.err
     saved = steps_saved(tmp_path, 0, 2)
@@ -153,12 +148,11 @@ def test_slurms_notice_is_no_bug(tmp_path, notice):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("variables", "code"), [({"SLURM_JOB_ID": "7"}, 75), ({}, 65)])
-def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path, variables, code):
+def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path):
     """A program that is not Python runs without what would ignore it."""
     (tmp_path / "noticed.sh").write_text("kill -USR1 $$")
-    done = run([*AGENT, "--nproc-per-node=1", "--no-python", "sh", "noticed.sh"], tmp_path, **variables)
-    assert done.returncode == code, done.err
+    done = run([*AGENT, "--nproc-per-node=1", "--no-python", "sh", "noticed.sh"], tmp_path, SLURM_JOB_ID="7")
+    assert done.returncode == 75, done.err
 
 
 @pytest.mark.full
@@ -223,22 +217,16 @@ def test_told_again_after_its_time_an_agent_ends_at_once():
 
 
 @pytest.mark.full
-@pytest.mark.full("slow")
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [(["deaf"], "has not called save_requested()"), ([], "checkpoint before leaving: not finished")],
-    ids=["deaf", "slow"],
-)
-def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
+def test_a_node_does_not_wait_for_a_save_that_is_late(tmp_path):
     conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=5", "--shutdown-timeout=1"]
     variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
     variables["SAVE_WHEN"] = str(tmp_path / "never")
-    with Job([*AGENT, "--nproc-per-node=2", *conf, JOB, tmp_path, *how], tmp_path, **variables) as job:
-        job.wait_for("steps", 2)
+    with Job([*AGENT, "--nproc-per-node=1", *conf, JOB, tmp_path], tmp_path, **variables) as job:
+        job.wait_for("steps")
         job.process.send_signal(signal.SIGTERM)
         done = job.finish()
     assert done.returncode == 75, done.err
-    assert said in done.err
+    assert "checkpoint before leaving: not finished" in done.err
 
 
 @pytest.mark.full

@@ -40,11 +40,10 @@ def test_while_the_standbys_of_a_job_that_is_done_are_ended(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGQUIT], ids=lambda each: each.name)
-def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path, again: signal.Signals) -> None:
+def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> None:
     """The others learn at once that this node is gone, and not only when its lease expires."""
     (tmp_path / "job.py").write_text("import signal; print('trains', flush=True); signal.pause()")
-    command = [*agent("agent.verdicts:Verdicts.publish_leaving", again, LEAVE, FINISH), "job.py"]
+    command = [*agent("agent.verdicts:Verdicts.publish_leaving", signal.SIGQUIT, LEAVE, FINISH), "job.py"]
     with Job(command, tmp_path) as job:
         job.wait_for("trains")
         job.process.send_signal(signal.SIGINT)

@@ -1,11 +1,13 @@
 """Jobs on hosts that refuse or lack something: each runs without it, or ends at once with one line and 78."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from elastic_ext.base.errors import UsageError
+from elastic_ext.rendezvous import address
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.reaper.client import END_TIMEOUT_S
@@ -43,11 +47,9 @@ def refusing_job(calls: str, command: list[str], tmp_path: Path, **variables: st
 
 
 @pytest.mark.full
-@pytest.mark.full("no_pidfd")
 @with_a_filter
-@pytest.mark.parametrize("calls", [NO_PIDFD, NOTHING], ids=["no_pidfd", "nothing"])
-def test_a_job_restarts_where_system_calls_are_refused(tmp_path, calls):
-    with refusing_job(calls, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", PLAIN, "runtime:1"], tmp_path) as job:
+def test_a_job_restarts_where_system_calls_are_refused(tmp_path):
+    with refusing_job(NOTHING, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", PLAIN, "runtime:1"], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.all
     assert "restart: rank 1 raised RuntimeError: flaky at plain_job.py:" in done.err
@@ -123,10 +125,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.full
-@pytest.mark.full("on")
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 3000, reason="the hard limit of open files is below 3,000")
-@pytest.mark.parametrize("standby", ["off", "on"])
-def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_the_users_limit(tmp_path, standby):
+def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_the_users_limit(tmp_path):
+    """The first workers start without standbys."""
     (tmp_path / "many.py").write_text(MANY)
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
@@ -136,7 +137,7 @@ def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_
         ["sh", "-c", 'ulimit -Sn 2500; exec "$@"', "sh", *command],
         tmp_path,
         ELASTIC_EXT_HANG_TIMEOUT="5",
-        ELASTIC_EXT_STANDBY=standby,
+        ELASTIC_EXT_STANDBY="on",
         ELASTIC_EXT_PRELOAD_EXCLUDE="torch",
     )
     assert job.returncode == 0, job.all
@@ -183,26 +184,21 @@ def test_with_few_descriptors_a_small_job_runs_without_the_extras(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.full("96-32")
-@pytest.mark.parametrize(("most", "workers"), [(30, 2), (96, 32)])
-def test_too_few_descriptors_are_said_in_one_line(tmp_path, most, workers):
-    job = run(limited(most, f"--nproc-per-node={workers}", PLAIN), tmp_path)
+def test_too_few_descriptors_are_said_in_one_line(tmp_path):
+    job = run(limited(30, "--nproc-per-node=2", PLAIN), tmp_path)
     assert job.returncode == 78, job.all
     (line,) = job.err.splitlines()
-    assert re.search(rf"elastic_ext: .*more files, but {workers} workers need \d+: raise the hard limit", line)
+    assert re.search(r"elastic_ext: .*more files, but 2 workers need \d+: raise the hard limit", line)
 
 
 # Shared memory, addresses.
 
 
 @pytest.mark.full
-@pytest.mark.full("nr_inodes=24,size=4k")
 @as_root
-@pytest.mark.parametrize("options", ["nr_inodes=1", "nr_inodes=24,size=4k"])
-def test_shared_memory_without_inodes(tmp_path, options):
-    shell = f"mount -t tmpfs -o {options} none /dev/shm; exec " + " ".join(
-        [*AGENT, "--nproc-per-node=1", "--max-restarts=1", PLAIN, "kill:0"]
-    )
+def test_shared_memory_without_inodes(tmp_path):
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", PLAIN, "kill:0"]
+    shell = f"mount -t tmpfs -o nr_inodes=1 none /dev/shm; exec {' '.join(command)}"
     other = tmp_path / "tmp"
     other.mkdir()
     job = run(["unshare", "-m", "sh", "-c", shell], tmp_path, TMPDIR=str(other))
@@ -231,13 +227,41 @@ def refused(command: list[str], tmp_path: Path, said: str) -> None:
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("given", "found", "lo", "said"),
+    [
+        ("192.0.2.1", ["192.0.2.1"], True, "--local-addr=192.0.2.1: this host cannot reach itself at this address (No route)"),
+        ("no.such", None, True, "--local-addr=no.such: this host cannot reach itself at this address (unknown)"),
+        ("none", [], True, "--local-addr=none: this host cannot reach itself at this address (it resolves to no address)"),
+        (None, ["127.0.0.1"], False, "127.0.0.1: this host cannot reach itself at this address (No route); the interface lo"),
+        ("two", ["192.0.2.1", "127.0.0.2"], True, None),
+    ],
+)
+def test_which_address_of_ones_own_is_refused(monkeypatch, given, found, lo, said):
+    def resolve(host: str, *_: object, **__: object) -> list:
+        if found is None:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, 0)) for each in found]
+
+    def reach(family: int, host: str, deadline: float) -> None:
+        if host != "127.0.0.2":
+            raise OSError(errno.EHOSTUNREACH, "No route")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(address, "_reach", reach)
+    monkeypatch.setattr(address, "_loopback_is_up", lambda: lo)
+    if said is None:
+        address.check_own(given, "127.0.0.1")
+        return
+    with pytest.raises(UsageError) as error:
+        address.check_own(given, "127.0.0.1")
+    assert str(error.value).startswith(said)
+
+
 @pytest.mark.full
-@pytest.mark.full("2.1-1]", "invalid")
-@pytest.mark.parametrize("nodes", ["1", "1:2"])
-@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.invalid"])
-def test_a_local_address_of_another_host_is_said_at_once(tmp_path, nodes, address):
-    command = [*AGENT, f"--nnodes={nodes}", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", f"--local-addr={address}"]
-    refused(command, tmp_path, f"--local-addr={address}: this host cannot reach itself at this address")
+def test_a_local_address_of_another_host_is_said_at_once(tmp_path):
+    command = [*AGENT, "--nnodes=1:2", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", "--local-addr=192.0.2.1"]
+    refused(command, tmp_path, "--local-addr=192.0.2.1: this host cannot reach itself at this address")
 
 
 @pytest.mark.full
@@ -345,22 +369,23 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.full("relay.py")
-@pytest.mark.parametrize("which", ["reaper.py", "relay.py"])
-def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, which):
+def test_helpers_that_somebody_has_stopped_do_not_delay_the_end(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text("import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)")
     gate = Gate(tmp_path / "gate")
     with Job([*AGENT, "--nproc-per-node=1", str(script), str(gate.path)], tmp_path) as job:
         job.wait_for("(?m)^up$")
-        (helper,) = [pid for pid in children(job.process.pid) if which in command_of(pid)]
-        os.kill(helper, signal.SIGSTOP)
+        helpers = [pid for pid in children(job.process.pid) if re.search(r"(reaper|relay)\.py", command_of(pid))]
+        assert len(helpers) == 2
+        for helper in helpers:
+            os.kill(helper, signal.SIGSTOP)
         begin = time.monotonic()
         gate.open()
         job.process.wait(LIMIT_S)
         took_s = time.monotonic() - begin
         done = job.finish()
-        assert wait_gone([helper]) == []
+        assert wait_gone(helpers) == []
     assert done.returncode == 1, done.all
-    assert f"(pid {helper}) was stopped from outside; resuming it" in done.err
+    for helper in helpers:
+        assert f"(pid {helper}) was stopped from outside; resuming it" in done.err
     assert took_s < END_TIMEOUT_S  # for which it would wait

@@ -25,20 +25,10 @@ def reports(out: str) -> list[dict]:
 
 
 @pytest.mark.seam
-@pytest.mark.full("segv:0", "exit:1", "runtime:0")
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("kill:1", "rank 1 was killed by SIGKILL"),
-        ("segv:0", "rank 0 was killed by SIGSEGV"),
-        ("exit:1", "rank 1 ended with exit code 3"),
-        ("runtime:0", "rank 0 raised RuntimeError: flaky at gloo_job.py:"),
-    ],
-)
-def test_a_failure_is_named_and_the_job_comes_back(tmp_path, fault, said):
-    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", GLOO, fault], tmp_path)
+def test_a_failure_is_named_and_the_job_comes_back(tmp_path):
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", GLOO, "kill:1"], tmp_path, forks=False)
     assert job.returncode == 0, job.all
-    assert f"restart: {said}" in job.err
+    assert "restart: rank 1 was killed by SIGKILL" in job.err
     assert sorted((line["rank"], line["attempt"]) for line in reports(job.out)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(re.findall(r"finished \d", job.out)) == 2
 
@@ -51,39 +41,25 @@ def test_an_exit_is_not_hidden_by_what_it_does_to_others(tmp_path, server):
     with Job(command, tmp_path) as one, Job(command, tmp_path) as other:
         ended = one.finish(), other.finish()
     assert [each.returncode for each in ended] == [0, 0]
-    for each in ended:
-        assert "restart: rank 1 ended with exit code 3" in each.err
+    causes = set(re.findall(r"restart: (rank \d [^:]*)", "".join(each.err for each in ended)))  # stopped first, a node has none
+    assert causes == {"rank 1 ended with exit code 3"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("end", "rule"),
-    [
-        ("raise RuntimeError('my bug')", "no-evidence"),
-        ("sys.exit(1)", "no-evidence"),
-        ("raise RuntimeError('my bug') from lost", "peer-connection"),
-    ],
-)
-def test_what_our_threads_log_of_lost_peers_does_not_hide_how_the_script_ended(tmp_path, end, rule):
+def test_what_our_threads_log_of_lost_peers_does_not_hide_how_the_script_ended(tmp_path):
     """As the saver of copies in memory does, when another rank's end cuts it off."""
     script = tmp_path / "bug.py"
     script.write_text(
         "import logging, sys, elastic_ext\nelastic_ext.report_progress()\n"
         "try:\n    raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Connection reset by peer')\n"
-        "except RuntimeError as error:\n    lost = error\n"
-        f"    logging.getLogger('elastic_ext.checkpoints').exception('no more copies: %s', error)\n{end}\n"
+        "except RuntimeError as error:\n"
+        "    logging.getLogger('elastic_ext.checkpoints').exception('no more copies: %s', error)\nsys.exit(1)\n"
     )
     job = run([*AGENT, "--max-restarts=0", str(script)], tmp_path)
     assert job.returncode == 1
     assert "elastic_ext: no more copies: [gloo/transport/tcp/pair.cc:537] Connection reset by peer" in job.err
-    ended, verdict = ("ended with exit code 1" if "exit" in end else "raised RuntimeError: my bug"), stopped_by(job.err)
-    assert f"rank 0 {ended}" in verdict
-    assert ("no other cause is known" in verdict) == (rule == "peer-connection"), verdict
-
-
-def stopped_by(err: str) -> str:
-    (line,) = (line for line in err.splitlines() if "elastic_ext: stop: " in line)
-    return line
+    assert "elastic_ext: stop: rank 0 ended with exit code 1" in job.err
+    assert "no other cause is known" not in job.err
 
 
 @pytest.mark.seam
@@ -92,23 +68,12 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     script.write_text(
         "import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True); os._exit(20 + int(n))"
     )
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=2", str(script)], tmp_path)
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
     assert job.returncode == 1
-    assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
-    assert "all 2 restarts of the budget" in job.err
+    assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
+    assert "all 1 restarts of the budget" in job.err
     assert "ChildFailedError" in job.err
-    assert "exitcode  : 22" in job.err
-
-
-@pytest.mark.full
-def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
-    """No exception, no step: with -1 it would go on for ever."""
-    script = tmp_path / "always.py"
-    script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True); os._exit(9)")
-    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=-1", str(script)], tmp_path)
-    assert job.returncode == 65
-    assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
-    assert "the same failure recurred without progress" in job.err
+    assert "exitcode  : 21" in job.err
 
 
 @pytest.mark.seam
@@ -154,27 +119,16 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
 
 @pytest.mark.full
 def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
-    script = tmp_path / "thrice.py"
+    script = tmp_path / "twice.py"
     script.write_text(
         "import os, time; n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "if n == 2: os._exit(0)\n"
         "time.sleep(2.1)  # this is what is tested: time that passes\n"
-        "os._exit(0 if n == 3 else 20 + n)\n"
+        "os._exit(20 + n)\n"
     )
     job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", "--rdzv-conf=backoff=0,budget_window=2", str(script)], tmp_path)
     assert job.returncode == 0, job.all
-    assert job.err.count("restart 1 of 1") == 3
-
-
-@pytest.mark.full
-def test_a_wait_before_the_second_restart(tmp_path):
-    script = tmp_path / "thrice.py"
-    script.write_text("import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); os._exit(0 if n == 3 else 20 + n)")
-    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-conf=backoff=0.2", str(script)], tmp_path)
-    assert job.returncode == 0, job.all
-    first, second, third = (line for line in job.err.splitlines() if "restart:" in line)
-    assert "; in" not in first
-    assert re.search(r"; in 0\.[12] s$", second)
-    assert re.search(r"; in 0\.[234] s$", third)
+    assert job.err.count("restart 1 of 1") == 2
 
 
 @pytest.mark.full
@@ -182,29 +136,14 @@ def test_a_rule_of_the_user(tmp_path):
     (tmp_path / "rules.toml").write_text('[[rule]]\nname = "nine"\nexit_code = 9\nkind = "data"\ndecision = "stop"\n')
     script = tmp_path / "nine.py"
     script.write_text("print('up', flush=True); import os; os._exit(9)")
-    command = [*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)]
-    job = run(command, tmp_path, ELASTIC_EXT_RULES="rules.toml")
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path, ELASTIC_EXT_RULES="rules.toml")
     assert (job.returncode, job.out.count("up")) == (65, 1)
     assert "the rule 'nine' of rules file rules.toml (kind data, rule nine)" in job.err
-    job = run(command, tmp_path, ELASTIC_EXT_RULES="no.toml")
-    assert (job.returncode, job.out.count("up")) == (78, 0)
-    assert "no.toml" in job.err
-
-
-@pytest.mark.full
-def test_no_limit(tmp_path):
-    """-1 through rdzv-conf under stock torchrun, and as --max-restarts through our command."""
-    script = tmp_path / "seven.py"
-    script.write_text("import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; os._exit(0 if n == '7' else 20 + int(n))")
-    for command in ([*EXT, "--rdzv-conf=max_restarts=-1,backoff=0"], [*AGENT, "--max-restarts=-1", "--rdzv-conf=backoff=0"]):
-        job = run([*command, "--nproc-per-node=1", str(script)], tmp_path)
-        assert job.returncode == 0, job.all
-        assert job.err.count("no limit") == 7
 
 
 @pytest.mark.seam
 def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
-    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path)
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path, forks=False)
     assert job.returncode == 65
     assert {line["attempt"] for line in reports(job.out)} == {0}
     assert "stop: rank 1 raised KeyError: 'missing' at gloo_job.py:" in job.err
@@ -216,23 +155,11 @@ def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_on
 
 
 @pytest.mark.full
-def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_stops_the_job(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text("import torch\nclass NoLicense(Exception): pass\nprint('began', flush=True)\nraise NoLicense('server 7')\n")
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
-    assert job.returncode == 65, job.all
-    assert job.out.count("began") == 2
-    assert "the same failure recurred without progress" in job.err
-
-
-@pytest.mark.full
-@pytest.mark.full("agent")
-@pytest.mark.parametrize("command", [EXT, AGENT], ids=["torchrun", "agent"])
-def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path, command):
+def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     torch.save({"step": 7}, tmp_path / "checkpoints" / "step_7.pt")
     conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'}"
-    job = run([*command, "--nproc-per-node=1", "--rdzv-id=job 1", "--max-restarts=1", conf, PLAIN, "kill:0"], tmp_path)
+    job = run([*EXT, "--nproc-per-node=1", "--rdzv-id=job 1", "--max-restarts=1", conf, PLAIN, "kill:0"], tmp_path)
     assert job.returncode == 0, job.all
     (line,) = [line for line in job.err.splitlines() if "supervises this run" in line]
     backend = rf"elastic_ext {re.escape(elastic_ext.__version__)} supervises this run: ext_c10d, run id job 1, "
@@ -306,18 +233,21 @@ def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
 
 
 @pytest.mark.full
-def test_restart_counts_grow_and_log_directories_are_kept(tmp_path):
+def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
     logs = tmp_path / "logs"
     script = tmp_path / "twice.py"
     script.write_text(
-        "import os, sys; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('this is', n); sys.exit(0 if n == '2' else 9)"
+        "import os, sys\nn = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('this is', n)\n"
+        "if n == '0': sys.exit(9)\nraise NameError('boom')"
     )
     job = run([*EXT, "--nproc-per-node=1", "--max-restarts=5", "--log-dir", str(logs), "--redirects=3", str(script)], tmp_path)
-    assert job.returncode == 0, job.all
+    assert job.returncode == 65, job.all
     (run_dir,) = logs.iterdir()
     assert {path.name: (path / "0" / "stdout.log").read_text() for path in run_dir.iterdir()} == {
-        f"attempt_{n}": f"this is {n}\n" for n in range(3)
+        f"attempt_{n}": f"this is {n}\n" for n in range(2)
     }
+    assert (run_dir / "attempt_1" / "0" / "stderr.log").read_text().endswith("NameError: boom\n")
+    assert job.err.count("raise NameError('boom')") == 1  # torch's text, at the end
 
 
 @pytest.mark.seam
@@ -354,26 +284,17 @@ def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tm
 
 
 @pytest.mark.full
-@pytest.mark.full("0]", "[[1]]", "xxx", "[{]", "not json")
-@pytest.mark.parametrize(
-    "content",
-    ["{", "not json", '{"message": 5}', "[1]", '{"message": {"message": "x"}}', "x" * 3_000_000],
-    ids=lambda text: text[:12],
-)
-def test_a_broken_error_file_never_hurts_the_agent(tmp_path, content):
+def test_a_broken_error_file_never_hurts_the_agent(tmp_path):
     script = tmp_path / "broken.py"
-    payload = tmp_path / "payload"
-    payload.write_text(content)
     script.write_text(
-        "import os, shutil, sys\n"
-        f"shutil.copy({str(payload)!r}, os.environ['TORCHELASTIC_ERROR_FILE'])\n"
-        "os._exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n"
+        "import os\n"
+        "with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: file.write('{\"message\": {\"message\": \"x\"}}')\n"
+        "os._exit(5)\n"
     )
-    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path)
-    assert job.returncode == 0, job.all
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
+    assert job.returncode == 1, job.all
+    assert "restart: rank 0 ended with exit code 5" in job.err
     assert "error file" in job.err
-    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=0", str(script)], tmp_path)
-    assert job.returncode == 1
     assert "ChildFailedError" in job.err
     assert "exitcode  : 5" in job.err
 
@@ -430,7 +351,7 @@ def test_the_variables_of_torchrun_are_all_there(tmp_path):
     script = tmp_path / "env.py"
     script.write_text(ENV_SCRIPT)
     options = ["--nproc-per-node=2", "--role=trainer", "--max-restarts=4", "--rdzv-id=job7", str(script)]
-    job = run([*EXT, *options], tmp_path, CUDA_VISIBLE_DEVICES="0,1")
+    job = run([*EXT, *options], tmp_path, forks=False, CUDA_VISIBLE_DEVICES="0,1")
     assert job.returncode == 0, job.all
     found = sorted(reports(job.out), key=lambda line: line["RANK"])
     for rank, env in enumerate(found):
@@ -472,17 +393,6 @@ def test_prefixes_tee_and_redirects(tmp_path):
     assert job.all.count("to err") == 1
     (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
     assert (attempt / "1" / "stderr.log").read_text() == "to err\n"
-
-
-@pytest.mark.full
-def test_where_stderr_goes_to_a_file_the_traceback_is_in_it(tmp_path):
-    script = tmp_path / "boom.py"
-    script.write_text("raise NameError('boom')")
-    job = run([*EXT, "--nproc-per-node=1", "--log-dir=logs", "--redirects=3", str(script)], tmp_path)
-    assert job.returncode == 65
-    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
-    assert (attempt / "0" / "stderr.log").read_text().endswith("NameError: boom\n")
-    assert job.err.count("raise NameError('boom')") == 1
 
 
 @pytest.mark.seam
@@ -646,7 +556,7 @@ told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 run_dir = os.path.dirname(os.path.dirname(os.path.dirname(told["stderr"])))
 print("kept", attempt, sorted(name for name in os.listdir(run_dir) if name.startswith("attempt_")), flush=True)
-os._exit(attempt + 20 if attempt < 3 else 0)
+os._exit(attempt + 20 if attempt < 1 else 0)
 """
 
 
@@ -654,9 +564,9 @@ os._exit(attempt + 20 if attempt < 3 else 0)
 def test_what_a_round_leaves_in_memory_goes_with_it(tmp_path):
     script = tmp_path / "leaves.py"
     script.write_text(ROUND_FILES)
-    job = run([*EXT, "--max-restarts=3", script], tmp_path)
+    job = run([*EXT, "--max-restarts=1", script], tmp_path)
     assert job.returncode == 0, job.all
-    assert re.findall(r"kept (\d) (.*)", job.out) == [(str(attempt), f"['attempt_{attempt}']") for attempt in range(4)]
+    assert re.findall(r"kept (\d) (.*)", job.out) == [(str(attempt), f"['attempt_{attempt}']") for attempt in range(2)]
 
 
 # Logging swallows what a handler raises, and torch's exception for a signal is raised wherever the main thread is just then.

@@ -138,7 +138,7 @@ def test_each_line_of_ours_in_a_worker_is_marked(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", ["training.huggingface", "training.lightning", "checkpoints.writing.checkpointer"])
+@pytest.mark.parametrize("module", ["training", "checkpoints.writing.checkpointer"])
 def test_records_of_what_scripts_import(module):
     code = f"import logging, elastic_ext.{module}\nlogging.getLogger('elastic_ext.a').warning('seen %s', {HOSTILE!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

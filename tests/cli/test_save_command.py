@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from elastic_ext.etcd import Batch, EtcdClient
+from elastic_ext.etcd import Batch, EtcdClient, Put
+from elastic_ext.rendezvous.etcd import save_request
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
-from elastic_ext.rendezvous.round_records import Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
 from tests.ports import free_port
+from tests.until import LIMIT_S
 
 KEYS = JobKeys("job")
 
@@ -124,40 +128,36 @@ def await_request(client: EtcdClient) -> None:
     pytest.fail("nobody has asked for a save")
 
 
-@pytest.mark.full
-def test_a_round_that_ends_ends_the_wait(server, tmp_path):
-    with node_of(server, tmp_path, 1, "deaf") as job, EtcdClient(server.endpoint) as client:
-        job.wait_for("steps", 2)
-        with Job(command(server.endpoint), tmp_path) as asking:
-            await_request(client)
-            (tmp_path / "stop").touch()
-            done = asking.finish()
-        assert job.finish().returncode == 0
-    refused(done, 75, "round 1 ended before the save: all workers have finished")
+def write(client: EtcdClient, header: Header) -> None:
+    client.txn([], [Put(KEYS.header, encode(header))])
 
 
 @pytest.mark.full
-def test_the_time_is_over(server, tmp_path):
-    with node_of(server, tmp_path, 1, "deaf") as job:
-        job.wait_for("steps", 2)
-        refused(run(command(server.endpoint, "--timeout=1"), tmp_path), 75, "did not complete in time")
-        (tmp_path / "stop").touch()
-        assert job.finish().returncode == 0
-    # The job is over, and its header is still there.
-    refused(run(command(server.endpoint), tmp_path), 75, "the job is not running, it is done")
+def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
+    """Records of a job that does not save, and what the command does with them."""
+    with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(1) as pool:
+        write(client, Header(1, State.RUNNING, 1))
+        asking = pool.submit(save, client, "job", "a test", LIMIT_S)
+        await_request(client)
+        write(client, Header(1, State.DONE, 1, reason="all workers have finished"))
+        assert asking.result() == Outcome(None, "round 1 ended before the save: all workers have finished")
+        not_running = "the job is not running, it is done: all workers have finished"
+        assert save(client, "job", "a test", LIMIT_S) == Outcome(None, not_running)
+        write(client, Header(2, State.RUNNING, 1))
+        ticks = itertools.count(step=0.05)  # or a busy machine would not come to ask in time
+        monkeypatch.setattr(save_request, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+        assert "did not complete in time" in save(client, "job", "a test", 0.3).reason
+        await_request(client)
 
 
 @pytest.mark.full
 def test_etcd_dies_while_we_wait(server, tmp_path):
-    with node_of(server, tmp_path, 1, "deaf", workers=1) as job, EtcdClient(server.endpoint) as client:
-        job.wait_for("steps")
+    with EtcdClient(server.endpoint) as client:
+        write(client, Header(1, State.RUNNING, 1))
         with Job(command(server.endpoint, "--timeout=3"), tmp_path) as asking:
             await_request(client)
             server.kill()
             refused(asking.finish(), 75, "no save: ")
-        (tmp_path / "stop").touch()
-        server.start()
-        assert job.finish().returncode == 0
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ COMMANDS = list(dict.fromkeys(block.strip("\n") for block in re.findall(r"```sh\
 # What a test changes: where the nodes and the shared storage are, and sizes.
 FSDP = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 16 --data-mb 0.0011 --warmup-steps 2"
 SMALLER = {
+    "--nnodes=4": "--nnodes=2",
     "TRAINERS_PER_NODE=4": "TRAINERS_PER_NODE=1",
     "--nproc_per_node=4": "--nproc_per_node=1",
     "--nproc_per_node=8": "--nproc_per_node=1",
@@ -50,8 +51,6 @@ def checkout(tmp_path: Path) -> Path:
 
 def on_each_node(command: str, checkout: Path) -> list[Finished]:
     """Run a command to its end on as many hosts as it is for. They share the directory, as nodes share a file system."""
-    for written, here in {**SMALLER, "/mnt/shared": str(checkout / "shared")}.items():
-        command = command.replace(written, here)
     with ExitStack() as stack:
         hosts = stack.enter_context(network(nodes_of(command))).hosts
         command = with_address(command, hosts[0].address)
@@ -83,6 +82,8 @@ def variables(number: int) -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command(command: str, checkout: Path) -> None:
+    for written, here in {**SMALLER, "/mnt/shared": str(checkout / "shared")}.items():
+        command = command.replace(written, here)
     done = on_each_node(command, checkout)
     assert [each.returncode for each in done] == [0] * nodes_of(command), "".join(each.all for each in done)
     starts = len(re.findall(r"\.py\b", re.sub(r"#.*", "", command)))

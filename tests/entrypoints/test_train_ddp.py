@@ -68,7 +68,7 @@ def test_the_file_is_replaced_in_one_step(train: ModuleType, tmp_path: Path) -> 
 @pytest.mark.full
 def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: Path) -> None:
     stock = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    for ranks, epochs in ((2, 1), (3, 2), (1, 3)):
+    for ranks, epochs in ((2, 1), (1, 2)):
         done = run([*stock, f"--nproc-per-node={ranks}", str(SCRIPT), f"--epochs={epochs}"], tmp_path)
         assert done.returncode == 0, done.err
         assert re.findall(r"Resuming from epoch (\d+)", done.out) == ([str(epochs - 1)] if epochs > 1 else [])

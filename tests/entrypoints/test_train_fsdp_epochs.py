@@ -4,13 +4,16 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.entrypoints.test_train_fsdp import REFUSED, SCRIPT, TINY, Output, agent, imported, launch, stock
+from tests.entrypoints.test_train_fsdp import TINY, Output, agent, imported, launch, stock
 from tests.jobs import ROOT, TORCHRUN, Finished, Job, descendants, run, wait_gone
 
 torch = pytest.importorskip("torch")
@@ -144,8 +147,9 @@ def is_named(pid: int) -> bool:
 
 
 @pytest.mark.full
-def test_files_of_epochs_load_at_another_world_size(killed: tuple[Path, Output]) -> None:
-    directory, output = killed
+@WITH_KILLED
+def test_files_of_epochs_load_at_another_world_size(killed: tuple[Path, Output], tmp_path: Path) -> None:
+    directory, output = shutil.copytree(killed[0], tmp_path / "checkpoints"), killed[1]
     flags = (*EPOCHS, "--epochs=6", "--stop-after-steps=1")
     again = launch(stock(3), directory, *flags)
     assert again.status == 0, again.errors
@@ -158,22 +162,14 @@ def test_files_of_epochs_load_at_another_world_size(killed: tuple[Path, Output])
     assert last.text.splitlines()[-1] == "done at step 36 of 36"
 
 
-@pytest.mark.full
-def test_told_to_leave_in_mid_epoch_no_step_is_lost(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    flags = ("--save-every=epoch", "--epochs=100000", "--max-steps=100000")
-    command = [*agent(2, directory), str(SCRIPT), *TINY, f"--checkpoint-dir={directory}", *flags]
-    with Job(command, tmp_path) as running:
-        running.wait_for(r"saved .*/checkpoint_epoch_2\.pt")
-        running.process.send_signal(signal.SIGTERM)
-        done = running.finish()
-    assert done.returncode == 75, done.err
-    first = Output(75, done.out, done.err)
-    again = launch(agent(2, directory), directory, *flags, "--stop-after-steps=2")
-    assert again.status == 0, again.errors
-    assert again.hashes[0] == first.hashes[-1]
-    (resumed,) = again.resumed
-    assert resumed.endswith(f" at step {first.hashes[-1][0]}")
+def test_a_file_of_other_data_is_refused(tmp_path: Path) -> None:
+    """Compared as that of a checkpoint, see test_train_fsdp.py."""
+    train, path = imported(), tmp_path / "checkpoint_epoch_1.pt"
+    train.write_file(path, {"data": "seed 0"})
+    trainer = SimpleNamespace(data="seed 1")
+    trainer.check_data = partial(train.Trainer.check_data, trainer)
+    with pytest.raises(SystemExit, match="was trained on seed 0; this run has seed 1"):
+        train.Trainer.load_epoch_file(trainer, path)
 
 
 def test_the_newest_files_are_those_with_the_highest_numbers(tmp_path: Path) -> None:
@@ -253,10 +249,3 @@ def test_a_stopped_rank_is_named_by_the_health_barrier_and_the_job_goes_on(tmp_p
     assert "health barrier: rank 1 of 2 did not arrive within 10 s" in output.errors
     assert output.resumed == [f"{directory}/checkpoint_epoch_1.pt at step 6"]
     assert NUMBERED.findall(output.text) == ["1", "2"]
-
-
-@pytest.mark.full
-def test_a_run_of_other_data_is_refused(killed: tuple[Path, Output]) -> None:
-    output = launch([sys.executable], killed[0], *EPOCHS, "--seed=1")
-    assert output.status in REFUSED
-    assert "was trained on seed 0" in output.errors

@@ -279,7 +279,6 @@ CALLS: dict[str, Callable[[EtcdClient, str], object]] = {
 
 
 @pytest.mark.full
-@pytest.mark.full("read-only", "grant", "status")
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.usefixtures("patient_grpc")
 def test_a_call_goes_over_to_the_spare_connection_of_the_only_endpoint(

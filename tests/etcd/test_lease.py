@@ -122,7 +122,6 @@ def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
 
 
 @pytest.mark.full
-@pytest.mark.full("stop")
 @pytest.mark.parametrize("how", ["stop", "deaf"])
 def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
@@ -235,7 +234,6 @@ def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client:
 
 
 @pytest.mark.full
-@pytest.mark.full("[0]")
 @pytest.mark.parametrize("limit", [0, 1])
 def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.MonkeyPatch, limit: int):
     """limit: threads that a renewal may start, of the two that it wants when etcd is slow."""

@@ -214,6 +214,18 @@ def test_every_rule_has_a_row_and_the_last_matches_everything():
     assert all(text == text.lower() for rule in RULES for one in rule.texts for text in ([one] if isinstance(one, str) else one))
 
 
+@pytest.mark.parametrize(
+    ("evidence", "named"),
+    [
+        (killed("SIGSEGV"), "rank 0 was killed by SIGSEGV"),
+        (ended(3), "rank 0 ended with exit code 3"),
+        (raised("RuntimeError", "flaky"), "rank 0 raised RuntimeError: flaky at train.py:88"),
+    ],
+)
+def test_how_an_end_is_named(evidence, named):
+    assert classify(evidence).reason.startswith(named)
+
+
 def test_a_xid_that_decides_nothing_is_told():
     assert "Xid 13, 45" not in classify(ended(1, xids=(45,))).reason
     assert "also reported Xid 45" in classify(ended(1, xids=(45,))).reason
@@ -510,6 +522,8 @@ def test_an_error_file_of_the_bootstrap(tmp_path):
         b'{"message": 1}',
         b'{"message": null}',
         b'{"message": {}}',
+        b'{"message": {"message": "x"}}',
+        b"[1]",
         b'{"message": {"extraInfo": 1}}',
         b'{"message": {"extraInfo": {"timestamp": "soon"}}}',
         b'{"message": {"extraInfo": {"timestamp": 1e300}}}',

@@ -100,6 +100,30 @@ def test_a_script_that_asks_for_another_try_for_ever_spends_the_budget():
     assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == ("budget", 1)
 
 
+@pytest.mark.parametrize(
+    ("failure", "times", "rule"),
+    [
+        ({"exit_code": 9, "first_step_done": False}, 3, "repeated"),
+        ({"type_": "my.NoLicense", "message": "server 7", "first_step_done": False}, 2, "repeated"),
+        ({"type_": "KeyError", "message": "'missing'", "step": 1}, 2, "repeated"),
+    ],
+    ids=["silent", "unknown", "bug"],
+)
+def test_the_same_failure_stops_a_job_without_limit(failure, times, rule):
+    _, verdicts = again({"a": report("ha", **failure)}, times, Circumstances(NO_LIMIT, nodes=1, min_nodes=1))
+    assert [verdict.ends_job for verdict in verdicts] == [False] * (times - 1) + [True]
+    assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == (rule, 65)
+
+
+def test_without_limit_other_failures_restart_for_ever():
+    ledger = Ledger()
+    for number in range(30):
+        told = {"a": report("ha", exit_code=20 + number, first_step_done=False)}
+        ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT), number)
+        assert not verdict.ends_job
+    assert "no limit" in verdict.decision.reason
+
+
 def test_a_checkpoint_that_came_since_gives_the_budget_back():
     ledger = Ledger()
     for resumed_at, charged in ((0, 1), (0, 2), (5, 1), (5, 2), (9, 1)):

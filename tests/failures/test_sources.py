@@ -534,6 +534,7 @@ def test_the_environment_of_slurm(tmp_path):
     assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.Job("7")
     assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.Job("7", None, 2)
     assert slurm.notices({}) == ()
+    assert slurm.notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.mark.seam

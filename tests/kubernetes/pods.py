@@ -114,11 +114,7 @@ class Pods:
             os.kill(pid, signal.SIGKILL)
 
     def reconcile(self, ends: int = 1) -> str | None:
-        """Wait for so many pods to end, and do what the Job controller would. Return why the Job has failed; None: it has not.
-
-        When the Job fails, all its pods are deleted.
-        """
-        reason = None
+        """Wait for so many pods to end, and do what the Job controller would. Return why the Job has failed; None: it has not."""
         for _ in range(ends):
             pod = self._next_end()
             code = pod.agent.finish().returncode
@@ -127,14 +123,10 @@ class Pods:
             if code == 0:
                 self.ended.append(pod.index)
                 continue
-            reason = reason or self.controller.failed(FailedPod(pod.index, code, frozenset(pod.conditions)))
-            if reason is None:
-                self._replace(pod)
-        if reason is not None:
-            for pod in self.running.values():
-                lose(pod.host)
-            self.running.clear()
-        return reason
+            if (reason := self.controller.failed(FailedPod(pod.index, code, frozenset(pod.conditions)))) is not None:
+                return reason
+            self._replace(pod)
+        return None
 
     def _next_end(self) -> Pod:
         descriptors = {os.pidfd_open(pod.agent.process.pid): pod for pod in self.running.values()}

@@ -5,28 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.jobs import ROOT
-from tests.kubernetes.operators import JobSetAction, JobSetController, complete
+from tests.kubernetes.operators import complete
 from tests.kubernetes.pods import Pods, name_of, pods
 from tests.kubernetes.schemas import at, documents
-from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+from tests.rendezvous.etcd.test_etcd_jobs import seen
 
-JOBSET = at(documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "jobset.yaml")[0], "spec")
+JOBSET, *_ = documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "jobset.yaml")
 PLAIN = at(documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "job.yaml")[1], "spec")
-SPEC = at(JOBSET, "replicatedJobs", 0, "template", "spec")
+SPEC = at(JOBSET, "spec", "replicatedJobs", 0, "template", "spec")
 HOSTS = ",".join(map(name_of, range(3)))
+# As the manifests have it: etcd by `job:`, on the first three pods.
+ETCD = ("--rdzv-backend=ext_etcd", f"--rdzv-endpoint=job:{HOSTS}", "--nnodes=3")
 SECRET = {"ELASTIC_EXT_JOB_SECRET": "a secret of the job, from a Secret"}
-
-
-def job(tmp_path, nnodes: str, count: int, spares: int, *script: str, max_restarts: int = 3):
-    """As the manifests have it: etcd by `job:`, on the first three pods."""
-    endpoint = f"--rdzv-endpoint=job:{HOSTS if count > 2 else name_of(0)}"
-    options = ("--rdzv-backend=ext_etcd", endpoint, f"--nnodes={nnodes}", f"--max-restarts={max_restarts}")
-    more = {"script": script} if script else {}
-    return pods(tmp_path, SPEC, count, spares, options, SECRET, **more)
-
-
-def last_attempt(kube: Pods) -> int:
-    return max(report["attempt"] for report in reports(*(pod.agent for pod in kube.running.values())))
 
 
 def trains(kube: Pods, world: int, attempt: int) -> None:
@@ -44,7 +34,7 @@ def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(
     """The first pod, with the first member of etcd, is preempted, twice. Then a node is lost, and a container runs out of memory.
     Each time the others wait for the new pod, which has another address under the old name; nothing is charged for an eviction.
     """
-    with job(tmp_path, "3", 3, spares=4) as kube:
+    with pods(tmp_path, SPEC, 3, 4, (*ETCD, "--max-restarts=3"), SECRET) as kube:
         kube.start_all()
         trains(kube, 3, 0)
         for attempt, strike in enumerate((kube.evict, kube.evict, kube.lose_node, kube.out_of_memory), 1):
@@ -63,8 +53,7 @@ def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(
 @pytest.mark.full
 def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_without_it(tmp_path):
     """The node of the first pod is lost, and the new pod takes long to start. Meanwhile a spare steps in and the job succeeds."""
-    options = ("--rdzv-backend=ext_etcd", f"--rdzv-endpoint=job:{HOSTS}", "--nnodes=3", "--rdzv-conf=join_timeout=90")
-    with pods(tmp_path, PLAIN, 3, 2, options, SECRET) as kube:
+    with pods(tmp_path, PLAIN, 3, 2, (*ETCD, "--rdzv-conf=join_timeout=90"), SECRET) as kube:
         kube.start_all()
         trains(kube, 3, 0)
         kube.start_on_new_host(3)
@@ -75,26 +64,6 @@ def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_withou
         assert complete(PLAIN, frozenset(kube.ended)), kube.codes
         kube.start_on_new_host(0)  # as without the successPolicy
         assert kube.running[0].agent.finish().returncode == 75
-
-
-@pytest.mark.full
-def test_a_bug_ends_all(tmp_path):
-    with job(tmp_path, "2", 2, 0, str(ROOT / "tests/scripts/elastic_job.py"), "bug:0") as kube:
-        kube.start_all()
-        reason = kube.reconcile()
-        assert reason == "PodFailurePolicy", kube.codes
-        assert kube.codes[0][1] == 65
-    assert JobSetController(at(JOBSET, "failurePolicy")).failed(reason) is JobSetAction.FAIL
-
-
-@pytest.mark.full
-def test_a_budget_that_is_spent_ends_all(tmp_path):
-    """exit 9 in each try, and one restart: the agents leave with 1."""
-    faults = [f"exit9:{attempt}" for attempt in range(3)]
-    with job(tmp_path, "1", 1, 0, str(ROOT / "tests/scripts/elastic_job.py"), *faults, max_restarts=1) as kube:
-        kube.start_all()
-        assert kube.reconcile() == "PodFailurePolicy", kube.codes
-        assert kube.codes == [(0, 1)]
 
 
 @pytest.mark.full

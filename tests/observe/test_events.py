@@ -6,6 +6,7 @@ import ast
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -329,7 +330,6 @@ def assert_spans(found: list[dict], recovered: dict) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.full("full")
 @pytest.mark.parametrize("where", ["fifo", "full"])
 def test_a_job_runs_to_its_end_wherever_its_events_go(tmp_path, where):
     path = Path("/dev/full") if where == "full" else tmp_path / "pipe"
@@ -365,7 +365,11 @@ def test_the_events_of_a_hang(tmp_path):
     where = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "ELASTIC_EXT_HANG": "on", "STOP": str(tmp_path / "stop")}
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", "--rdzv-conf=hang_timeout=6,backoff=0"]
     with Job([*command, str(SCRIPTS / "hang_job.py"), "deadlock:1"], tmp_path, **where) as job:
+        (url,) = job.wait_for(r"serving (http://\S+)")
         job.wait_for('"attempt": 1', count=2)
+        page = urlopen(url[1], timeout=LIMIT_S).read().decode()
+        assert "elastic_ext_hangs_total 1.0\n" in page
+        assert float(re.search(r'elastic_ext_recovery_seconds_sum{phase="detect"} (\S+)', page)[1]) >= 6
         (tmp_path / "stop").touch()
         assert job.finish().returncode == 0
     found = read(tmp_path / "events")

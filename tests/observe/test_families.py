@@ -24,7 +24,6 @@ from tests.until import LIMIT_S, until
 URL = r"http://(127\.0\.0\.1:\d+)/metrics"
 
 LEASE_S = 60
-HANG_S = 5  # longer than a worker that goes on may have to wait for a processor
 CALLS, RECONNECTS = "elastic_ext_etcd_calls_total", "elastic_ext_etcd_reconnects_total"
 
 
@@ -41,11 +40,10 @@ def scrape(target: str) -> Scraped:
     return Scraped({series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)})
 
 
-# Attempt 0 saves and is killed, attempt 1 may fail, attempt 2 has no more to do: it hangs if that is detected. The next one does
-# not, so that nothing more happens while its numbers are read.
+# Attempt 0 saves and is killed, attempt 1 has no more to do.
 SCRIPT = """
-import os, signal, time, torch
-from elastic_ext import Checkpointer, report_progress
+import os, signal, torch
+from elastic_ext import Checkpointer
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -58,12 +56,7 @@ for step in range(position.step + 1, position.step + 4):
         checkpointer.save(step, wait=True)
 if attempt == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-if attempt == 1 and "FAILS" in os.environ:
-    raise OSError(5, "Input/output error")
 print("attempt", attempt, flush=True)
-while attempt > 2:
-    report_progress()
-    time.sleep(0.05)
 signal.pause()
 """
 
@@ -81,36 +74,29 @@ def start(tmp_path, server: EtcdServer, **settings: str) -> Job:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_job_that_is_killed(tmp_path, server, hangs, monkeypatch):
-    """Or is killed, fails and hangs."""
-    failures = 3 if hangs else 1
-    if hangs:
-        monkeypatch.setenv("FAILS", "1")
+def test_a_job_that_is_killed(tmp_path, server):
+    """For one that hangs see test_events.py."""
     began = time.time()
     local, remote = str(tmp_path / "local"), str(tmp_path / "remote")
-    hang = {"hang_timeout": str(HANG_S)} if hangs else {"hang": "off"}
-    with start(tmp_path, server, local_dir=local, checkpoint_dir=remote, lease_ttl=str(LEASE_S), **hang) as job:
+    with start(tmp_path, server, local_dir=local, checkpoint_dir=remote, lease_ttl=str(LEASE_S), hang="off") as job:
         ((target,),) = [each.groups() for each in job.wait_for(URL)]
         first = scrape(target)
-        job.wait_for(f"attempt {failures}")
+        job.wait_for("attempt 1")
 
         def recovered_and_copied() -> Scraped | None:
             seen = scrape(target)
-            done = seen[recovery("load")] == failures and seen["elastic_ext_checkpoint_copy_seconds_count"] >= 1
+            done = seen[recovery("load")] == 1 and seen["elastic_ext_checkpoint_copy_seconds_count"] >= 1
             return seen if done else None
 
         seen = until(recovered_and_copied)
-    assert seen[recovery("detect")] == seen[recovery("stop")] == failures
-    assert seen['elastic_ext_recovery_seconds_sum{phase="detect"}'] > HANG_S * hangs
+    assert seen[recovery("detect")] == seen[recovery("stop")] == 1
     assert (
         0 < seen['elastic_ext_recovery_seconds_sum{phase="load"}'] < seen['elastic_ext_recovery_seconds_sum{phase="first_step"}']
     )
-    assert seen["elastic_ext_hangs_total"] == hangs
+    assert seen["elastic_ext_hangs_total"] == 0
     decisions = {series: value for series, value in seen.items() if series.startswith("elastic_ext_decisions_total") and value}
-    assert sum(decisions.values()) == failures, decisions
-    assert any('kind="hang"' in series for series in decisions) == hangs
-    assert seen["elastic_ext_node_strikes"] == failures
+    assert sum(decisions.values()) == 1, decisions
+    assert seen["elastic_ext_node_strikes"] == 1
     assert seen["elastic_ext_refused_nodes"] == 0
     for name in ("load", "verify"):
         assert seen[f'elastic_ext_worker_checkpoint_{name}_seconds_count{{local_rank="0"}}'] == 1

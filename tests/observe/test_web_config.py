@@ -6,14 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastic_ext.agent import plugin
 from elastic_ext.base.errors import UsageError
 from elastic_ext.observe import gate, web_config
 from tests.etcd_server import Certificates
-from tests.jobs import AGENT, ROOT, run
+from tests.jobs import ROOT
 
 pytest.importorskip("yaml", reason="needs elastic_ext[web]")
 HASH = "$2y$10$X0h1gDsPszWURQaxFh.zoubFi6DXncSjhoQNJgRrnGs7EsimhC7zG"  # of exporter-toolkit's documentation
@@ -118,12 +121,13 @@ def test_the_libraries_are_imported_only_where_they_are_needed() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.full
-def test_an_agent_with_a_wrong_file_ends_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("print('starts')")
+@pytest.mark.parametrize("create", [plugin.create_c10d, plugin.create_etcd])
+def test_an_agent_with_a_wrong_file_ends_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], create: Callable
+) -> None:
+    """Where torch's launcher asks for its rendezvous: it has no agent yet."""
     (tmp_path / "web.yml").write_text("http_server_config: {http2: true}")
-    settings = {"ELASTIC_EXT_METRICS_WEB_CONFIG": "web.yml"}
-    done = run([*AGENT, "--nproc-per-node=1", "job.py"], tmp_path, **settings)
-    assert done.returncode == 78
-    assert done.out == ""
-    assert "elastic_ext: metrics_web_config web.yml: the file has 'http_server_config'" in done.err
+    monkeypatch.setenv("ELASTIC_EXT_METRICS_WEB_CONFIG", str(tmp_path / "web.yml"))
+    with pytest.raises(SystemExit, match="78"):
+        create(RendezvousParameters("ext", "localhost:0", "job", 1, 1))
+    assert f"elastic_ext: metrics_web_config {tmp_path}/web.yml: the file has 'http_server_config'" in capfd.readouterr().err

@@ -90,6 +90,7 @@ class OwnEtcdJob:
         job = Job(
             [*inside, *command, *options, *(script or [ELASTIC])],
             self.folder,
+            forks=False,
             NODE=name,
             GATE=str(self.gate.path),
             ELASTIC_EXT_NODE_NAME=name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from elastic_ext.base import settings
 from elastic_ext.etcd import EtcdError, Put, Tls
 from elastic_ext.own_etcd import bring, certificates
 from tests.etcd_client import EtcdClient
-from tests.etcd_server import Certificates, distro_binary
+from tests.etcd_server import Certificates
 from tests.own_etcd.hosts import OwnEtcdJob
 
 SECRET = "0123456789abcdef0123456789abcdef"
 CALL_S = 60.0
-LIMITS = ("--command-timeout=1s", "--dial-timeout=1s")
 
 
 @pytest.fixture(scope="module")
@@ -59,30 +57,6 @@ def test_who_has_the_secret_gets_in(attached, tmp_path):
         kv = client.get("/known").kv
         assert kv is not None
         assert kv.value == b"yes"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("who", ["nothing", "another secret", "another job"])
-def test_a_stranger_cannot_read_or_write_by_etcdctl(attached, files, who):
-    job, access = attached
-    theirs = files[who]
-    options = [] if theirs is None else [f"--cert={theirs.cert}", f"--key={theirs.key}"]
-    for scheme, more in (("https", ["--insecure-skip-tls-verify", "--insecure-transport=false"]), ("http", [])):
-        endpoint = f"{scheme}://localhost:{job.plan.client_port}"
-        for command in (["get", "", "--prefix"], ["put", "/known", "no"], ["member", "list"]):
-            done = subprocess.run(
-                [str(distro_binary("etcdctl")), f"--endpoints={endpoint}", *LIMITS, *more, *options, *command],
-                capture_output=True,
-                text=True,
-                env={"PATH": os.environ["PATH"], "ETCDCTL_API": "3"},
-                timeout=120,
-            )
-            assert done.returncode != 0, done.stdout
-            assert done.stdout == ""
-    kv = None
-    with EtcdClient(access.endpoints, tls=Tls(access.files.ca, access.files.cert, access.files.key)) as client:
-        kv = client.get("/known").kv
-    assert kv is None or kv.value == b"yes"
 
 
 @pytest.mark.seam

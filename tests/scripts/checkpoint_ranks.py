@@ -3,10 +3,11 @@
 Reads requests from stdin, one JSON object a line, and answers on stdout, one JSON object a line:
     {"task": ..., "world": N, "args": {...}, "env": {...}, "kill_s": delay or null, "kill": [ranks],
      "kill_from": "start" or "load",
-     "user": uid, "file_limit": bytes, "nodes": [ranks of each], "memory": directory, "resume": name}
+     "user": uid, "file_limit": bytes, "nodes": [ranks of each], "memory": directory, "resume": name, "each": [{...}]}
     -> {"stopped": rank, "pid": pid, "others": [pids]} whenever a rank has stopped,
        then {"results": [...]}: what the task returned, or null.
 nodes: as which nodes the ranks run. memory: with a directory for each node's copies in memory. resume: the copy to load.
+each: variables of each rank.
 """
 
 import codecs
@@ -51,6 +52,7 @@ from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
 from elastic_ext.checkpoints.writing.local_tier import LocalTier
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from tests.scripts import chaos_training
+from tests.scripts.memory_job import kill_when
 
 GRACE_S = 0.7  # between the death of one rank and that of the others
 READY = -1  # where rank 0 tells that it has loaded
@@ -209,7 +211,11 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     wrong = training.wrong(position.step, 0 < position.world_size != world) if position.path else []
     if args.get("signal") and rank in args["signal_ranks"]:
         at_copy(args["signal_at"], args["signal"])
+    now = [position.step]
+    if args.get("act", {}).get("rank") == rank:
+        kill_when(args["act"], now)
     for step in range(position.step + 1, position.step + 1 + args["steps"]):
+        now[0] = step
         training.go_to(step)
         checkpointer.snapshot(step, epoch=step // 10, note={"step": step})
         if step % args.get("save_every", 10) == 0:
@@ -666,6 +672,15 @@ def alone(rank: int, world: int, args: dict) -> list[str]:
     return list(chaos_training.alone(args["steps"]))
 
 
+def checkpointed(rank: int, world: int, args: dict) -> list[str]:
+    """What a rank of checkpointed_job.py writes."""
+    from tests.scripts import checkpointed_job  # needs torchdata, which may be missing
+
+    words = checkpointed_job.arguments(args["words"])
+    checkpointed_job.train(words)
+    return Path(f"{words.out}.{rank}").read_text().splitlines()
+
+
 def free_space(rank: int, step: int, args: dict) -> None:
     """The disk has room again after the second save."""
     if rank == 0 and step == 2:
@@ -692,12 +707,13 @@ TASKS = {
     "unreadable_manifest": unreadable_manifest,
     "refused_load": refused_load,
     "alone": alone,
+    "checkpointed": checkpointed,
 }
 
 
 def run_rank(request: dict, rank: int, rendezvous: str) -> None:
-    os.environ.update(request.get("env", {}), RANK=str(rank))
     world = request["world"]
+    os.environ.update({**request.get("env", {}), **request.get("each", [{}] * world)[rank]}, RANK=str(rank))
     if "nodes" in request:
         os.environ.update(environment_on(request, rank))
     if request.get("file_limit"):

@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import signal
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest.hexdigest()[:16]
 
 
-def main() -> None:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--out", required=True)
@@ -93,7 +94,11 @@ def main() -> None:
     parser.add_argument("--save", action="append", default=[], metavar="STEP:ACCUMULATION")
     parser.add_argument("--save-every", type=int, default=0, help="steps; and whenever the agent asks")
     parser.add_argument("--workers", type=int, default=0, help="processes of the data loader")
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    args = arguments()
     logging.basicConfig(level=logging.INFO)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -2,9 +2,6 @@
 
 hang_job.py [FAULT:RANK ...]      faults happen in the first attempt only, after STEPS steps; a job without one ends when the file
                                   $STOP is there
-
-frozen:RANK is no fault by itself: this rank has nothing to optimize. storage:RANK: all save a checkpoint, and the storage of this
-one does not answer.
 """
 
 import json
@@ -21,9 +18,6 @@ import elastic_ext
 
 STEPS = 5
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-saves = attempt == 0 and any(argument.startswith("storage:") for argument in sys.argv)
-if saves:
-    from torch.distributed import checkpoint  # takes a second, and more than hang_timeout on a busy machine
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 faults = {fault for fault, _, who in (argument.partition(":") for argument in sys.argv[1:]) if attempt == 0 and int(who) == rank}
@@ -36,10 +30,7 @@ def step() -> bool:
     over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
     dist.all_reduce(over)
     weight.grad = torch.ones(4)
-    if "frozen" in faults:
-        elastic_ext.report_progress()
-    else:
-        optimizer.step()
+    optimizer.step()
     return bool(over.item())
 
 
@@ -47,16 +38,6 @@ def deadlock() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
-
-
-def live_lock() -> None:
-    while True:
-        pass
-
-
-def wait_for_data() -> None:
-    with elastic_ext.phase("data"):
-        os.read(os.pipe()[0], 1)
 
 
 def evaluate() -> None:
@@ -70,30 +51,17 @@ def starve() -> None:
     """Into a group that gets hardly any processor time; then there is a lot to do."""
     with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
-    live_lock()
-
-
-def storage_hangs() -> None:
-    """As fsync(2) of a file server that is away, but a signal handler runs."""
-    lock = threading.Lock()
-    lock.acquire()
-    os.fsync = lock.acquire  # called with the descriptor, which is true
+    while True:
+        pass
 
 
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "deadlock": deadlock,
-    "loop": live_lock,
-    "data": wait_for_data,
-    "absent": signal.pause,
     "eval": evaluate,
     "starve": starve,
-    "storage": storage_hangs,
-    "frozen": lambda: None,
 }
 
-if "never" in faults:
-    signal.pause()
 done = 0
 while True:
     over = step()
@@ -104,8 +72,6 @@ while True:
         sys.stdout.flush()
         for fault in faults:
             FAULTS[fault]()
-        if saves:
-            checkpoint.save({f"weight {rank}": torch.zeros(4)}, checkpoint_id=os.environ["CHECKPOINT"])
     if over:
         break
     time.sleep(0.01)

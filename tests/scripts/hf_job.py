@@ -55,7 +55,8 @@ args = TrainingArguments(
     use_cpu=True,
     ddp_backend="gloo",
     ddp_find_unused_parameters=False,
-    **(best if "BEST" in os.environ else {"save_strategy": "steps", "save_steps": 3}),
+    save_steps=3,
+    **(best if "BEST" in os.environ else {"save_strategy": "steps"}),
 )
 trainer = Trainer(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[SaveOnDemand()])
 trainer.train(resume_from_checkpoint=elastic_ext.resume_from())

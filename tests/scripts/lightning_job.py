@@ -1,22 +1,19 @@
 """A job as users of Lightning write it, with a tiny random model, and our callback.
 
-lightning_job.py DIR STEPS [LIBRARY]    LIBRARY: lightning.pytorch or pytorch_lightning
-                                        $KILL=RANK:STEP: that rank is killed once, when its step STEP begins
-                                        $ASYNC: save in the background
+lightning_job.py DIR STEPS     $KILL=RANK:STEP: that rank is killed once, when its step STEP begins; $ASYNC: save beside the steps
 """
 
-import importlib
 import os
 import signal
 import sys
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ext
 from elastic_ext.training.lightning import SaveOnDemand
-
-pl = importlib.import_module(sys.argv[3] if len(sys.argv) > 3 else "lightning.pytorch")
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 ACCUMULATE = 2
@@ -56,7 +53,7 @@ trainer = pl.Trainer(
     max_epochs=-1,
     accumulate_grad_batches=ACCUMULATE,
     callbacks=[pl.callbacks.ModelCheckpoint(dirpath=sys.argv[1], every_n_train_steps=3, save_top_k=-1), SaveOnDemand()],
-    plugins=[importlib.import_module(f"{pl.__name__}.plugins.io").AsyncCheckpointIO()] if "ASYNC" in os.environ else None,
+    plugins=[AsyncCheckpointIO()] if "ASYNC" in os.environ else None,
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,

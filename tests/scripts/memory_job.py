@@ -11,13 +11,10 @@ The variable ACT may hold one thing to do, as JSON: {"at": WHERE, "step": N, "ra
     copied     SIGKILL before its checksum is computed
     reported   SIGKILL before the manifest is written
     committed  SIGKILL once it is
-    full       the file system is full when buffers are made, from step N on
     hold       wait, in step N, for a lock on the file "gate"; all ranks do
-or, before the load after the first restart, {"at": "damage", "copies": N}: flip a byte in this rank's part of the N newest.
 With "hold": N beside another thing to do, or {"at": "", "hold": N}, all ranks wait for that lock in step N as well.
 """
 
-import errno
 import fcntl
 import json
 import logging
@@ -33,10 +30,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import Checkpointer
-from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.memory import buffers, commit, interval, part, saver
+from elastic_ext.checkpoints.memory import buffers, commit, interval, saver
 from elastic_ext.checkpoints.memory.devices import Copying
-from elastic_ext.checkpoints.storage import open_storage
 from tests.scripts.chaos_training import EXAMPLES, Training
 
 STEP_S = 0.02
@@ -76,26 +71,6 @@ def kill_when(act: dict, step: list[int]) -> None:
             before(commit, "commit")
         case "committed":
             before(buffers.Buffers, "committed")
-        case "full":
-            genuine = buffers.create
-
-            def create(*args: Any) -> Any:
-                if step[0] >= act["step"]:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return genuine(*args)
-
-            buffers.create = create
-
-
-def damage(copies: int, rank: int) -> None:
-    storage = open_storage(os.environ["ELASTIC_EXT_MEMORY_DIR"])
-    here = [offer for offer in tiers.offers(storage) if rank in offer.ranks]  # of the older one the next copy may have the buffer
-    for offer in here[:copies]:
-        with open(storage.path(f"{offer.name}/{tiers.memory_file(rank)}"), "r+b") as file:
-            file.seek(part.ALIGNMENT)
-            (byte,) = file.read(1)
-            file.seek(part.ALIGNMENT)
-            file.write(bytes([byte ^ 1]))
 
 
 def main(steps: int, save_every: int) -> None:
@@ -110,8 +85,6 @@ def main(steps: int, save_every: int) -> None:
     if first and mine:
         kill_when(act or {"at": ""}, now)
         tell("memory", os.environ.get("ELASTIC_EXT_MEMORY_DIR", ""))
-    if act.get("at") == "damage" and not first and mine:
-        damage(act["copies"], rank)
     training = Training()
     with Checkpointer(model=training.model, optimizer=training.optimizer) as checkpointer:
         position = checkpointer.load()

@@ -1,8 +1,7 @@
 """Steps with one collective each, of uneven length on the ranks, until $STOP is there; saves when the agent asks.
 
-saving_job.py DIR [slow|deaf|stall]   DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second
-                                      longer; deaf: it never asks whether to save; stall: nothing happens at step 3 until $STALL
-                                      is there
+saving_job.py DIR [slow|stall]   DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second longer;
+                                 stall: nothing happens at step 3 until $STALL is there
 $SAVE_WHEN: a file for which a save waits
 """
 
@@ -32,7 +31,7 @@ while True:
             time.sleep(0.01)
     if step == 3:
         print(f"steps {rank} attempt {attempt}", flush=True)
-    if "deaf" not in how and elastic_ext.save_requested():
+    if elastic_ext.save_requested():
         begin = time.monotonic()
         print(f"saves {rank}", flush=True)
         while "SAVE_WHEN" in os.environ and not os.path.exists(os.environ["SAVE_WHEN"]):

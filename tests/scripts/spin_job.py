@@ -5,8 +5,6 @@ spin_job.py FAULT[:RANK]...     after STEPS steps, in the first attempt only; it
 Some faults are none: they take $QUIET_S, and then the training goes on. $GROUP: "gloo" for waits that do not spin.
 """
 
-import contextlib
-import functools
 import json
 import os
 import sys
@@ -71,25 +69,6 @@ def evaluate() -> None:
     Delay.seconds = 0.0
 
 
-def synchronise() -> None:
-    """torch.cuda.synchronize() while a long kernel runs; only the calls into the driver are ours."""
-    spin = Spin()
-    threading.Timer(QUIET_S, spin.end).start()
-    torch.cuda._lazy_init = lambda: None
-    torch.cuda.device = lambda _: contextlib.nullcontext()
-    torch._C._cuda_synchronize = spin.wait
-    torch.cuda.synchronize()
-
-
-def backward() -> None:
-    """A backward pass that takes long, all of it in C: the hook, too, is no Python code."""
-    spin = Spin()
-    threading.Timer(QUIET_S, spin.end).start()
-    value = torch.ones(1, requires_grad=True)
-    value.register_hook(functools.partial(next, iter(spin.wait, "never")))
-    (2 * value).sum().backward()
-
-
 def helper() -> None:
     """All wait in a collective, but a thread of this rank computes, and then joins it: torch's own device threads can do so."""
     mine = threading.Thread(target=lambda: (own_part(), dist.all_reduce(torch.ones(1), group=others)))
@@ -103,7 +82,7 @@ def helped() -> None:
     dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
 
 
-FAULTS = {each.__name__: each for each in (mismatch, own_part, evaluate, synchronise, backward, helper, helped)}
+FAULTS = {each.__name__: each for each in (mismatch, own_part, evaluate, helper, helped)}
 
 done, begun = 0, False
 while True:

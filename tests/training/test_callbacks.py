@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from elastic_ext.checkpoints.choice import discovery
-from tests.jobs import AGENT, SCRIPTS, Finished, Job, environment
+from elastic_ext.training import lightning
+from tests.jobs import AGENT, SCRIPTS, Finished, Job
 
-HUGGING_FACE, LIGHTNING = [SCRIPTS / "hf_job.py"], [SCRIPTS / "lightning_job.py"]
-KINDS = pytest.mark.parametrize(
-    ("script", "library"),
-    [
-        pytest.param(HUGGING_FACE, [], id="hugging-face"),
-        pytest.param(LIGHTNING, ["lightning.pytorch"], id="lightning"),
-        pytest.param(LIGHTNING, ["pytorch_lightning"], id="pytorch_lightning"),
-    ],
-)
 VARIABLES = {"HF_HUB_OFFLINE": "1", "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
 SLOW_S = 250  # these libraries take long to import, the more so beside other tests
 pytestmark = pytest.mark.timeout(3 * SLOW_S)
 
 
-def job(folder: Path, script: list[Path], steps: int, library: list[str], **variables: str) -> Job:
-    pytest.importorskip("transformers" if script is HUGGING_FACE else library[0].partition(".")[0])
+def job(folder: Path, script: str, steps: int, **variables: str) -> Job:
     checkpoints = folder / "checkpoints"
     conf = f"--rdzv-conf=checkpoint_dir={checkpoints},stop_grace=1,platform_grace=60"
     # Lightning's workers do not end on SIGTERM, so their grace is waited for.
-    command = [
-        *AGENT,
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-        "--shutdown-timeout=3",
-        conf,
-        *script,
-        checkpoints,
-        str(steps),
-        *library,
-    ]
-    return Job(command, folder, **VARIABLES, **variables)
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=3", conf]
+    return Job([*AGENT, *options, SCRIPTS / script, checkpoints, str(steps)], folder, **VARIABLES, **variables)
 
 
 def chosen(done: Finished) -> list[int]:
@@ -59,65 +41,91 @@ def ends(done: Finished) -> set[tuple[int, str, int, int]]:
 
 
 @pytest.mark.full
-@KINDS
-def test_a_rank_is_killed_and_all_go_on_where_the_agent_says(tmp_path, script, library):
-    with job(tmp_path, script, 12, library, KILL="1:8") as running:
+@pytest.mark.parametrize(
+    ("package", "script", "how"),
+    [("transformers", "hf_job.py", {"BEST": "1"}), ("lightning", "lightning_job.py", {"ASYNC": "1"})],
+    ids=["hugging-face", "lightning"],
+)
+def test_it_saves_before_it_leaves_and_resumes_where_the_agent_says(tmp_path, package, script, how):
+    """Told to leave, it saves what is not the best, or at once what it saves in the background else. Then a rank is killed.
+
+    save_strategy="best" says no to a save at a step at which it evaluates, and it does at each second one.
+    """
+    pytest.importorskip(package)
+    with job(tmp_path, script, 1_000_000, **how) as running:
+        running.wait_for("under way", 2, SLOW_S)
+        running.process.send_signal(signal.SIGTERM)
         done = running.finish(SLOW_S)
-    assert done.returncode == 0, done.all
-    assert len(chosen(done)) == 1, done.all
-    (step,) = chosen(done)
-    assert step in (3, 6)  # rank 0 may still have been writing the second one
-    assert ends(done) == {(1, str(step), step, 12)}
-
-
-def saved_before_leaving(running: Job, folder: Path) -> int:
-    """Tell the agent to leave; the step that its job has saved before."""
-    running.wait_for("under way", 2, SLOW_S)
-    running.process.send_signal(signal.SIGTERM)
-    done = running.finish(SLOW_S)
     assert done.returncode == 75, done.all
     assert "checkpoint before leaving: saved" in done.err
-    newest = discovery.newest_complete(str(folder / "checkpoints")).resume
+    newest = discovery.newest_complete(str(tmp_path / "checkpoints")).resume
     assert newest is not None
-    assert newest.step is not None
-    return newest.step
-
-
-@pytest.mark.full
-@KINDS
-def test_told_to_leave_it_saves_and_comes_back_at_that_step(tmp_path, script, library):
-    with job(tmp_path, script, 1_000_000, library) as running:
-        step = saved_before_leaving(running, tmp_path)
-    with job(tmp_path, script, step + 3, library) as running:
+    saved = newest.step
+    assert saved
+    with job(tmp_path, script, saved + 12, KILL="1:8") as running:
         done = running.finish(SLOW_S)
     assert done.returncode == 0, done.all
-    assert chosen(done) == [step]
-    assert ends(done) == {(0, str(step), step, step + 3)}
+    first, step = chosen(done)
+    assert first == saved
+    assert step in range(saved + 1, saved + 8)
+    assert step % 3 == 0
+    assert ends(done) == {(1, str(step), step, saved + 12)}
 
 
-@pytest.mark.full
-def test_the_trainer_saves_on_demand_what_is_not_the_best(tmp_path):
-    """save_strategy="best" says no to a save at a step at which it evaluates, and it does at each second one."""
-    with job(tmp_path, HUGGING_FACE, 1_000_000, [], BEST="1") as running:
-        saved_before_leaving(running, tmp_path)
+class One:
+    pass
 
 
-@pytest.mark.full
-def test_lightning_saves_at_once_what_it_saves_in_the_background_else(tmp_path):
-    with job(tmp_path, LIGHTNING, 1_000_000, ["lightning.pytorch"], ASYNC="1") as running:
-        assert saved_before_leaving(running, tmp_path) > 0
+class Other:
+    pass
 
 
-@pytest.mark.full
+CALLBACKS = {"lightning.pytorch": One, "pytorch_lightning": Other}
+
+
 @pytest.mark.parametrize(
-    ("module", "missing"),
-    [("huggingface", ["transformers"]), ("lightning", ["lightning", "lightning.pytorch", "pytorch_lightning"])],
+    ("imported", "installed", "bases"),
+    [
+        (("lightning.pytorch",), (), {One}),
+        (("pytorch_lightning",), ("lightning.pytorch",), {Other}),
+        (tuple(CALLBACKS), (), {One, Other}),
+        ((), tuple(CALLBACKS), {One}),
+        ((), ("pytorch_lightning",), {Other}),
+    ],
 )
-def test_without_the_library_it_says_so(module, missing):
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-        f"from elastic_ext.training.{module} import SaveOnDemand\nSaveOnDemand()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False)
-    assert done.returncode == 1
-    assert f"ImportError: elastic_ext.training.{module} needs the package" in done.stderr
+def test_it_is_a_callback_of_the_library_that_is_imported(monkeypatch, imported, installed, bases):
+    for name in CALLBACKS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def module(name: str) -> ModuleType:
+        if name not in (*imported, *installed):
+            raise ModuleNotFoundError(name)
+        return SimpleNamespace(Callback=CALLBACKS[name])  # type: ignore[return-value]
+
+    for name in imported:
+        monkeypatch.setitem(sys.modules, name, module(name))
+    monkeypatch.setattr(importlib, "import_module", module)
+    made = lightning.SaveOnDemand()
+    assert {base for base in (One, Other) if isinstance(made, base)} == bases
+
+
+class AsyncCheckpointIO:
+    checkpoint_io = "as it usually is"
+
+
+@pytest.mark.parametrize(("usual", "during"), [("as it is", "as it is"), (AsyncCheckpointIO(), "as it usually is")])
+def test_only_a_save_in_the_background_is_done_otherwise(usual, during):
+    strategy = SimpleNamespace(checkpoint_io=usual)
+    with lightning._synchronous(strategy):
+        assert strategy.checkpoint_io == during
+    assert strategy.checkpoint_io is usual
+
+
+def test_without_the_library_it_says_so(monkeypatch):
+    for missing in ("transformers", "lightning", *CALLBACKS):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "elastic_ext.training.huggingface", raising=False)
+    with pytest.raises(ImportError, match=r"elastic_ext\.training\.huggingface needs the package transformers"):
+        importlib.import_module("elastic_ext.training.huggingface")
+    with pytest.raises(ImportError, match=r"elastic_ext\.training\.lightning needs the package lightning or pytorch_lightning"):
+        lightning.SaveOnDemand()

@@ -23,7 +23,7 @@ from elastic_ext.workers.standby import client
 from elastic_ext.workers.standby.client import ServerProcess, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 from elastic_ext.workers.worker_env import STACKS_SIGNAL
-from tests.scripts.bootstrap_samples import ENDS, SCRIPTS, SHOW, WAYS
+from tests.scripts.bootstrap_samples import ENDS, SAFE_WAYS, SCRIPTS, SHOW, STANDBY_ENDS, STANDBY_WAYS, WAYS
 
 ROOT = str(Path(__file__).resolve().parents[2])
 DEADLINE_S = 120.0  # of a child process: reached only by a broken one
@@ -37,7 +37,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_bytes(text.encode() if isinstance(text, str) else text)
     (here / "relative_link.py").symlink_to("sub/show.py")
-    (here / "absolute_link.py").symlink_to(here / "sub" / "show.py")
     (here / "linked_folder").symlink_to("sub")
     (here / "linked_app").symlink_to("app")
     with zipfile.ZipFile(here / "app.zip", "w") as archive:
@@ -56,6 +55,7 @@ class Worker:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.progress, self.stacks, self.error_file = folder / "progress", folder / "stacks", folder / "error.json"
+        self.error_file.unlink(missing_ok=True)
         self.progress.write_bytes(b"\xff" * ROW_BYTES * 3)
         wanted = {"slot": 1, "progress": str(self.progress), "stacks": str(self.stacks), "agent": "token", **settings}
         self.environ = {"ELASTIC_EXT_WORKER": json.dumps(wanted), "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
@@ -130,8 +130,6 @@ def run(argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, 
     """Exit status, stdout and stderr, without addresses and pids."""
     with start(argv, cwd, env, flags) as process:
         out, err = process.communicate(timeout=DEADLINE_S)
-    if _standby:
-        out = re.sub(r"^modules .*\n", "", out, flags=re.MULTILINE)  # the server's own are there
     return process.returncode, *(re.sub(r"0x[0-9a-f]+|(?<=process )\d+", "N", text) for text in (out, err))
 
 
@@ -142,28 +140,37 @@ def run_text(tmp_path: Path, script: str, env: "dict[str, str]") -> "tuple[int, 
 
 # ---- as python does
 
+once = pytest.mark.parametrize("how", ["cold"], indirect=True)  # which these tests see to themselves
+
 
 @pytest.mark.full
-@pytest.mark.parametrize("safe", ["", "1"], ids=["", "safe_path"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_script_sees_what_it_sees_without_the_bootstrap(here: Path, worker: Worker, way: str, safe: str) -> None:
+@once
+@pytest.mark.parametrize(("way", "safe"), [*((way, "") for way in WAYS), *((way, "1") for way in SAFE_WAYS)])
+def test_a_script_sees_what_it_sees_without_the_bootstrap(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, safe: str
+) -> None:
     argv = [*way.format(here=here).split(","), "first", "-m", "--last"]
-    env = {**worker.environ, "PYTHONSAFEPATH": safe}
-    native = run(argv, here, env, flags=())
-    assert run(argv, here, env) == native
-    assert native[0] == 0 or (safe and argv[0] == "-m" and sys.version_info >= (3, 11))  # then nothing of this folder is found
-    assert worker.row()[progress_layout.PID] != 0
+    code, out, err = run(argv, here, {"PYTHONSAFEPATH": safe}, flags=())
+    assert code == 0 or (safe and argv[0] == "-m" and sys.version_info >= (3, 11))  # then nothing of this folder is found
+    for standby in (False, True) if way in STANDBY_WAYS else (False,):
+        monkeypatch.setattr(sys.modules[__name__], "_standby", standby)
+        worker = Worker(tmp_path)
+        ours = run(argv, here, {**worker.environ, "PYTHONSAFEPATH": safe})
+        shown = [re.sub("^modules .*", "", text, flags=re.MULTILINE) if standby else text for text in (out, ours[1])]
+        assert ours == (code, ours[1], err)
+        assert shown[0] == shown[1]  # but for the server's own modules
+        assert worker.row()[progress_layout.PID] != 0
 
 
 @pytest.mark.full
+@once
 @pytest.mark.parametrize("way", ENDS)
-def test_a_script_ends_as_without_the_bootstrap(here: Path, worker: Worker, way: str) -> None:
-    if _standby and way.startswith("shadow/"):
-        pytest.skip("started cold: see test_standby.py")
+def test_a_script_ends_as_without_the_bootstrap(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     argv = [*way.split(","), "first"]
-    native = run(argv, here, worker.environ, flags=())
-    assert not worker.error_file.exists()
-    assert run(argv, here, worker.environ) == native
+    native = run(argv, here, {}, flags=())
+    for standby in (False, True) if way in STANDBY_ENDS else (False,):
+        monkeypatch.setattr(sys.modules[__name__], "_standby", standby)
+        assert run(argv, here, Worker(tmp_path).environ) == native
 
 
 @pytest.mark.seam
@@ -238,7 +245,9 @@ USELESS = ["{", "[]", "x", "{} x", '{"version": 2, "slot": 0}', '{"stacks": "mis
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("settings", HARMLESS + USELESS)
+@pytest.mark.parametrize(
+    ("how", "settings"), [*(("cold", each) for each in HARMLESS + USELESS), ("standby", USELESS[0])], indirect=["how"]
+)
 def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, settings: str) -> None:
     Worker(tmp_path)
     code, out, err = run_text(tmp_path, "print('runs')\nraise SystemExit(3)", {"ELASTIC_EXT_WORKER": settings})

@@ -19,7 +19,9 @@ import pytest
 from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.coordination import TARGET
+from elastic_ext.checkpoints.copying.copier import claim_local_dir
 from elastic_ext.checkpoints.copying.replicator import LocalCheckpoint, Replicator, next_target
 from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.directory import pins, pruning, tiers
@@ -209,6 +211,8 @@ def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
     tiers.claim(local, open_storage("memory://one/"))
     with pytest.raises(UsageError, match="belong to memory://one"):
         tiers.claim(local, open_storage("memory://two"))
+    with pytest.raises(UsageError, match="local_dir is set but checkpoint_dir is not"):
+        claim_local_dir(Settings(local_dir=str(tmp_path / "local")))
 
 
 # The process.

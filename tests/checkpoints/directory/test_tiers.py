@@ -7,21 +7,20 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+from elastic_ext.checkpoints.copying.replicator import Replicator
+from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
-from tests.checkpoints.copying.test_replicate import Process
+from tests.checkpoints.rank_groups import RankGroups
 from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
-from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job, environment
-from tests.ports import free_port
+from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job
 from tests.until import until
 
 SCRIPT = SCRIPTS / "checkpointed_job.py"
@@ -56,10 +55,14 @@ class Nodes:
         return sorted(found, key=lambda name: found[name])
 
     def complete(self) -> list[int]:
-        """Steps in the remote directory."""
-        storage = open_storage(self.remote)
-        found = [storage.stat(name) for name in own_checkpoints(storage)]
-        return [int(entry.name[5:13]) for entry in found if entry is not None and detect.check(storage, entry).complete]
+        return complete_in(self.remote)
+
+
+def complete_in(directory: str) -> list[int]:
+    """Steps."""
+    storage = open_storage(directory)
+    found = [storage.stat(name) for name in own_checkpoints(storage)]
+    return [int(entry.name[5:13]) for entry in found if entry is not None and detect.check(storage, entry).complete]
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
 
 
 @pytest.mark.full
-def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
+def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path, groups):
     """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
     slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
     jobs = {name: nodes.start(name, 14, *SHORT, **slow, HOLD="1") for name in "ab"}
@@ -86,51 +89,42 @@ def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
         assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
     assert nodes.by_rank(14) == [other, first]
     assert nodes.complete() == []
-    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
+    assert said(tmp_path, "tiers", "state") == unbroken_state(groups, tmp_path, 14)
 
 
 class Ranks:
-    """Ranks of one process each, on nodes of their own, without any agent."""
+    """Ranks on nodes of their own, without any agent."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.tmp_path, self.remote = tmp_path, tmp_path / "remote"
+    def __init__(self, tmp_path: Path, groups: RankGroups) -> None:
+        self.tmp_path, self.remote, self.groups = tmp_path, tmp_path / "remote", groups
 
     def disk(self, name: str) -> Path:
         return self.tmp_path / f"disk-{name}"
 
-    def run(self, disks: str, out: str, *args: str, resume_from: str | None = None) -> list[str]:
-        """One node for each disk, in this order; return what each rank has said, and what it has logged."""
-        port, world = str(free_port()), len(disks)
-        processes = []
+    def run(self, disks: str, out: str, *args: str, resume_from: str | None = None) -> list[list[str]]:
+        """One node for each disk, in this order; return what each rank has said."""
+        each = []
         for rank, name in enumerate(disks):
-            where = {"RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
-            told = {} if resume_from is None else {"ELASTIC_EXT_RESUME_FROM": str(self.disk(name) / resume_from)}
-            tier = {"ELASTIC_EXT_LOCAL_DIR": str(self.disk(name)), "ELASTIC_EXT_CHECKPOINT_DIR": str(self.remote)}
-            env = environment(**where, **tier, **told, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            command = [sys.executable, str(SCRIPT), str(self.remote), f"--out={self.tmp_path / out}", *args]
-            processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-        try:
-            ends = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
-        assert [process.returncode for process in processes] == [0] * world, ends
-        return [(self.tmp_path / f"{out}.{rank}").read_text() + ends[rank] for rank in range(world)]
+            chosen = {} if resume_from is None else {"ELASTIC_EXT_RESUME_FROM": str(self.disk(name) / resume_from)}
+            each.append({"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "ELASTIC_EXT_LOCAL_DIR": str(self.disk(name)), **chosen})
+        words = [str(self.remote), f"--out={self.tmp_path / out}", *args]
+        env = {"ELASTIC_EXT_CHECKPOINT_DIR": str(self.remote)}
+        return self.groups.run("checkpointed", len(disks), {"words": words}, each=each, env=env)
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
+def original(tmp_path_factory, forking) -> Path:
     """Two nodes have saved step 4, to their own disks only. For copies."""
-    ranks = Ranks(tmp_path_factory.mktemp("original"))
-    ranks.run("ab", "saved", "--steps=4", "--save=4:0")
+    with forking.lent() as groups:
+        ranks = Ranks(tmp_path_factory.mktemp("original"), groups)
+        assert None not in ranks.run("ab", "saved", "--steps=4", "--save=4:0"), groups.stderr.read_text()
     return ranks.tmp_path
 
 
 @pytest.fixture
-def saved(original, tmp_path) -> Ranks:
+def saved(original, tmp_path, groups) -> Ranks:
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
-    return Ranks(tmp_path)
+    return Ranks(tmp_path, groups)
 
 
 WITH_SAVED = pytest.mark.xdist_group("saved")  # all in one process of xdist, which makes the original once
@@ -138,51 +132,42 @@ WITH_SAVED = pytest.mark.xdist_group("saved")  # all in one process of xdist, wh
 STEP_4 = "step_00000004.g0001"
 
 
-def state_of(text: str, what: str) -> str:
-    return re.findall(rf"^{what} (\w+)$", text, re.MULTILINE)[-1]
-
-
 @pytest.mark.full
 @WITH_SAVED
-@pytest.mark.full("nab")
 @pytest.mark.parametrize("disks", ["ba", "nab"])
 def test_parts_are_loaded_whoever_has_them(saved, disks):
     """By the same nodes in another order, and with a new one as the first."""
-    wanted = state_of((saved.tmp_path / "saved.0").read_text(), "state")
-    for name, text in zip(disks, saved.run(disks, "again", "--steps=4"), strict=True):
-        assert state_of(text, "loaded") == wanted
-        assert f"loaded {saved.disk(name) / STEP_4}" in text
+    (wanted,) = re.findall(r"^state (\w+)$", (saved.tmp_path / "saved.0").read_text(), re.MULTILINE)
+    for name, lines in zip(disks, saved.run(disks, "again", "--steps=4"), strict=True):
+        assert f"loaded {wanted}" in lines
+        assert f"loaded {saved.disk(name) / STEP_4}" in saved.groups.stderr.read_text()
         assert not (saved.disk(name) / ".elastic_ext" / "fetched").exists()
 
 
 @pytest.mark.full
 @WITH_SAVED
-@pytest.mark.full("damaged")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
-    copiers = [Process(saved.disk(name), saved.remote) for name in "ab"]
-    threads = [threading.Thread(target=each.finish) for each in copiers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    remote = open_storage(str(saved.remote))
+    copiers = [Replicator(open_storage(str(saved.disk(name))), remote, TokenBucket(0.0)) for name in "ab"]
+    assert [copiers[turn].turn().complete for turn in (0, 1, 0)][-1] == STEP_4
     path = saved.disk("b") / STEP_4
     if how == "gone":
         shutil.rmtree(path)
     else:
         (shard,) = path.glob("*.distcp")
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    for text in saved.run("ab", "again", "--steps=4", resume_from=STEP_4):
-        assert "resumed 4 0" in text
-        assert f"loaded {saved.remote / STEP_4}" in text
+    for lines in saved.run("ab", "again", "--steps=4", resume_from=STEP_4):
+        assert "resumed 4 0" in lines
+    assert saved.groups.stderr.read_text().count(f"loaded {saved.remote / STEP_4}") == 2
 
 
 @WITH_SAVED
 @pytest.mark.full
 def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
     shutil.rmtree(saved.disk("b") / STEP_4)
-    with pytest.raises(AssertionError, match="files are on no node"):
-        saved.run("ab", "again", "--steps=4", resume_from=STEP_4)
+    assert saved.run("ab", "again", "--steps=4", resume_from=STEP_4) == [None, None]
+    assert "files are on no node" in saved.groups.stderr.read_text()
 
 
 def kill_a_worker(job: Job) -> None:
@@ -195,25 +180,7 @@ def resumptions(job: Job) -> list[str]:
 
 
 @pytest.mark.full
-def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
-    """With nothing in the remote directory: what is read is local, and from the other node what the other has written."""
-    jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, HOLD="1", **IMPATIENT) for name in "ab"]
-    kill_a_worker(jobs[1])
-    for job in jobs:
-        job.wait_for("waiting until all checkpoints are copied to")
-    assert nodes.complete() == []
-    for name, job in zip("ab", jobs, strict=True):
-        (path,) = resumptions(job)
-        assert path.startswith(str(nodes.local(name)))
-        assert f"loaded {path}" in job.err
-        assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
-    first, second = said(tmp_path, "tiers", "resumed")[0]
-    assert (first, int(second.split()[0]) >= 4) == ("0 0", True)
-    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
-
-
-@pytest.mark.full
-def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_path):
+def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_path, groups):
     first, lost = nodes.start("a", 10**6), nodes.start("b", 10**6)
     first.wait_for(r"complete in s3://\S+: step_")
     lost.process.kill()
@@ -233,11 +200,11 @@ def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_pat
     loaded = [state[1] for state in said(tmp_path, "tiers", "loaded")]
     assert loaded[0] == loaded[1]
     assert [each[1] for each in said(tmp_path, "tiers", "resumed")] == [f"{step} 0"] * 2
-    assert loaded == [state[0] for state in unbroken_state(tmp_path, step)]
+    assert loaded == [state[0] for state in unbroken_state(groups, tmp_path, step)]
 
 
 @pytest.mark.full
-def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path):
+def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path, groups):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
     jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]
     jobs[0].wait_for("is at step 6")
@@ -249,7 +216,7 @@ def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path)
         assert job.finish().returncode == 0, job.err
     assert jobs[0].err.count(KILLED) >= 1
     assert nodes.complete()[0] == 14
-    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
+    assert said(tmp_path, "tiers", "state") == unbroken_state(groups, tmp_path, 14)
     for name in "ab":
         assert [path.name[5:13] for path in nodes.local(name).glob("step_*")] == ["00000014"]  # the newest stays
 
@@ -287,27 +254,25 @@ def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes)
     """Nobody is left who could tell of the save: the copier goes with its agent, and the next agent's one looks."""
     script = nodes.tmp_path / "save_and_die.py"
     script.write_text(
-        "import os, signal, torch\n"
+        "import os, signal\n"
         "from torch import nn\n"
-        "import torch.distributed as dist\n"
         "from elastic_ext import Checkpointer\n"
-        "dist.init_process_group('gloo')\n"
         f"checkpointer = Checkpointer({nodes.remote!r}, model=nn.Linear(3, 3))\n"
         "position = checkpointer.load()\n"
         "if position.step == 0:\n"
         "    checkpointer.save(5, wait=True)\n"
-        "    os.kill(os.getppid() if os.environ['GROUP_RANK'] == '0' else os.getpid(), signal.SIGKILL)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
         "    signal.pause()\n"
         "print('resumed', position.step, position.path, flush=True)\n"
     )
-    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", f"--rdzv-conf=checkpoint_dir={nodes.remote},backoff=0", script]
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=3", f"--rdzv-conf=checkpoint_dir={nodes.remote},backoff=0", script]
     env = {"ELASTIC_EXT_LOCAL_DIR": str(nodes.local("a"))}
     with Job([str(part) for part in command], nodes.tmp_path, **env) as job:
         assert job.finish().returncode == -signal.SIGKILL
     with Job([str(part) for part in command], nodes.tmp_path, **env) as job:
         done = job.finish()
     assert done.returncode == 0, done.err
-    assert done.out.count("resumed 5") == 2
+    assert "resumed 5" in done.out
     assert nodes.complete() == [5]
 
 
@@ -331,9 +296,10 @@ def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
 
 
 @pytest.mark.full
-def test_a_full_local_disk(nodes, tmp_path):
-    """Saves go to the remote directory, training goes on, one warning."""
-    disk = nodes.local("b")
+def test_a_full_local_disk(tmp_path, groups):
+    """Saves go to the remote directory, training goes on, one warning on each rank."""
+    ranks = Ranks(tmp_path, groups)
+    disk = ranks.disk("b")
     disk.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
@@ -341,23 +307,12 @@ def test_a_full_local_disk(nodes, tmp_path):
     if mounted.returncode != 0:
         pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     try:
-        jobs = [nodes.start(name, 6) for name in "ab"]
-        done = [job.finish() for job in jobs]
-        assert [each.returncode for each in done] == [0, 0], done[1].err
-        assert done[0].err.count("cannot save to local_dir: ") == 1
-        assert nodes.complete() == [6, 4, 2]
-        assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 6)
+        told = ranks.run("ab", "tiers", "--steps=6", "--save=2:0", "--save=4:0", "--save=6:0")
+        warned = re.findall(r"^(\d+) WARNING:.*cannot save to local_dir: ", groups.stderr.read_text(), re.MULTILINE)
+        assert len(warned) == len(set(warned)) == 2
+        assert complete_in(str(ranks.remote)) == [6, 4, 2]
+        assert [lines[-1] for lines in told] == [f"state {state}" for (state,) in unbroken_state(groups, tmp_path, 6)]
         for name in "ab":
-            assert list(nodes.local(name).glob("step_*")) == []
+            assert list(ranks.disk(name).glob("step_*")) == []
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-@pytest.mark.full
-def test_local_dir_needs_checkpoint_dir(tmp_path):
-    script = tmp_path / "never.py"
-    script.write_text("raise SystemExit('started')")
-    with Job([*AGENT, str(script)], tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
-        done = job.finish()
-    assert done.returncode == 78
-    assert "local_dir is set but checkpoint_dir is not" in done.err

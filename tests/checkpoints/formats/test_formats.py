@@ -106,7 +106,7 @@ def test_a_name_that_only_looks_like_ours(tmp_path: Path) -> None:
 
 def test_every_bit_of_a_manifest_matters(tmp_path: Path) -> None:
     """It is the one file of ours whose checksum is not in another."""
-    name = save_own(tmp_path, 3, extra={"loss": 1.5})
+    name = save_own(tmp_path, 3, extra={"loss": 1.5}, nodes=(1, 1))
     data = (tmp_path / name / MANIFEST).read_bytes()
     whole = decode(data)
     for place in range(len(data)):

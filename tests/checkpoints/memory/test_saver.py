@@ -21,43 +21,30 @@ def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [([], [1, 2]), ([0, 0], [3, 4, 5]), ([1, 2], []), ({"l": []}, {"l": [1, 2]}), ([[1]], [[1, 2], [3]])],
-)
-def test_a_list_beside_a_tensor_comes_back_whole(hosts: Hosts, tier: str, first: object, then: object) -> None:
-    hosts.task("meter", {"values": {"list": first}, "become": {"list": then}, "save": tier == "disk"})
+def test_values_beside_a_tensor_come_back(hosts: Hosts, tier: str) -> None:
+    """To as many ranks as there were, and to one."""
+    first = {"list": [0, 0], "gone": {"a": 1}, "deep": {"a": {"b": 1}}}
+    then = {"list": [3, 4, 5], "gone": {}, "deep": {"a": {"b": 1, "c": 2}}}
+    hosts.task("meter", {"values": first, "become": then, "save": tier == "disk"})
     resume = hosts.newest() if tier == "memory" else ""
-    for result in hosts.task("meter", {"values": {"list": first}}, resume):
-        assert (result["step"], result["list"], result["average"], result["path"]) == (2, then, [1.0, 1.0, 1.0], resume)
+    for after in ([2], [1]):
+        hosts.resize(after)
+        for result in hosts.task("meter", {"values": first}, resume):
+            assert (result["step"], result["path"], result["average"]) == (2, resume, [1.0, 1.0, 1.0])
+            assert {key: result[key] for key in then} == then
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize("after", [[2], [1]], ids=["as it was", "resharded"])
-@pytest.mark.parametrize(("first", "then"), [({}, {"a": 1}), ({"a": 1}, {}), ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}})])
-def test_keys_that_are_new_or_gone_come_back_as_they_were(
-    hosts: Hosts, after: list[int], tier: str, first: dict, then: dict
-) -> None:
-    hosts.task("meter", {"values": {"keys": first}, "become": {"keys": then}, "save": tier == "disk"})
-    resume = hosts.newest() if tier == "memory" else ""
-    hosts.resize(after)
-    for result in hosts.task("meter", {"values": {"keys": first}}, resume):
-        assert (result["step"], result["keys"], result["average"], result["path"]) == (2, then, [1.0, 1.0, 1.0], resume)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize("after", [[2], [1], [1, 1], [3]])
-@pytest.mark.parametrize("there", ["empty", "sharded", "whole"])
-def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier: str, after: list[int], there: str) -> None:
+def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier: str) -> None:
     """Sharded as it was, over the ranks that there are now; whole if the model is not sharded any more."""
     hosts.task("averages", {"save": tier})
     resume = hosts.newest() if tier == "memory" else ""
-    hosts.resize(after)
-    for result in hosts.task("averages", {"save": "", "there": there}, resume):
-        assert (result["step"], result["path"]) == (2, resume)
-        assert (result["kinds"], result["right"]) == (["Tensor" if after == [1] else "DTensor"], True)
+    for after, there in (([1, 1], "empty"), ([3], "whole"), ([1], "sharded")):
+        hosts.resize(after)
+        for result in hosts.task("averages", {"save": "", "there": there}, resume):
+            assert (result["step"], result["path"]) == (2, resume)
+            assert (result["kinds"], result["right"]) == (["Tensor" if after == [1] else "DTensor"], True)
 
 
 # What no load could put together is not committed.

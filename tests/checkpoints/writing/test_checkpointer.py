@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,14 +19,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of
+from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, decode, order_of
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.writing.errors import CheckpointError
 from tests.checkpoints.rank_groups import ROOT, RankGroups
+from tests.jobs import SCRIPTS, TORCHRUN, run
 
 pytest.importorskip("torchdata")
 
-JOB = ROOT / "tests" / "scripts" / "checkpointed_job.py"
+JOB = str(SCRIPTS / "checkpointed_job.py")
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "6"))  # 200: make chaos
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
 pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
@@ -54,28 +58,11 @@ def test_import_without_torch() -> None:
 # Exact resumes.
 
 
-def job(processes: int, *args: str) -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    subprocess.run(
-        [*run, f"--nproc-per-node={processes}", str(JOB), *args],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=200,
-        capture_output=True,
-    )
-
-
-@pytest.mark.seam
-@pytest.mark.full("wrap0-4:1", "wrap1-0:2", "wrap3-3:0")
-@pytest.mark.parametrize(
-    ("wrap", "at"),
-    [(("fsdp",), "4:1"), (("fsdp",), "0:2"), (("ddp", "--no-sync"), "4:2"), (("ddp", "--workers", "1"), "3:0")],
-)
-def test_resume_is_exact_to_the_bit(tmp_path: Path, wrap: tuple[str, ...], at: str) -> None:
-    """In mid-epoch, in mid-accumulation and over the ends of later epochs."""
-    common = (str(tmp_path / "checkpoints"), "--wrap", *wrap, "--steps", "8")
-    job(2, *common, "--out", str(tmp_path / "whole"), "--save", at)
-    job(2, *common, "--out", str(tmp_path / "resumed"))
+def resumes_exactly(start: Callable[[list[str]], object], tmp_path: Path, wrap: tuple[str, ...], at: str) -> None:
+    """In mid-epoch, in mid-accumulation and over the ends of later epochs. start: with these arguments, two ranks."""
+    common = [str(tmp_path / "checkpoints"), "--wrap", *wrap, "--steps", "8"]
+    start([*common, "--out", str(tmp_path / "whole"), "--save", at])
+    start([*common, "--out", str(tmp_path / "resumed")])
     for rank in range(2):
         whole = (tmp_path / f"whole.{rank}").read_text().splitlines()
         [resumed, _loaded, *rest] = (tmp_path / f"resumed.{rank}").read_text().splitlines()
@@ -84,16 +71,32 @@ def test_resume_is_exact_to_the_bit(tmp_path: Path, wrap: tuple[str, ...], at: s
         assert rest == whole[-len(rest) :]
 
 
+@pytest.mark.seam
+def test_a_job_resumes_exactly_to_the_bit(tmp_path: Path) -> None:
+    def start(words: list[str]) -> None:
+        done = run([*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2", JOB, *words], tmp_path)
+        assert done.returncode == 0, done.err
+
+    resumes_exactly(start, tmp_path, ("ddp", "--no-sync"), "4:2")
+
+
 @pytest.mark.full
-def test_other_wrappers_and_world_sizes_load_equal_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wrap", "at"), [(("fsdp",), "4:1"), (("fsdp",), "0:2"), (("ddp", "--workers", "1"), "3:0")])
+def test_resume_is_exact_to_the_bit(tmp_path: Path, groups: RankGroups, wrap: tuple[str, ...], at: str) -> None:
+    resumes_exactly(lambda words: groups.run("checkpointed", 2, {"words": words}), tmp_path, wrap, at)
+
+
+@pytest.mark.full
+def test_other_wrappers_and_world_sizes_load_equal_state(tmp_path: Path, groups: RankGroups) -> None:
     """Trained by 2 under FSDP2, loaded by 3 under FSDP2, by 2 under DDP and by one process."""
-    common = (str(tmp_path / "checkpoints"), "--steps", "4")
-    job(2, *common, "--out", str(tmp_path / "first"), "--save", "4:0")
-    trained = (tmp_path / "first.0").read_text().split()[-1]
+
+    def lines(world: int, *words: str) -> list[str]:
+        common = [str(tmp_path / "checkpoints"), "--steps=4", f"--out={tmp_path}/{world}{words[0]}", *words]
+        return list(groups.run("checkpointed", world, {"words": common})[0])
+
+    trained = lines(2, "--wrap=fsdp", "--save=4:0")[-1].split()[-1]
     for world, wrap in ((3, "fsdp"), (2, "ddp"), (1, "plain")):
-        out = tmp_path / f"{wrap}{world}"
-        job(world, *common, "--out", str(out), "--wrap", wrap)
-        assert f"loaded {trained}" in Path(f"{out}.0").read_text().splitlines()
+        assert f"loaded {trained}" in lines(world, f"--wrap={wrap}")
 
 
 @pytest.mark.seam
@@ -365,44 +368,48 @@ def test_throttled_storage_is_tried_again(tmp_path: Path, groups: RankGroups, s3
 # Damage.
 
 
-@pytest.mark.full
-def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, groups: RankGroups) -> None:
-    directory = tmp_path / "checkpoints"
-    groups.run("train", 2, {"directory": str(directory), "steps": 2, "wait": True, "options": {"keep_last": 2}})
-    newest = directory / complete(str(directory))[0]
-    files = [newest / MANIFEST, *(newest / file.name for file in decode((newest / MANIFEST).read_bytes()).files)]
-    assert len(files) == 7  # of which 2 hold tensors, one is torch's, 2 are the ranks' own
+def flip(file: Path, draw: random.Random) -> bytes:
+    """Flip a bit in it; return what it had."""
+    good = file.read_bytes()
+    bad = bytearray(good)
+    bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+    file.write_bytes(bad)
+    return good
+
+
+def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(3, 3)
     draw = random.Random(SEED)
+
+    def loaded() -> int:
+        with Checkpointer(tmp_path, model=model, keep_last=2) as checkpointer:
+            return checkpointer.load().step
+
+    with Checkpointer(tmp_path, model=model, keep_last=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, wait=True)
+    newest = tmp_path / complete(str(tmp_path))[0]
+    files = [newest / MANIFEST, *(newest / file.name for file in decode((newest / MANIFEST).read_bytes()).files)]
+    assert len(files) == 5  # of which one holds tensors, one is torch's, one is the rank's own
     for file in files:
-        good = file.read_bytes()
-        bad = bytearray(good)
-        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        file.write_bytes(bad)
-        for result in groups.run("train", 2, {"directory": str(directory), "steps": 0}):
-            assert (result["step"], result["wrong"]) == (1, []), file.name  # the one before it
-        assert (
-            groups.run("train", 2, {"directory": str(directory), "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)})
-            == [None] * 2
-        )
+        good = flip(file, draw)
+        assert loaded() == 1, file.name  # the one before it
+        monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(newest))
+        with pytest.raises(CheckpointError):
+            loaded()
+        monkeypatch.delenv("ELASTIC_EXT_RESUME_FROM")
         file.write_bytes(good)
-    assert groups.run("train", 2, {"directory": str(directory), "steps": 0})[0]["step"] == 2
+    assert loaded() == 2
 
 
-@pytest.mark.seam
-def test_each_bit_of_a_manifest_counts(tmp_path: Path, groups: RankGroups) -> None:
-    directory = tmp_path / "checkpoints"
-    groups.run("train", 1, {"directory": str(directory), "steps": 1})
-    good = (directory / complete(str(directory))[0] / MANIFEST).read_bytes()
-    whole = decode(good)
-    for place in range(len(good)):
-        for bit in range(8):
-            bad = bytearray(good)
-            bad[place] ^= 1 << bit
-            try:
-                read = decode(bytes(bad))
-            except ManifestError:
-                continue
-            assert read == whole
+@pytest.mark.full
+def test_what_one_rank_finds_damaged_none_loads(tmp_path: Path, groups: RankGroups) -> None:
+    args = {"directory": str(tmp_path / "checkpoints"), "steps": 2, "wait": True}
+    groups.run("train", 2, {**args, "options": {"keep_last": 2}})
+    newest = tmp_path / "checkpoints" / complete(args["directory"])[0]
+    flip(next(newest.glob("__1_*.distcp")), random.Random(SEED))
+    assert groups.run("train", 2, {**args, "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)}) == [None] * 2
+    assert [(result["step"], result["wrong"]) for result in groups.run("train", 2, {**args, "steps": 0})] == [(1, [])] * 2
 
 
 @pytest.mark.full

@@ -101,6 +101,9 @@ STATES: dict[str, tuple[Any, Any]] = {
     "a list that has grown": ([tensor(1.0), tensor(2.0), "three"], [ZERO]),
     "a list that has shrunk": ([tensor(1.0)], [ZERO, ZERO, 3]),
     "a list of numbers that has grown": ([1, 2, 3], [1]),
+    "a list of lists that has grown": ([[1, 2], [3]], [[1]]),
+    "a list of numbers that has become empty": ([], [1, 2]),
+    "a key that is new in a mapping": ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}),
     "a tensor for a number": (NINE, 3),
     "a number for a tensor": (3, ZERO),
     "None": (None, 1),
@@ -172,16 +175,17 @@ def load(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: nn.M
         assert (position.step, checkpointer._loader.copy != "") == (2, tier == "memory")
 
 
-@pytest.mark.parametrize("which", STATES)
-def test_it_comes_back_as_it_was(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    value, there = STATES[which]
-    saved = {"t": tensor(9.0), "value": value}
-    objects = [{"t": tensor(0.0), "value": there}, {"t": tensor(0.0)}, {}, {"value": {"t": 1}}]
-    save(tier, **{f"x{number}": Held(saved) for number in range(len(objects))}, alone=Held(value))
-    held = {f"x{number}": Held(each) for number, each in enumerate(objects)}
-    load(tier, tmp_path, monkeypatch, **held, alone=Held(there))
-    for each in held.values():
-        assert same(each.state, saved), each.state
+def test_it_comes_back_as_it_was(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, held = {}, {}
+    for which, (value, there) in STATES.items():
+        objects = [{"t": tensor(0.0), "value": there}, {"t": tensor(0.0)}, {}, {"value": {"t": 1}}]
+        for number, each in enumerate(objects):
+            saved[f"{which} {number}"] = {"t": tensor(9.0), "value": value}
+            held[f"{which} {number}"] = Held(each)
+        saved[which], held[which] = value, Held(there)
+    save(tier, **{name: Held(each) for name, each in saved.items()})
+    load(tier, tmp_path, monkeypatch, **held)
+    assert {name: each.state for name, each in held.items() if name not in STATES and not same(each.state, saved[name])} == {}
 
 
 def test_a_state_that_is_no_dict(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.rank_groups import RankGroups
 from tests.jobs import AGENT, SCRIPTS, Job, run
 
 SCRIPT = SCRIPTS / "checkpointed_job.py"
@@ -26,8 +27,9 @@ def said(tmp_path: Path, out: str, what: str) -> list[list[str]]:
     return [re.findall(rf"^{what} (.*)$", (tmp_path / f"{out}.{rank}").read_text(), re.MULTILINE) for rank in range(2)]
 
 
-def unbroken_state(tmp_path: Path, steps: int) -> list[list[str]]:
-    assert run(command(tmp_path / "unbroken", "unbroken", steps), tmp_path).returncode == 0
+def unbroken_state(groups: RankGroups, tmp_path: Path, steps: int) -> list[list[str]]:
+    words = [f"{tmp_path}/unbroken", f"--out={tmp_path}/unbroken", f"--steps={steps}"]
+    groups.run("checkpointed", 2, {"words": words})
     return said(tmp_path, "unbroken", "state")
 
 
@@ -54,7 +56,7 @@ def test_a_relative_directory_means_the_same_to_a_script_that_has_changed_its_ow
 
 
 @pytest.mark.full
-def test_told_to_leave_no_step_is_lost(tmp_path):
+def test_told_to_leave_no_step_is_lost(tmp_path, groups):
     """SIGTERM: one more checkpoint, at the step where they are; started again the job goes on from there."""
     with Job(command(tmp_path / "broken", "broken", 10**6), tmp_path) as job:
         job.wait_for("is at step 6", 2)
@@ -68,14 +70,12 @@ def test_told_to_leave_no_step_is_lost(tmp_path):
     again = run(command(tmp_path / "broken", "again", step + 3), tmp_path)
     assert again.returncode == 0, again.err
     assert said(tmp_path, "again", "resumed") == [[f"{step} 0"]] * 2
-    assert said(tmp_path, "again", "state") == unbroken_state(tmp_path, step + 3)
+    assert said(tmp_path, "again", "state") == unbroken_state(groups, tmp_path, step + 3)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("directory", ["local", "s3"])
-def test_a_killed_worker_resumes_where_the_agent_says(request, tmp_path, directory):
-    where = request.getfixturevalue("s3") if directory == "s3" else tmp_path / "broken"
-    with Job(command(where, "broken", 14), tmp_path, HOLD="1") as job:
+def test_a_killed_worker_resumes_where_the_agent_says(s3, tmp_path, groups):
+    with Job(command(s3, "broken", 14), tmp_path, HOLD="1") as job:
         (pid,) = {int(found[1]) for found in job.wait_for(r"pid (\d+) is at step 6", 1)[:1]}
         os.kill(pid, signal.SIGKILL)
         done = job.finish()
@@ -83,4 +83,4 @@ def test_a_killed_worker_resumes_where_the_agent_says(request, tmp_path, directo
     first, second = said(tmp_path, "broken", "resumed")[0]
     assert first == "0 0"
     assert int(second.split()[0]) >= 4, second  # of step 6 the commit may have been under way
-    assert said(tmp_path, "broken", "state") == unbroken_state(tmp_path, 14)
+    assert said(tmp_path, "broken", "state") == unbroken_state(groups, tmp_path, 14)

@@ -456,7 +456,7 @@ def before_next_write(monkeypatch, port: int, then: Callable[[], object]) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("then", ["", "given-up", "claimed-anew"])
-def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_withdrawal(monkeypatch, caplog, then):
+def test_claims_on_their_way_do_not_outlive_their_withdrawal(monkeypatch, caplog, then):
     """The first node works again before the store hears that it stalled; the other one's claim arrives before that is heard."""
     if then == "given-up":
         monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.3))
@@ -496,7 +496,7 @@ def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_w
 
 
 @pytest.mark.full
-def test_a_withdrawal_does_not_wait_for_a_claim_on_a_cut_connection_which_changes_nothing_later(server, monkeypatch):
+def test_a_withdrawal_does_not_wait_for_a_claim_on_a_cut_connection(server, monkeypatch):
     monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=60))  # longer than this test waits for anything
     with Proxy(server.port) as proxy:
         one = RoundEvents("127.0.0.1", proxy.port, 0, 2, nothing)

@@ -181,7 +181,6 @@ def test_while_nobody_can_renew_all_train_on(nodes, store):
 
 
 @pytest.mark.full
-@pytest.mark.full("77")
 @pytest.mark.parametrize("lease_id", [None, 77])
 def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, lease_id, monkeypatch):
     """With its old lease, which the server had kept, or with a new one: it has registered again."""

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -197,6 +196,7 @@ STORING = """Current thread 0x00007e (most recent call first):
   File "/v/site-packages/torch/distributed/checkpoint/state_dict_saver.py", line 505 in write_data
 """
 PLANNING = STORING.replace("checkpoint/filesystem.py", "distributed_c10d.py")
+OWN = 'Current thread 0x00007e (most recent call first):\n  File "train.py", line 64 in evaluate\n'
 
 
 def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) -> Stuck:
@@ -216,12 +216,26 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
         ([stuck(0), stuck(1, 11, "T", "")], [1]),
         ([stuck(0), stuck(1, 10, "D", ""), stuck(2, stack=LOADING)], [1]),
         ([stuck(0), stuck(1, stack="")], [1]),
+        ([stuck(0), stuck(1, stack=OWN), stuck(2)], [1]),
+        ([stuck(0, 0), stuck(1, 0, stack=OWN)], [1]),  # never came to the first step
         ([stuck(0), stuck(1)], [0, 1]),  # all wait: they wait in different collectives, perhaps
         ([], []),
     ],
 )
 def test_culprits(all_, behind):
     assert [each.rank for each in detector.culprits(all_)] == behind
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (stuck(1), "after step 10; asleep, waits for other ranks"),
+        (stuck(1, 0, stack=OWN), "after step 0; asleep"),
+        (replace(stuck(1, stack=LOADING), phase="data"), "after step 10, in phase data; asleep"),
+    ],
+)
+def test_the_reason_says_what_is_known(one, said):
+    assert one.reason == f"rank 1 made no progress for 70 s {said}"
 
 
 def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
@@ -407,51 +421,20 @@ def verdict_of(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-KINDS = {
-    "stop:1": (r"stopped by a signal \(state T\), and cannot show its stacks", None),
-    "deadlock:1": (r"asleep.*: \d% of a processor used", "in deadlock"),
-    "loop:1": (r"(busy: \d+%|starved: .* \d+%) of a processor", "in live_lock"),
-    "data:1": (r"in phase data; asleep", "in wait_for_data"),
-    "absent:1": (r"asleep", "hang_job.py"),
-    "never:1": (r"after step 0; asleep", "hang_job.py"),
-}
-
-
 @pytest.mark.seam
-@pytest.mark.full("stop:1", "loop:1", "data:1", "absent:1", "never:1")
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_hang_is_caught_and_the_culprit_named(tmp_path, kind):
+def test_a_hang_is_caught_and_the_culprit_named(tmp_path):
     """No restart is left, so the verdict is in a file: it names the rank and its condition, and holds the stacks."""
-    said, at = KINDS[kind]
     verdict = tmp_path / "verdict"
-    command = [*AGENT, "--nproc-per-node=3", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, kind]
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, "deadlock:1"]
     with Job(command, tmp_path, STOP=str(tmp_path / "stop"), ELASTIC_EXT_VERDICT_FILE=str(verdict)) as job:
         done = job.finish()
     assert done.returncode == 1, done.err
     found = verdict_of(verdict)
     assert (found["rank"], found["decision"]["kind"], found["decision"]["rule"]) == (1, "hang", "budget"), done.err
-    assert re.search(rf"rank 1 made no progress for .*{said}", found["decision"]["reason"]), found["decision"]["reason"]
+    said = r"rank 1 made no progress for .*asleep.*: \d% of a processor used"
+    assert re.search(said, found["decision"]["reason"]), found["decision"]["reason"]
     assert "waits for other ranks" not in found["decision"]["reason"]
-    if at is not None:
-        assert at in found["stacks"]
-        assert found["stacks"].index(at) < found["stacks"].index("in all_reduce")  # the culprit first
-    assert "in all_reduce" in found["stacks"]  # of the others
-    assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("faults", [["frozen:0", "deadlock:1"], ["storage:1"]])
-def test_who_is_ahead_or_has_torch_at_the_top_of_its_stack_is_found_too(tmp_path, faults):
-    """Rank 0 waits for it: with fewer steps, or inside the same torch.distributed.checkpoint.save."""
-    verdict = tmp_path / "verdict"
-    env = {"STOP": str(tmp_path / "stop"), "CHECKPOINT": str(tmp_path / "checkpoint"), "ELASTIC_EXT_VERDICT_FILE": str(verdict)}
-    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, *faults]
-    with Job(command, tmp_path, **env) as job:
-        done = job.finish()
-    assert done.returncode == 1, done.err
-    found = verdict_of(verdict)
-    assert (found["rank"], found["decision"]["kind"]) == (1, "hang"), done.err
-    assert "waits for other ranks" not in found["decision"]["reason"]
+    assert found["stacks"].index("in deadlock") < found["stacks"].index("in all_reduce")  # the culprit first
     assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
 
 
@@ -467,7 +450,7 @@ def test_a_job_that_hung_goes_on_in_a_new_round(tmp_path):
         stop.touch()
         done = job.finish()
     assert done.returncode == 0, done.err
-    assert "restart: rank 0 made no progress" in done.err
+    assert re.search(r"restart: rank 0 made no progress .*stopped by a signal \(state T\), and cannot show its stacks", done.err)
 
 
 CPU_GROUP = Path("/sys/fs/cgroup/cpu")
@@ -503,94 +486,41 @@ def test_a_starved_worker_is_told_from_an_endless_loop(tmp_path, starving_group)
     assert re.search(r"rank 1 made .*starved: ready to run \d+%", verdict_of(verdict)["decision"]["reason"])
 
 
-def finishes(job: Job, stop: Path) -> None:
-    stop.touch()
-    done = job.finish()
-    assert done.returncode == 0, done.err
-    assert "no progress" not in done.err
-    assert '"attempt": 1' not in done.out
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_a_long_evaluation_is_no_hang(tmp_path, ranks):
-    """On all ranks, or on one while the others wait for it."""
-    stop = tmp_path / "stop"
-    command = [*AGENT, "--nproc-per-node=2", f"--rdzv-conf={PATIENT_CONF}", JOB, *(f"eval:{rank}" for rank in ranks)]
-    with Job(command, tmp_path, STOP=str(stop), EVAL_S="20") as job:
-        job.wait_for("evaluated", len(ranks))
-        finishes(job, stop)
-
-
-TRACER = """
-import ctypes, os, sys, time
-libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
-if libc.ptrace(16, pid, None, None): raise OSError(ctypes.get_errno(), "PTRACE_ATTACH")
-os.waitpid(pid, 0)
-time.sleep(16)  # somebody looks around
-libc.ptrace(17, pid, None, None)
-print("detached", flush=True)
-"""
-
-
-@pytest.mark.full
-def test_a_worker_in_a_debugger_is_no_hang(tmp_path):
-    stop = tmp_path / "stop"
-    with Job([*AGENT, "--nproc-per-node=2", f"--rdzv-conf={PATIENT_CONF}", JOB], tmp_path, STOP=str(stop)) as job:
-        pid = job.wait_for(r'"pid": (\d+)', 2)[1][1]
-        traced = subprocess.run([sys.executable, "-c", TRACER, pid], capture_output=True, text=True, check=False)
-        assert traced.stdout == "detached\n", traced.stderr
-        finishes(job, stop)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
-@pytest.mark.parametrize("fault", ["stop:3", "loop:0"])
-def test_both_nodes_name_the_culprit_and_its_node(request, tmp_path, backend, fault):
-    """Four ranks on two nodes. One node sees nothing but workers that wait."""
+def test_both_nodes_name_the_culprit_and_its_node(tmp_path):
+    """Four ranks on two nodes. One node sees nothing but workers that wait. On etcd: see test_waiting_jobs.py."""
     with ExitStack() as stack:
-        jobs = start_two(request, stack, tmp_path, backend, "--max-restarts=0", fault)
+        jobs = start_two(stack, tmp_path, "deadlock:3", "--max-restarts=0")
         done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [1, 1], [each.err for each in done]
     found = [verdict_of(tmp_path / f"verdict-{name}") for name in "ab"]
     assert found[0] == found[1]
-    rank = int(fault[-1])
-    told = [each for each in done if f"rank {rank} made no progress" in each.err.split("round 1 is over")[1].split("stop:")[0]]
+    told = [each for each in done if "rank 3 made no progress" in each.err.split("round 1 is over")[1].split("stop:")[0]]
     assert len(told) == 1  # only its own agent can look at it
-    assert (found[0]["rank"], found[0]["decision"]["kind"]) == (rank, "hang")
+    assert (found[0]["rank"], found[0]["decision"]["kind"]) == (3, "hang")
     assert found[0]["host"] == "ab"[done.index(told[0])]
     assert "on a: rank" in found[0]["stacks"]
     assert "on b: rank" in found[0]["stacks"]
     for each in done:
-        assert f"stop: rank {rank} made no progress" in each.err
+        assert "stop: rank 3 made no progress" in each.err
 
 
-def start_two(request, stack: ExitStack, tmp_path: Path, backend: str, *script: str, conf: str = CONF, **env: str) -> list[Job]:
-    if backend == "ext_etcd":
-        endpoint, conf = request.getfixturevalue("server").endpoint, f"{conf},last_call=1"
-    else:
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        stack.callback(lambda: store)
-        endpoint, conf = f"localhost:{store.port}", f"{conf},last_call_timeout=1,is_host=0"
-    where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=2", f"--rdzv-conf={conf}", "--nproc-per-node=2"]
-    options = [each for each in script if each.startswith("--")]
-    command = [*TORCHRUN, f"--rdzv-backend={backend}", *where, *options, JOB, *(each for each in script if each not in options)]
-    env = {"STOP": str(tmp_path / "stop"), **env}
-    return [
-        stack.enter_context(
-            Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, ELASTIC_EXT_VERDICT_FILE=str(tmp_path / f"verdict-{name}"), **env)
-        )
-        for name in "ab"
-    ]
+def start_two(stack: ExitStack, tmp_path: Path, fault: str, *options: str, conf: str = CONF, **env: str) -> list[Job]:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stack.callback(lambda: store)
+    where = [f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=2"]
+    how = ["--rdzv-backend=ext_c10d", f"--rdzv-conf={conf},last_call_timeout=1,is_host=0"]
+    own = [{"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}")} for name in "ab"]
+    command, env = [*TORCHRUN, *how, *where, *options, JOB, fault], {"STOP": str(tmp_path / "stop"), **env}
+    return [stack.enter_context(Job(command, tmp_path, **env, **each)) for each in own]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
-def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_path, backend):
-    """Its own workers all stall for longer than their limit."""
+def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(tmp_path):
+    """Its own workers all stall for longer than their limit, which is longer for the one that evaluates."""
     stop = tmp_path / "stop"
     with ExitStack() as stack:
-        jobs = start_two(request, stack, tmp_path, backend, "eval:3", conf=PATIENT_CONF, EVAL_S="20")
+        jobs = start_two(stack, tmp_path, "eval:3", conf=PATIENT_CONF, EVAL_S="20")
         for job in jobs:
             job.wait_for('"attempt": 0', 2)
         until(lambda: any("the workers have resumed" in job.err for job in jobs))  # the first look after the evaluation
@@ -607,13 +537,8 @@ def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_
 @pytest.mark.full("launcher1")
 @pytest.mark.parametrize("launcher", [AGENT, [*TORCHRUN, "--standalone"]])
 def test_the_health_barrier_names_who_is_missing(tmp_path, launcher):
-    script = SCRIPTS / "barrier_job.py"
-    with Job([*launcher, "--nproc-per-node=2", script], tmp_path) as job:
+    with Job([*launcher, "--nproc-per-node=2", SCRIPTS / "barrier_job.py"], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.err
-    assert "did not arrive" not in done.out
     assert done.out.count("passed") == 2
-    with Job([*launcher, "--nproc-per-node=2", script, "absent:1"], tmp_path) as job:
-        done = job.finish()
-    assert done.returncode == 0, done.err
-    assert "rank 0: health barrier: rank 1 of 2 did not arrive within 2 s (1,)" in done.out
+    assert re.findall(".* did not arrive.*", done.out) == ["rank 0: health barrier: rank 1 of 2 did not arrive within 2 s (1,)"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import functools
 import json
 import mmap
@@ -12,13 +14,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers import progress_layout as layout
@@ -74,6 +78,31 @@ def stack(*frames: tuple[str, str], others: tuple[tuple[str, str], ...] = ()) ->
 def test_what_a_stack_waits_for(frames, wait):
     assert waits.wait_of(stack(*frames)) is wait
     assert waits.wait_of(stack(("train.py", "load"), others=tuple(frames[:1]))) is Wait.NOTHING  # only the main thread counts
+
+
+def test_stacks_in_torch_itself(tmp_path, monkeypatch):
+    """Its files and functions have the names above: the innermost Python frame of each is torch's own."""
+    with (tmp_path / "stack").open("w+") as file:
+
+        def dumped(call: Callable[[], object]) -> str:
+            file.truncate(file.seek(0))
+            call()
+            return file.seek(0) or file.read()
+
+        dump = functools.partial(faulthandler.dump_traceback, file)  # in C, as what waits
+        monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch._C, "_cuda_synchronize", dump, raising=False)
+        assert waits.wait_of(dumped(torch.cuda.synchronize)) is Wait.DEVICE
+        value = torch.ones(1, requires_grad=True)
+        value.register_hook(functools.partial(next, iter(dump, "never")))
+        backward = dumped((2 * value).sum().backward)
+        assert waits.wait_of(backward) is Wait.NOTHING
+        assert detector.waits_for_others(backward)  # which only orders suspects
+        monkeypatch.setattr(os, "fsync", dump)
+        save = dumped(lambda: checkpoint.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True))
+        assert "torch/distributed/checkpoint/filesystem.py" in save
+        assert not detector.waits_for_others(save)
 
 
 def test_no_stack_waits_for_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -29,6 +30,7 @@ from elastic_ext.workers.progress import ProgressTable
 from tests import refusing
 from tests.until import LIMIT_S, until
 
+PTRACE_ATTACH, PTRACE_DETACH = 16, 17  # linux/ptrace.h
 BEGIN = """
 import os, select, selectors, signal, socket, subprocess, sys, threading, time
 def ready(): print('ready', flush=True)
@@ -305,6 +307,17 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
 
 
 # Debuggers.
+
+
+@pytest.mark.full
+def test_who_is_traced_is_in_a_debugger():
+    libc = ctypes.CDLL(None, use_errno=True)
+    with process("ready()\ntime.sleep(100)") as one:
+        assert libc.ptrace(PTRACE_ATTACH, one.pid, None, None) == 0, os.strerror(ctypes.get_errno())
+        os.waitid(os.P_PID, one.pid, os.WSTOPPED)
+        assert of(one.pid).debugged
+        assert libc.ptrace(PTRACE_DETACH, one.pid, None, None) == 0, os.strerror(ctypes.get_errno())
+        assert not of(one.pid).debugged
 
 
 @pytest.mark.seam

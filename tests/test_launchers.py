@@ -11,6 +11,8 @@ import pytest
 
 from tests.jobs import AGENT, EXT, Gate, Job, environment, launchers, run
 
+pytestmark = pytest.mark.seam
+
 SHOWS = """
 import json, os, resource, signal, sys
 seen = {
@@ -24,7 +26,6 @@ print("seen", json.dumps(seen), flush=True)
 """  # noqa: E501
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("launcher", [EXT, AGENT], ids=["torchrun", "agent"])
 def test_workers_see_no_difference(tmp_path: Path, launcher: list[str]) -> None:
     (tmp_path / "shows.py").write_text(SHOWS)
@@ -36,7 +37,6 @@ def test_workers_see_no_difference(tmp_path: Path, launcher: list[str]) -> None:
     assert {name for name in variables[0] | variables[1] if variables[0].get(name) != variables[1].get(name)} == set()
 
 
-@pytest.mark.seam
 def test_signals_output_and_exit_codes(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     (tmp_path / "waits.py").write_text("import fcntl; print('up', flush=True); fcntl.flock(open('gate'), fcntl.LOCK_SH)")
@@ -52,7 +52,6 @@ def test_signals_output_and_exit_codes(tmp_path: Path) -> None:
         assert job.finish().returncode == 0
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize(
     ("command", "variables"),
     [

@@ -10,6 +10,8 @@ import pytest
 from tests import run
 from tests.jobs import ROOT
 
+pytestmark = pytest.mark.seam
+
 ONCE = """
 def test_{name}():
     import pathlib
@@ -32,7 +34,6 @@ def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tests" / "test_it.py"
 
 
-@pytest.mark.seam
 def test_one_that_passes_alone_is_named(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text(ONCE.format(name="it"))
     assert run.main(["check", "--processes=1"]) == 0
@@ -41,21 +42,18 @@ def test_one_that_passes_alone_is_named(tests: Path, capfd: pytest.CaptureFixtur
     assert "AssertionError: the first time" in end
 
 
-@pytest.mark.seam
 def test_one_that_fails_again_fails_the_run(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text(ONCE.format(name="it") + ALWAYS)
     assert run.main(["check", "--processes=1"]) == 1
     assert capfd.readouterr().out.count("once more, alone") == 2
 
 
-@pytest.mark.seam
 def test_three_are_too_many(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text("".join(ONCE.format(name=name) for name in ("a", "b", "c")))
     assert run.main(["check", "--processes=1"]) == 1
     assert "once more, alone" not in capfd.readouterr().out
 
 
-@pytest.mark.seam
 def test_a_test_without_a_mark_may_start_nothing(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text("import subprocess, time\ndef test_it():\n    subprocess.run(['true'])\n    time.sleep(0)\n")
     assert run.main(["check", "--processes=1"]) == 1

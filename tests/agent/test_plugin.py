@@ -8,6 +8,8 @@ import pytest
 
 from tests.jobs import EXT, STOCK, TORCHRUN, environment, run
 
+pytestmark = pytest.mark.seam
+
 
 def python(code: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess:
     script = tmp_path / "case.py"
@@ -38,7 +40,6 @@ def spy(self, *args, **kwargs):
 """
 
 
-@pytest.mark.seam
 def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
     """nproc 0 fails after the rendezvous was made and before the agent is: the next, stock, job must get the stock agent."""
     done = python(
@@ -73,7 +74,6 @@ def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
     assert done.stdout == "['Supervisor', 'Supervisor', 'LocalElasticAgent'] True\n", done.stderr
 
 
-@pytest.mark.seam
 def test_patches_of_the_agent_stay_alive(tmp_path):
     done = python(
         LAUNCH + "from unittest import mock\n"
@@ -119,7 +119,6 @@ def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
     assert "no verdicts" in line
 
 
-@pytest.mark.seam
 def test_pet_variables_choose_the_backend(tmp_path):
     script = tmp_path / "ok.py"
     script.write_text("import os; os.write(1, b'told\\n' if 'ELASTIC_EXT_WORKER' in os.environ else b'stock\\n')")
@@ -129,7 +128,6 @@ def test_pet_variables_choose_the_backend(tmp_path):
     assert run([*EXT, str(script)], tmp_path, forks=False).out == "told\n"
 
 
-@pytest.mark.seam
 def test_loading_the_entry_point_imports_no_torch():
     """Every torchrun of the machine loads it, selected or not. What it costs is in benchmarks/entry_point.py."""
     code = (
@@ -145,7 +143,6 @@ def test_loading_the_entry_point_imports_no_torch():
     assert not loaded & {"torch", "numpy", "grpc", "etcd3", "fsspec", "prometheus_client", "asyncio", "socket"}
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

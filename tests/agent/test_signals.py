@@ -10,6 +10,8 @@ import pytest
 
 from tests.jobs import SCRIPTS, Job, run
 
+pytestmark = pytest.mark.full
+
 FINISH, LEAVE, COPIES = (
     "agent.companions:JobCompanions.finish",
     "agent.companions:JobCompanions.leave",
@@ -21,7 +23,6 @@ def agent(at: str, number: signal.Signals, *watched: str) -> list[str]:
     return [sys.executable, str(SCRIPTS / "told_at.py"), at, number.name, ",".join(watched), "--", "--nproc-per-node=1"]
 
 
-@pytest.mark.full
 def test_while_the_round_of_a_job_that_is_done_is_closed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('trains')")
     done = run([*agent("agent.round:RunningRound.close", signal.SIGTERM, FINISH), "job.py"], tmp_path)
@@ -29,7 +30,6 @@ def test_while_the_round_of_a_job_that_is_done_is_closed(tmp_path: Path) -> None
     assert f"enters {FINISH}" in done.out
 
 
-@pytest.mark.full
 def test_while_the_standbys_of_a_job_that_is_done_are_ended(tmp_path: Path) -> None:
     """What is not copied yet is at least named."""
     (tmp_path / "job.py").write_text("print('trains')")
@@ -39,7 +39,6 @@ def test_while_the_standbys_of_a_job_that_is_done_are_ended(tmp_path: Path) -> N
     assert f"enters {COPIES}" in done.out
 
 
-@pytest.mark.full
 def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> None:
     """The others learn at once that this node is gone, and not only when its lease expires."""
     (tmp_path / "job.py").write_text("import signal; print('trains', flush=True); signal.pause()")
@@ -52,7 +51,6 @@ def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> No
     assert f"enters {LEAVE}\nenters {FINISH}\n" in done.out
 
 
-@pytest.mark.full
 def test_a_second_notice_at_the_moment_of_the_first_costs_no_checkpoint(tmp_path: Path) -> None:
     """timeout(1) sends SIGTERM to its child and to its child's group."""
     command = [*agent("agent.notices:take_as_one", signal.SIGTERM, LEAVE), str(SCRIPTS / "saving_job.py"), str(tmp_path)]

@@ -29,6 +29,8 @@ from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 KEYS = JobKeys("job")
 
 
@@ -141,7 +143,6 @@ def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
     job.check_steps({1: saved_step(done)})
 
 
-@pytest.mark.full
 def test_only_rank_0_reports_the_checkpoint(job):
     """As a script may: the node that leaves learns of it from checkpoint_dir."""
     jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks0", leader="n1")
@@ -151,7 +152,6 @@ def test_only_rank_0_reports_the_checkpoint(job):
     assert jobs["n1"].finish().returncode == 0
 
 
-@pytest.mark.full
 def test_a_spare_steps_in(job):
     """The leader leaves. Without a spare: refused. Nothing is charged, and whoever should learns the reason."""
     jobs = job.start_all("n1", "n2", "n3", nnodes="3", how="asks", leader="n1")
@@ -184,7 +184,6 @@ def test_a_spare_steps_in(job):
     job.check_steps({1: saved_step(done)})
 
 
-@pytest.mark.full
 def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
     """The script saves by itself and reports nothing. etcd stands still meanwhile; the host is refused until that is undone."""
     job.lease_ttl = 60
@@ -212,7 +211,6 @@ def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
     assert {(attempt, world) for attempt, world, _, _ in job.steps()} == {(0, 3), (1, 2), (2, 3)}
 
 
-@pytest.mark.full
 def test_without_a_checkpoint_nothing_happens_unless_now(job):
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
     said(job.drain("n9"), 78, "no node n9 in the job; its nodes: n1, n2, n3")
@@ -230,7 +228,6 @@ def test_without_a_checkpoint_nothing_happens_unless_now(job):
     assert [each.finish().returncode for each in jobs.values()] == [0] * 2
 
 
-@pytest.mark.full
 def test_a_spare_leaves_at_once_and_a_node_that_dies_is_drained(job):
     """An agent is killed while it is to leave: the drain has come true, and no other agent may start there."""
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
@@ -249,7 +246,6 @@ def test_a_spare_leaves_at_once_and_a_node_that_dies_is_drained(job):
     assert [each.finish().returncode for each in jobs.values()] == [0] * 2
 
 
-@pytest.mark.full
 def test_of_two_drains_at_once_one_is_refused(server):
     """Three nodes, and the job takes two. Records of a job, and what the command does with them."""
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(2) as pool:
@@ -286,7 +282,6 @@ def test_where_nothing_can_be_drained(job):
     said(job.drain("n1", "--rdzv-backend=ext_c10d"), 78, "send SIGTERM to the agent of the node")
 
 
-@pytest.mark.full
 def test_the_endpoint_of_a_job_with_ext_c10d():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     done = cli("drain", "n1", f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job")

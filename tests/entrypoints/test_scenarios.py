@@ -27,6 +27,8 @@ from tests.lossy_network import DEVICE, LossyNetwork, Way
 from tests.programs import needs
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 SCRIPT = ROOT / "entrypoints" / "train_fsdp.py"
 # Without dropout, the loss of a step does not depend on the number of ranks.
 TINY = shlex.split(
@@ -152,7 +154,6 @@ def check_curve(text: str, folder: Path) -> list[int]:
     return begins[1:]
 
 
-@pytest.mark.full
 def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
     """Hypothesis: 4 nodes become 3, and 4 again with a replacement, and the loss curve goes on as if nothing had happened.
 
@@ -176,7 +177,6 @@ def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
     assert not any(each["charged"] for each in nodes.events("a", "decision"))
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_delay_of_100_ms_between_workers(tmp_path: Path) -> None:
     """Hypothesis: 100 ms between two hosts make training slow, and nothing else.
@@ -204,7 +204,6 @@ def behind(network: LossyNetwork, folder: Path, stack: ExitStack) -> Nodes:
     return Nodes(folder, stack.enter_context(etcd).endpoint, stack)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_delay_beyond_the_collective_timeout(tmp_path: Path) -> None:
     """Hypothesis: a link slower than the collectives' timeout ends the round cleanly; once it is mended, training goes on.
@@ -274,7 +273,6 @@ def state(pid: int) -> str:
         return ""
 
 
-@pytest.mark.full
 def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
     """Hypothesis: a job that trains does not need its control plane; it needs it again for the next failure.
 
@@ -297,7 +295,6 @@ def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
     assert len(check_curve(first.out, nodes.folder)) == 1
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_no_capacity_for_a_replacement(nodes: Nodes) -> None:
     """Hypothesis: with too few nodes a job waits, and does not fall over; it trains on as soon as there is a replacement.
@@ -324,7 +321,6 @@ def workers_of(job: Job) -> list[int]:
     return [pid for pid in descendants(job.process.pid) if pid != job.process.pid and is_worker(pid)]
 
 
-@pytest.mark.full
 def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
     """Hypothesis: after a power cut the same command is enough.
 
@@ -344,7 +340,6 @@ def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
     assert step >= 20
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_node_joins_at_once(nodes: Nodes) -> None:
     """Hypothesis: with grow_at=now a node that comes later joins the training that is under way, whenever the next checkpoint is.
@@ -367,7 +362,6 @@ def test_a_node_joins_at_once(nodes: Nodes) -> None:
     assert check_curve(before.out + first.out, nodes.folder) == [10, 10]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)  # whatever was trained while the third one started is trained once more for the comparison
 def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
     """Hypothesis: with grow_at=checkpoint a node that comes later joins the training right after the next checkpoint.

@@ -15,6 +15,8 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdCluster, EtcdServer
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 WRITES = 400
 TTL_S = 30  # the longest wait for a new leader, and the calls after it, must fit in
 
@@ -95,7 +97,6 @@ def test_leader_goes_while_watching(cluster: EtcdCluster, on_leader: tuple[EtcdS
     session.revoke(timeout_s=LIMIT_S)
 
 
-@pytest.mark.full
 def test_quorum_lost(cluster: EtcdCluster, prefix: str):
     """The watch notices, although its own member lives and its connection stands; all goes on when the others are back."""
     stay, *others = cluster.members
@@ -120,7 +121,6 @@ def test_quorum_lost(cluster: EtcdCluster, prefix: str):
         session.revoke()
 
 
-@pytest.mark.full
 def test_all_members_restarted_one_after_the_other(cluster: EtcdCluster, prefix: str):
     """As in a rolling upgrade."""
     with EtcdClient(cluster.endpoints) as client:
@@ -144,7 +144,6 @@ def put_for_sure(client: EtcdClient, key: str) -> None:
             put_for_sure(client, key)
 
 
-@pytest.mark.full
 def test_all_members_down(cluster: EtcdCluster, prefix: str):
     """A patient lease, its key and the watch come through an outage longer than the TTL."""
     with EtcdClient(cluster.endpoints) as client, client.watch(prefix, prefix=True) as watch:

@@ -17,6 +17,8 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 TTL_S = 2  # of leases that are to end
 KEPT_S = 6  # of leases that are to be kept beyond that
 LONG_TTL_S = 300  # of leases that must not end while this machine or etcd is slow
@@ -51,7 +53,6 @@ def test_a_session_outlives_its_ttl(client: EtcdClient, prefix: str):
     session.revoke()
 
 
-@pytest.mark.full
 def test_the_server_agrees_with_alive_until(client: EtcdClient):
     session = LeaseSession(client, LONG_TTL_S)
     for _ in range(5):
@@ -88,7 +89,6 @@ def test_a_lease_that_is_gone_is_an_event(client: EtcdClient):
     assert client.lease_keep_alive([session.lease_id]).ttl_s == {session.lease_id: 0}
 
 
-@pytest.mark.full
 def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServer):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         with_limits(client, 1.0)
@@ -104,7 +104,6 @@ def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServe
         session.revoke()
 
 
-@pytest.mark.full
 def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
     """As TCP does on a link that loses packets: another connection gets through, and the held one may answer later."""
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
@@ -121,7 +120,6 @@ def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
         session.revoke()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("how", ["stop", "deaf"])
 def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
@@ -134,7 +132,6 @@ def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
         assert "no answer from etcd for its TTL of 2 s: keep 1 leases alive: no etcd endpoint answered" in session.lost_reason
 
 
-@pytest.mark.full
 def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdServer):
     """etcd gives each lease its full time again when it comes back; only its word counts then."""
     with EtcdClient(own_server.endpoint) as client:
@@ -150,7 +147,6 @@ def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server
         assert not patient.lost.is_set()
 
 
-@pytest.mark.full
 def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient):
     before = set(threading.enumerate())
     sessions = [LeaseSession(client, LONG_TTL_S) for _ in range(100)]
@@ -169,7 +165,6 @@ def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient):
         session.stop_renewing()
 
 
-@pytest.mark.full
 def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):
     def fail(session: LeaseSession) -> None:
         raise RuntimeError("from the callback")
@@ -185,7 +180,6 @@ def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, capl
     good.revoke()
 
 
-@pytest.mark.full
 def test_a_renewer_that_fails_tells_all_sessions(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -209,7 +203,6 @@ def test_a_renewer_that_fails_tells_all_sessions(
         later.revoke()
 
 
-@pytest.mark.full
 def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
     """A leader of etcd that stops takes the others a second or two to replace; a pause after that could cost the lease."""
     session = LeaseSession(client, LONG_TTL_S)
@@ -233,7 +226,6 @@ def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client:
     session.revoke()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("limit", [0, 1])
 def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.MonkeyPatch, limit: int):
     """limit: threads that a renewal may start, of the two that it wants when etcd is slow."""
@@ -278,7 +270,6 @@ def test_answers_that_arrive_together_move_nobody(client: EtcdClient, monkeypatc
     assert client._endpoints.current() is first
 
 
-@pytest.mark.full
 def test_the_next_race_begins_with_another_connection(server: EtcdServer):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         lease_id = client.lease_grant(60).lease_id

@@ -27,6 +27,8 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.seam
+
 
 @pytest.fixture
 def own(own_server: EtcdServer) -> Iterator[EtcdClient]:
@@ -34,7 +36,6 @@ def own(own_server: EtcdServer) -> Iterator[EtcdClient]:
         yield made
 
 
-@pytest.mark.seam
 def test_events_of_a_key_and_of_a_prefix(client: EtcdClient, prefix: str):
     with client.watch(prefix + "a") as key, client.watch(prefix, prefix=True) as all_:
         one = client.put(prefix + "a", "1").revision
@@ -51,7 +52,6 @@ def test_events_of_a_key_and_of_a_prefix(client: EtcdClient, prefix: str):
     assert list(all_) == []
 
 
-@pytest.mark.seam
 def test_from_a_revision_in_the_past(client: EtcdClient, prefix: str):
     first = client.put(prefix, "1").revision
     client.put(prefix, "2")
@@ -61,7 +61,6 @@ def test_from_a_revision_in_the_past(client: EtcdClient, prefix: str):
         assert [event.kv.value for event in take(watch, 1)] == [b"2"]
 
 
-@pytest.mark.seam
 def test_deletes_only(client: EtcdClient, prefix: str):
     with Watch(client, prefix, start_revision=client.revision(prefix) + 1, deletes_only=True) as watch:
         client.put(prefix, "1")
@@ -69,7 +68,6 @@ def test_deletes_only(client: EtcdClient, prefix: str):
         assert [(event.kind, event.kv.mod_revision) for event in take(watch, 1)] == [("delete", gone)]
 
 
-@pytest.mark.seam
 def test_one_transaction_is_one_batch(client: EtcdClient, prefix: str):
     with client.watch(prefix, prefix=True) as watch:
         until(lambda: watch.live)
@@ -79,7 +77,6 @@ def test_one_transaction_is_one_batch(client: EtcdClient, prefix: str):
     assert len(batch.events) == 128
 
 
-@pytest.mark.seam
 def test_iterator_ends_when_another_thread_closes_it(client: EtcdClient, prefix: str):
     watch = client.watch(prefix, start_revision=1)
     seen: list[Batch] = []
@@ -93,7 +90,6 @@ def test_iterator_ends_when_another_thread_closes_it(client: EtcdClient, prefix:
     watch.close()
 
 
-@pytest.mark.seam
 def test_callback(client: EtcdClient, prefix: str):
     items: queue.SimpleQueue[Batch | EtcdError] = queue.SimpleQueue()
     with client.watch(prefix, start_revision=1, callback=items.put):
@@ -103,7 +99,6 @@ def test_callback(client: EtcdClient, prefix: str):
     assert item.events[0].kv.value == b"1"
 
 
-@pytest.mark.seam
 def test_a_callback_that_fails_ends_its_watch_alone(client: EtcdClient, prefix: str, caplog: pytest.LogCaptureFixture):
     def fail(item: object) -> None:
         raise RuntimeError("from the callback")
@@ -119,7 +114,6 @@ def test_a_callback_that_fails_ends_its_watch_alone(client: EtcdClient, prefix: 
     assert [record.exc_text for record in caplog.records if "from the callback" in (record.exc_text or "")]
 
 
-@pytest.mark.seam
 def test_a_thousand_watches_share_one_stream(client: EtcdClient, server: EtcdServer, prefix: str):
     revision, before = client.put(prefix, "").revision, set(threading.enumerate())
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as shared:
@@ -143,7 +137,6 @@ def test_a_thousand_watches_share_one_stream(client: EtcdClient, server: EtcdSer
 # What happens to servers and connections
 
 
-@pytest.mark.seam
 def test_killed_and_restarted(own_server: EtcdServer, own: EtcdClient):
     with own.watch("a/", prefix=True) as watch, EtcdClient(own_server.endpoint) as other:
         for number in range(3):
@@ -160,7 +153,6 @@ def test_killed_and_restarted(own_server: EtcdServer, own: EtcdClient):
         assert [event.kv.key for event in take(watch, 1)] == [b"a/last"]  # and nothing twice
 
 
-@pytest.mark.seam
 def test_written_while_the_watcher_was_cut_off(client: EtcdClient, server: EtcdServer, prefix: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as far, far.watch(prefix, prefix=True) as watch:
         until(lambda: watch.live)
@@ -196,7 +188,6 @@ def test_a_call_without_answer_moves_the_watch_at_once(client: EtcdClient, serve
         assert [event.kv.mod_revision for event in take(watch, 1)] == [revision]
 
 
-@pytest.mark.seam
 def test_compaction_while_cut_off(client: EtcdClient, own_server: EtcdServer, own: EtcdClient):
     with Proxy(own_server.client_port) as proxy, EtcdClient(proxy.endpoint) as far:
         watch = far.watch("a")
@@ -212,7 +203,6 @@ def test_compaction_while_cut_off(client: EtcdClient, own_server: EtcdServer, ow
         assert watch.closed
 
 
-@pytest.mark.seam
 def test_a_server_that_lost_its_history(own_server: EtcdServer, own: EtcdClient):
     """Set up again on the same address. If it did not compare revisions, the watch would wait in silence forever."""
     for number in range(5):
@@ -269,7 +259,6 @@ def keys(client: EtcdClient) -> dict[bytes, bytes]:
     return {kv.key: kv.value for kv in client.get_prefix("a/").kvs}
 
 
-@pytest.mark.seam
 def test_snapshot_then_changes(own: EtcdClient):
     write(own, 0, 10)
     mirror = Mirror()
@@ -282,7 +271,6 @@ def test_snapshot_then_changes(own: EtcdClient):
     assert watch.get() is None
 
 
-@pytest.mark.seam
 def test_snapshot_again_after_compaction(own: EtcdClient, own_server: EtcdServer):
     mirror, news = Mirror(), threading.Event()
     with (
@@ -303,7 +291,6 @@ def test_snapshot_again_after_compaction(own: EtcdClient, own_server: EtcdServer
         assert mirror.snapshots == 2
 
 
-@pytest.mark.seam
 def test_snapshot_again_after_the_history_was_lost(own: EtcdClient, own_server: EtcdServer):
     with own.watch_with_snapshot("a/") as watch:
         write(own, 0, 5)
@@ -321,7 +308,6 @@ def test_snapshot_again_after_the_history_was_lost(own: EtcdClient, own_server: 
         assert item.events[0].kv.key == b"a/new"
 
 
-@pytest.mark.seam
 def test_a_snapshot_that_cannot_be_read_is_tried_again(server: EtcdServer, prefix: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint, timeout_s=0.3) as far:
         proxy.stop()
@@ -336,7 +322,6 @@ def test_a_snapshot_that_cannot_be_read_is_tried_again(server: EtcdServer, prefi
 # Ends
 
 
-@pytest.mark.seam
 def test_closing_the_client_wakes_those_who_wait(server: EtcdServer):
     client = EtcdClient(server.endpoint)
     watch, mirror = client.watch("a"), client.watch_with_snapshot("a")
@@ -361,7 +346,6 @@ def test_closing_the_client_wakes_those_who_wait(server: EtcdServer):
     assert not client.watches._thread.is_alive()
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("how", ["stop", "deaf"])
 def test_closing_does_not_wait_for_a_server_that_is_gone(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy:
@@ -378,7 +362,6 @@ def test_closing_does_not_wait_for_a_server_that_is_gone(server: EtcdServer, how
         assert not client.watches._thread.is_alive()
 
 
-@pytest.mark.seam
 def test_a_stream_thread_that_fails_tells_all_watches(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

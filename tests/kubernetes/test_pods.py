@@ -10,6 +10,8 @@ from tests.kubernetes.pods import Pods, name_of, pods
 from tests.kubernetes.schemas import at, documents
 from tests.rendezvous.etcd.test_etcd_jobs import seen
 
+pytestmark = pytest.mark.full
+
 JOBSET, *_ = documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "jobset.yaml")
 PLAIN = at(documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "job.yaml")[1], "spec")
 SPEC = at(JOBSET, "spec", "replicatedJobs", 0, "template", "spec")
@@ -29,7 +31,6 @@ def finish(kube: Pods) -> None:
     assert sorted(kube.ended) == list(range(kube.count)), kube.codes
 
 
-@pytest.mark.full
 def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(tmp_path):
     """The first pod, with the first member of etcd, is preempted, twice. Then a node is lost, and a container runs out of memory.
     Each time the others wait for the new pod, which has another address under the old name; nothing is charged for an eviction.
@@ -50,7 +51,6 @@ def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(
         finish(kube)
 
 
-@pytest.mark.full
 def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_without_it(tmp_path):
     """The node of the first pod is lost, and the new pod takes long to start. Meanwhile a spare steps in and the job succeeds."""
     with pods(tmp_path, PLAIN, 3, 2, (*ETCD, "--rdzv-conf=join_timeout=90"), SECRET) as kube:
@@ -66,7 +66,6 @@ def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_withou
         assert kube.running[0].agent.finish().returncode == 75
 
 
-@pytest.mark.full
 def test_without_etcd_the_first_pod_takes_the_store_with_it(tmp_path):
     """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other
     cannot go on without the old one: it leaves with 75 and is replaced too. Then all begin again, with a full budget.

@@ -39,6 +39,8 @@ from tests.observe.pages_in_chromium import (
 )
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 SHOTS = ROOT / "entrypoints" / "monitoring"
 
 
@@ -86,7 +88,6 @@ def test_text_of_others_stays_text(browser: Any) -> None:
         page.close()
 
 
-@pytest.mark.full
 def test_nodes_at_a_glance_lead_to_their_rows(browser: Any) -> None:
     shown = of_nodes(document(512), {400: {"state": "silent", "seen_s": 80.0}, 7: {"state": "start"}})
     with served(shown) as url:
@@ -101,7 +102,6 @@ def test_nodes_at_a_glance_lead_to_their_rows(browser: Any) -> None:
         page.close()
 
 
-@pytest.mark.full
 def test_the_course_of_rounds_and_goodput_is_drawn(browser: Any) -> None:
     with served(document(3)) as url:
         page = opened(browser, url)
@@ -124,7 +124,6 @@ def test_the_course_of_rounds_and_goodput_is_drawn(browser: Any) -> None:
         page.close()
 
 
-@pytest.mark.full
 def test_old_news_is_said_to_be_old(browser: Any) -> None:
     with served(replace(document(2), read_s=75.0, fault="no etcd endpoint answered")) as url:
         page = opened(browser, url)
@@ -136,7 +135,6 @@ def test_old_news_is_said_to_be_old(browser: Any) -> None:
         page.close()
 
 
-@pytest.mark.full
 def test_the_page_works_behind_tls_and_a_password(browser: Any, tmp_path: Path) -> None:
     pytest.importorskip("yaml", reason="needs elastic_ext[web]")
     certificates = Certificates.make(tmp_path)
@@ -155,7 +153,6 @@ def test_the_page_works_behind_tls_and_a_password(browser: Any, tmp_path: Path) 
         page.close()
 
 
-@pytest.mark.full
 def test_512_nodes_fit_a_phone_and_a_desk(browser: Any) -> None:
     with served(document(512)) as url:
         for size in (PHONE, DESKTOP):
@@ -167,7 +164,6 @@ def test_512_nodes_fit_a_phone_and_a_desk(browser: Any) -> None:
             page.close()
 
 
-@pytest.mark.full
 def test_light_and_dark_differ_and_can_be_read(browser: Any) -> None:
     seen = {}
     contrast = """() => { const lum = text => { const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map(
@@ -239,7 +235,6 @@ def take(browser: Any, url: str, name: str) -> None:
         page.close()
 
 
-@pytest.mark.full
 def test_a_real_job_on_the_page_of_one_of_its_nodes(
     browser: Any, server: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,7 +307,6 @@ def assert_an_outage_is_shown(page: Any, url: str, server: EtcdServer) -> None:
     page.locator("#stale", has_text="old").wait_for(state="hidden")
 
 
-@pytest.mark.full
 def test_a_browser_may_do_nothing_else_with_the_page() -> None:
     with served(document(1)) as url, urllib.request.urlopen(url) as answer:
         policy = answer.headers["Content-Security-Policy"]

@@ -19,6 +19,8 @@ from tests.jobs import AGENT, EXT, TORCHRUN, Job
 from tests.ports import free_port
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 LINGERS = r"serves its last metrics until they are scraped"
 URL = r"http://(127\.0\.0\.1:\d+)/metrics"
 FAILS, ENDS_WELL = "misspelled\n", "pass\n"
@@ -55,7 +57,6 @@ def test_it_ends_once_its_end_was_scraped(tmp_path):
     assert "nobody has scraped" not in done.err
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "code", "number"), [(ENDS_WELL, 0, signal.SIGTERM), pytest.param(FAILS, 65, signal.SIGINT, marks=pytest.mark.full)]
 )
@@ -89,7 +90,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.full
 def test_a_program_that_starts_a_job_learns_of_the_signal(tmp_path):
     """Torch's handler would raise its exception; here it does so after the wait."""
     with start(tmp_path, PROGRAM, [sys.executable]) as job:
@@ -100,7 +100,6 @@ def test_a_program_that_starts_a_job_learns_of_the_signal(tmp_path):
     assert done.out.split("\n")[0] == "told SIGTERM", done.all
 
 
-@pytest.mark.full
 def test_nobody_scrapes(tmp_path):
     with start(tmp_path, FAILS, [*AGENT, "--nproc-per-node=1"], linger=1) as job:
         done = job.finish()
@@ -108,7 +107,6 @@ def test_nobody_scrapes(tmp_path):
     assert "nobody has scraped the last metrics within 1 s (metrics_linger)" in done.err
 
 
-@pytest.mark.full
 def test_an_agent_that_is_told_to_end_does_not_linger(tmp_path):
     with start(tmp_path, "print('runs', flush=True)\nimport signal\nsignal.pause()\n", [*EXT, "--nproc-per-node=1"]) as job:
         job.wait_for("runs")
@@ -122,7 +120,6 @@ def etcd_job(server: EtcdServer) -> list[str]:
     return [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=lingers", "--nproc-per-node=1"]
 
 
-@pytest.mark.full
 def test_its_node_is_gone_from_etcd(tmp_path, server):
     with start(tmp_path, FAILS, [*etcd_job(server), "--nnodes=1"]) as job, EtcdClient(server.endpoint) as client:
         ((target,),) = [each.groups() for each in job.wait_for(URL)]
@@ -135,7 +132,6 @@ def test_its_node_is_gone_from_etcd(tmp_path, server):
     assert "\nelastic_ext_etcd_reconnects_total 0.0" in last
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 def test_another_node_does_not_wait_for_it(tmp_path, server, backend):
     """On c10d, the host of the store, which starts first, does not linger: the next start of the job needs its port."""
@@ -163,7 +159,6 @@ scrape_configs:
 """
 
 
-@pytest.mark.full
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
 def test_prometheus_has_the_end(tmp_path, server):
     found, port = tmp_path / "sd", free_port()

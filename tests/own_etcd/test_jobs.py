@@ -21,6 +21,8 @@ from tests.programs import needs
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
 from tests.until import until
 
+pytestmark = pytest.mark.full
+
 NO_SECRET = Path()
 TOGETHER = "60"  # last_call: the first round waits for all hosts
 
@@ -53,7 +55,6 @@ def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
     assert laptop.keepers() == []
 
 
-@pytest.mark.full
 def test_a_bug_leaves_nothing(laptop):
     assert laptop.start("1", "tests/no_such_script.py").finish().returncode == 78
     laptop.assert_gone()
@@ -79,7 +80,6 @@ def test_a_killed_agent_leaves_the_etcd_to_the_next_one_and_that_leaves_nothing(
     assert laptop.folders() == []
 
 
-@pytest.mark.full
 def test_without_any_agent_the_etcd_ends_by_itself(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -87,7 +87,6 @@ def test_without_any_agent_the_etcd_ends_by_itself(laptop):
     laptop.assert_gone()
 
 
-@pytest.mark.full
 def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -104,7 +103,6 @@ def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
     laptop.assert_gone()
 
 
-@pytest.mark.full
 def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was_killed(laptop):
     """The agent is in, and about to start another keeper. Stopped, it shows what others see in between. The killed one does not
     stay as its zombie."""
@@ -127,7 +125,6 @@ def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was
     laptop.assert_gone()
 
 
-@pytest.mark.full
 def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -140,7 +137,6 @@ def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
     agent.wait_for("keeps ending")
 
 
-@pytest.mark.full
 def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
     """The keeper of one of three members is killed while its agent is stopped. The first spare's port is taken, so the next one
     gets the member. The host that had it goes on without one, for its data is that of a removed one; another host is lost then.
@@ -173,7 +169,6 @@ def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
             assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
 
 
-@pytest.mark.full
 def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
     """Then a second one of the first three is lost, and nothing is left."""
     needs("ip")
@@ -203,7 +198,6 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
         assert "supervises this run: ext_etcd" in back.err
 
 
-@pytest.mark.full
 def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp_path):
     """Two of three hosts are lost at once, and so is their data. The agent of the third one gives up, and is started again."""
     needs("ip")
@@ -229,7 +223,6 @@ def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp
         assert [agent.finish().returncode for agent in again] == [0, 0, 0]
 
 
-@pytest.mark.full
 def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_new_etcd(tmp_path):
     """It waits for etcd for `join_timeout`, ten minutes. The agents of the other hosts are started again until they get in."""
     needs("ip")
@@ -261,7 +254,6 @@ def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_
         assert "has had no majority for 60 s" in stays.err
 
 
-@pytest.mark.full
 def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
@@ -276,7 +268,6 @@ def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member
     assert laptop.folders() == []
 
 
-@pytest.mark.full
 def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(laptop):
     done = laptop.start("1", etcd_data_dir="/proc/no/such").finish()
     assert done.returncode == 78, done.err

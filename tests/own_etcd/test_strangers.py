@@ -17,6 +17,8 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates
 from tests.own_etcd.hosts import OwnEtcdJob
 
+pytestmark = pytest.mark.seam
+
 SECRET = "0123456789abcdef0123456789abcdef"
 CALL_S = 60.0
 
@@ -47,7 +49,6 @@ def files(tmp_path):
     }
 
 
-@pytest.mark.seam
 def test_who_has_the_secret_gets_in(attached, tmp_path):
     """On any host, from the secret alone; so the refusals below have this one cause."""
     job, access = attached
@@ -59,7 +60,6 @@ def test_who_has_the_secret_gets_in(attached, tmp_path):
         assert kv.value == b"yes"
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("port", ["client", "peer"])
 @pytest.mark.parametrize("who", ["nothing", "another secret", "another job"])
 def test_a_raw_client_gets_no_byte_of_either_port(attached, files, port, who):
@@ -117,7 +117,6 @@ def test_a_stranger_with_a_ca_of_their_own_fails(attached, tmp_path):
         client.get("/known", timeout_s=CALL_S)
 
 
-@pytest.mark.seam
 def test_the_secret_is_in_no_command_line_and_no_environment(attached):
     job, _ = attached
     pids = job.keepers()

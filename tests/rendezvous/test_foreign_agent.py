@@ -25,6 +25,8 @@ from tests.jobs import SCRIPTS, Gate, Job, wait_gone
 from tests.ports import free_port
 from tests.until import until
 
+pytestmark = pytest.mark.seam
+
 PLAIN = [sys.executable, str(SCRIPTS / "plain_agent.py")]
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
@@ -101,7 +103,6 @@ def two(backend: str, server: EtcdServer) -> Iterator[list[Any]]:
             handler.shutdown()  # once more does no harm
 
 
-@pytest.mark.seam
 @BACKENDS
 def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
     with two(backend, server) as (a, b), ThreadPoolExecutor(2) as pool:
@@ -127,7 +128,6 @@ def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
         assert sum(WARNING in text for text in caplog.messages) == 2  # one for each
 
 
-@pytest.mark.seam
 def test_a_loop_on_one_node_without_any_service(caplog):
     handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
@@ -141,7 +141,6 @@ def test_a_loop_on_one_node_without_any_service(caplog):
         handler.next_rendezvous()
 
 
-@pytest.mark.seam
 def test_nodes_wait_for_a_checkpoint_whatever_the_agent(server, tmp_path, monkeypatch):
     monkeypatch.setattr(log_records, "install", lambda: None)
     monkeypatch.setattr(torch_private, "install_agent", lambda agent, handler: None)

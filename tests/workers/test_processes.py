@@ -15,6 +15,8 @@ from elastic_ext.workers.processes import WorkerProcesses
 from tests.jobs import wait_gone
 from tests.until import until
 
+pytestmark = pytest.mark.seam
+
 ON_TERM = "import os, signal; signal.signal(signal.SIGTERM, lambda *_: {}); print('up', flush=True)\nwhile True: signal.pause()"
 SLEEPS = "import signal; print('up', flush=True); signal.pause()"
 GRACE_S = 3600.0  # nothing here waits for it: who does, times out
@@ -54,7 +56,6 @@ def start():
         process.stdout.close()
 
 
-@pytest.mark.seam
 def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     children = {0: start("raise SystemExit(3)"), 1: start(SLEEPS), 2: start("import os; os.kill(os.getpid(), 9)")}
     workers = WorkerProcesses({rank: child.pid for rank, child in children.items()}, own_groups=True)
@@ -76,7 +77,6 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(start):
     """The platform has terminated it, and its peers have failed over that first."""
     child = start("import os; os.kill(os.getpid(), 15)")
@@ -88,7 +88,6 @@ def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(star
     workers.close()
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("slowly", [False, True], ids=["ended", "ending"])
 def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
     """Its exit cannot be seen yet, but its connections are closed: another worker has failed over that, and all are stopped."""
@@ -109,7 +108,6 @@ def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
     workers.close()
 
 
-@pytest.mark.seam
 def test_a_straggler_is_shown_and_then_killed_with_all_that_it_started(start):
     child = start(
         "import subprocess,sys,signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -128,7 +126,6 @@ def test_a_straggler_is_shown_and_then_killed_with_all_that_it_started(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_what_a_failed_worker_started_does_not_outlive_it(start):
     """The worker is dead already, its child is not: the group is killed while the zombie still holds the number."""
     child = start(
@@ -144,7 +141,6 @@ def test_what_a_failed_worker_started_does_not_outlive_it(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_a_signal_from_somebody_else_is_not_ours(start):
     """Told to end with SIGTERM, killed by the kernel's out-of-memory killer: that is a cause."""
     child = start(ON_TERM.format("os.kill(os.getpid(), 9)"))
@@ -155,7 +151,6 @@ def test_a_signal_from_somebody_else_is_not_ours(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_what_a_survivor_started_is_killed_though_it_ended_well_when_told(start):
     child = start(
         "import subprocess,sys,signal,os; signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); "
@@ -171,7 +166,6 @@ def test_what_a_survivor_started_is_killed_though_it_ended_well_when_told(start)
     workers.close()
 
 
-@pytest.mark.seam
 def test_a_process_that_is_gone_and_reaped_is_an_exit(start):
     child = start("pass")
     child.wait()
@@ -182,7 +176,6 @@ def test_a_process_that_is_gone_and_reaped_is_an_exit(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_a_stopped_process_is_killed(start):
     child = start(SLEEPS)
     child.send_signal(signal.SIGSTOP)
@@ -194,7 +187,6 @@ def test_a_stopped_process_is_killed(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_wakeup_ends_a_wait_from_another_thread_and_is_not_lost(start):
     child = start(SLEEPS)
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
@@ -207,7 +199,6 @@ def test_wakeup_ends_a_wait_from_another_thread_and_is_not_lost(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_a_signal_just_before_the_wait_ends_it(start):
     """The handler has run, and poll(2) would sleep on: the file descriptor remembers the signal."""
     child = start(SLEEPS)
@@ -224,7 +215,6 @@ def test_a_signal_just_before_the_wait_ends_it(start):
         workers.close()
 
 
-@pytest.mark.seam
 def test_no_descriptor_is_left_open(start):
     child = start(SLEEPS)
     before = os.listdir("/proc/self/fd")
@@ -235,7 +225,6 @@ def test_no_descriptor_is_left_open(start):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-@pytest.mark.seam
 def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch):
     """Torch raises from its signal handler out of any line; what the agent does at its end must still come."""
     child = start(SLEEPS)
@@ -255,7 +244,6 @@ def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-@pytest.mark.seam
 def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     """The wait ends with the last exit: with a grace of an hour this test would time out otherwise."""
     workers = WorkerProcesses({rank: start(SLEEPS).pid for rank in range(3)}, own_groups=True)
@@ -265,7 +253,6 @@ def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     workers.close()
 
 
-@pytest.mark.seam
 def test_a_grace_period_can_be_shortened_while_it_runs(start):
     """With the grace of an hour alone this test would time out."""
     with Limit() as limit:

@@ -20,6 +20,8 @@ from tests.checkpoints.directory.test_tiers import copiers
 from tests.jobs import AGENT, Job
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 LONG_S = 1e9  # for a process that is not to be given up
 
 
@@ -65,7 +67,6 @@ def pid_of(each: Watched) -> int:
     return pid
 
 
-@pytest.mark.full
 def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, monkeypatch, caplog):
     """Only the stopped one has little time, which begins with its second report; the one after it has as much as it needs."""
     with watched(tmp_path / "local", tmp_path / "remote", LONG_S) as each:
@@ -103,7 +104,6 @@ def silent_server(monkeypatch) -> Iterator[str]:
         yield "s3://bucket/job"
 
 
-@pytest.mark.full
 def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplog):
     name = save([tmp_path / "local"], 2)
     with watched(tmp_path / "local", silent_server, 2.0) as each:
@@ -112,7 +112,6 @@ def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplo
         until(lambda: not copiers(os.getpid()), "the end of the process")
 
 
-@pytest.mark.full
 def test_one_that_dies_at_each_start_is_given_up(tmp_path, caplog):
     name = save([tmp_path / "local"], 2)
     with watched(tmp_path / "local", "nosuch://bucket", 2.0) as each:
@@ -121,7 +120,6 @@ def test_one_that_dies_at_each_start_is_given_up(tmp_path, caplog):
     assert name in caplog.text
 
 
-@pytest.mark.full
 def test_what_the_workers_did_not_go_on_from_is_missed_by_nobody(tmp_path):
     """A part of a checkpoint whose other parts are lost, in a job that went back and saved no more."""
     local, remote = tmp_path / "local", tmp_path / "remote"
@@ -177,7 +175,6 @@ print("after", pinned(look=0), flush=True)  # once it is not
 """
 
 
-@pytest.mark.full
 def test_the_agent_pins_what_its_workers_load(tmp_path):
     """From its choice until a worker has made a step."""
     script = tmp_path / "job.py"
@@ -190,7 +187,6 @@ def test_the_agent_pins_what_its_workers_load(tmp_path):
     assert "before True\nafter False" in done.out
 
 
-@pytest.mark.full
 def test_a_job_whose_last_checkpoint_is_on_one_node_only_has_not_ended_well(tmp_path):
     """All ranks are done; the copies fail. Exit code 75, a verdict, the name; started again where the storage works: 0."""
     script, remote = tmp_path / "job.py", tmp_path / "remote"

@@ -23,6 +23,8 @@ from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
 from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job
 from tests.until import until
 
+pytestmark = pytest.mark.full
+
 SCRIPT = SCRIPTS / "checkpointed_job.py"
 NO_COPIES = "0.000001"  # megabytes a second: nothing is complete in the remote directory while the test lasts
 SHORT = ["--shutdown-timeout=2"]
@@ -71,7 +73,6 @@ def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
         yield Nodes(server.endpoint, f"{s3}/job", tmp_path, stack)
 
 
-@pytest.mark.full
 def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path, groups):
     """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
     slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
@@ -132,7 +133,6 @@ WITH_SAVED = pytest.mark.xdist_group("saved")  # all in one process of xdist, wh
 STEP_4 = "step_00000004.g0001"
 
 
-@pytest.mark.full
 @WITH_SAVED
 @pytest.mark.parametrize("disks", ["ba", "nab"])
 def test_parts_are_loaded_whoever_has_them(saved, disks):
@@ -144,7 +144,6 @@ def test_parts_are_loaded_whoever_has_them(saved, disks):
         assert not (saved.disk(name) / ".elastic_ext" / "fetched").exists()
 
 
-@pytest.mark.full
 @WITH_SAVED
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
@@ -163,7 +162,6 @@ def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_dire
 
 
 @WITH_SAVED
-@pytest.mark.full
 def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
     shutil.rmtree(saved.disk("b") / STEP_4)
     assert saved.run("ab", "again", "--steps=4", resume_from=STEP_4) == [None, None]
@@ -179,7 +177,6 @@ def resumptions(job: Job) -> list[str]:
     return re.findall(r"resuming from (\S+), step", job.err)
 
 
-@pytest.mark.full
 def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_path, groups):
     first, lost = nodes.start("a", 10**6), nodes.start("b", 10**6)
     first.wait_for(r"complete in s3://\S+: step_")
@@ -203,7 +200,6 @@ def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_pat
     assert loaded == [state[0] for state in unbroken_state(groups, tmp_path, step)]
 
 
-@pytest.mark.full
 def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path, groups):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
     jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]
@@ -249,7 +245,6 @@ def copiers(agent: int) -> list[int]:
     return found
 
 
-@pytest.mark.full
 def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes):
     """Nobody is left who could tell of the save: the copier goes with its agent, and the next agent's one looks."""
     script = nodes.tmp_path / "save_and_die.py"
@@ -295,7 +290,6 @@ def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
     assert nodes.complete() == [5]
 
 
-@pytest.mark.full
 def test_a_full_local_disk(tmp_path, groups):
     """Saves go to the remote directory, training goes on, one warning on each rank."""
     ranks = Ranks(tmp_path, groups)

@@ -10,6 +10,8 @@ from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 
+pytestmark = pytest.mark.seam
+
 
 @pytest.fixture
 def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
@@ -50,7 +52,6 @@ def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier:
 # What no load could put together is not committed.
 
 
-@pytest.mark.seam
 def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_committed(hosts: Hosts, groups: RankGroups) -> None:
     results = hosts.task("meter", {"values": {}, "become": {}, "save": True, "uneven": [1]})
     assert hosts.newest() == ""
@@ -60,7 +61,6 @@ def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_commi
         assert "rank 1: other: the state of extra 'meter' has other tensors than on rank 0" in result["error"]
 
 
-@pytest.mark.seam
 def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(hosts: Hosts) -> None:
     told = {
         "partial": "extra.meter['a'] is a DTensor of which each rank has a partial sum",
@@ -74,14 +74,12 @@ def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(ho
     assert hosts.newest() == ""
 
 
-@pytest.mark.seam
 def test_ranks_that_ask_for_other_intervals_do_as_rank_0_does(hosts: Hosts) -> None:
     results = hosts.task("together", {"steps": 10, "every": [2, 3], "timeout_s": 60})
     assert [result["next"] for result in results] == [12, 12]
     assert order_of(hosts.newest()) == (1, 10)
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize(("fault", "faulty"), [("note", 0), ("no mapping", 0), ("thread", 1), ("absent", 1)])
 def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
     hosts: Hosts, groups: RankGroups, fault: str, faulty: int
@@ -96,7 +94,6 @@ def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
     assert (order_of(hosts.newest()) or (0, 0))[1] > 4
 
 
-@pytest.mark.seam
 def test_a_manifest_that_cannot_be_read_is_refused_on_all_ranks(hosts: Hosts) -> None:
     """Only rank 0 reads it, and the others wait for the result."""
     for result in hosts.task("unreadable_manifest", {}):
@@ -120,7 +117,6 @@ def test_the_copy_that_was_loaded_stays_until_a_newer_one_is_committed(hosts: Ho
     assert order_or_oldest(hosts.newest()) > order_or_oldest(name)
 
 
-@pytest.mark.seam
 def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> None:
     """It goes on without copies, which begin once all ranks have their buffers."""
     for result in hosts.task("slow_buffers", {}):
@@ -128,7 +124,6 @@ def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> No
     assert (order_of(hosts.newest()) or (0, 0))[1] > 6
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("after", [[1], [1, 1]])
 def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts, after: list[int]) -> None:
     """The copy that was loaded, by two ranks, goes before there is a second buffer."""
@@ -162,7 +157,6 @@ def test_ranks_that_have_nothing_of_a_tensor_load_it(tmp_path: Path, groups: Ran
         assert (result["step"], result["wrong"], Path(result["path"]).name) == (5, [], name)
 
 
-@pytest.mark.seam
 def test_a_step_that_is_not_copied_costs_no_manifest(hosts: Hosts) -> None:
     results = hosts.task("together", {"steps": 20, "every": [5, 5]})
     assert [result["asked"] for result in results] == [5, 0]  # steps 1, 2, 7, 12, 17; only rank 0's is used

@@ -14,6 +14,8 @@ from tests.checkpoints.rank_groups import RankGroups
 from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, wait_gone
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.full
+
 STEPS = 12
 SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS), "5"]
 MEMORY = r"(?m)^memory (/\S+)$"  # the agents' logs, too, have words that follow "memory"
@@ -53,7 +55,6 @@ def unbroken(forking: RankGroups) -> list[str]:
     return list(states)
 
 
-@pytest.mark.full
 def test_killed_in_mid_copy_one_step_is_lost(tmp_path, unbroken):
     """And nothing is left after the good end."""
     with start(tmp_path, {"at": "half", "step": 8, "rank": 1}) as job:
@@ -64,7 +65,6 @@ def test_killed_in_mid_copy_one_step_is_lost(tmp_path, unbroken):
     assert loaded(done) == [(0, unbroken[0], "none"), (7, unbroken[7], "memory")]
 
 
-@pytest.mark.full
 def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     gate = Gate(tmp_path / "gate")
     with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}, ELASTIC_EXT_STANDBY="on") as job:
@@ -78,7 +78,6 @@ def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     assert "has changed since the standbys were started" not in done.err
 
 
-@pytest.mark.full
 def test_no_room(tmp_path, unbroken):
     """Training goes on, the log says so once, and a restart resumes from disk."""
     gate = Gate(tmp_path / "gate")
@@ -92,7 +91,6 @@ def test_no_room(tmp_path, unbroken):
     assert done.err.count("cannot copy its state to memory") in (1, 2)  # once in each round
 
 
-@pytest.mark.full
 def test_the_memory_goes_with_a_killed_agent_the_next_one_resumes_from_disk(tmp_path, unbroken):
     gate = Gate(tmp_path / "gate")
     with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}) as job:

@@ -10,6 +10,8 @@ import pytest
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 
+pytestmark = pytest.mark.seam
+
 ALL = [0, 1]
 LOAD, WAIT, REDUCE = ["load", ALL], ["wait", ALL], ["reduce", ALL]
 
@@ -40,7 +42,6 @@ def on_disk(tmp_path: Path, groups: RankGroups, *calls: list[Any]) -> list[dict]
     return found
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_a_save_within_a_step(tmp_path: Path, groups: RankGroups, faulty: int) -> None:
     """Micro-steps tell saves of one step apart."""
@@ -50,7 +51,6 @@ def test_a_save_within_a_step(tmp_path: Path, groups: RankGroups, faulty: int) -
     assert (results[other]["failed"], results[faulty]["failed"]) == ([5], [])
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("first", [[LOAD, save(1, ALL), WAIT], [LOAD], []], ids=["saved", "loaded", "new"])
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_last_save_before_a_load(tmp_path: Path, groups: RankGroups, first: list[Any], faulty: int) -> None:
@@ -84,7 +84,6 @@ def test_nobody_has_left_out_what_is_saved_twice(tmp_path: Path, groups: RankGro
     assert (of(results, "failed"), of(results, "saved")) == ([[], []], [[4], [4]])
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_a_copy_within_a_step(hosts: Hosts, faulty: int) -> None:
     before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
@@ -94,7 +93,6 @@ def test_a_copy_within_a_step(hosts: Hosts, faulty: int) -> None:
     assert of(results, "loaded") in ([[[4, 0, 40]]] * 2, [[[5, 2, 52]]] * 2)
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_last_copy_before_a_load(hosts: Hosts, groups: RankGroups, faulty: int) -> None:
     before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
@@ -106,7 +104,6 @@ def test_the_last_copy_before_a_load(hosts: Hosts, groups: RankGroups, faulty: i
     assert told == (faulty == 1)  # rank 0 tells, and it knows of no copy that it has left out itself
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_first_save_of_ranks_that_have_loaded_nothing(hosts: Hosts, faulty: int) -> None:
     """Only with a save they get what copies in memory need. They begin to make them while they train."""

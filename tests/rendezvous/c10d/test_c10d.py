@@ -23,6 +23,8 @@ from tests.jobs import SCRIPTS, TORCHRUN, Job
 from tests.ports import free_port
 from tests.store_server import StoreServer
 
+pytestmark = pytest.mark.seam
+
 GLOO = str(SCRIPTS / "gloo_job.py")
 # No node dies here; with few attempts a busy machine makes torch drop a node that lives, and both parts train on.
 FAST = "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60"
@@ -80,7 +82,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.seam
 def test_a_late_node_joins_without_killing_the_job(tmp_path):
     """Torch: the joiner waits for an address that nobody publishes, and after 60 s the whole job dies."""
     script = tmp_path / "joinable.py"
@@ -137,7 +138,6 @@ def test_an_agent_says_whether_the_rendezvous_store_is_its_own(caplog):
         assert told == f"the rendezvous store is at localhost:{other.port}, in another process"
 
 
-@pytest.mark.seam
 def test_a_job_that_has_ended_well_is_shown_so_with_its_failures():
     handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
     assert handler.status().header.state is State.FORMING
@@ -149,7 +149,6 @@ def test_a_job_that_has_ended_well_is_shown_so_with_its_failures():
     assert len(handler.status().ledger.verdicts) == 1
 
 
-@pytest.mark.seam
 def test_a_node_that_has_not_heard_of_the_others_end_does_not_claim_it():
     handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", f"localhost:{free_port()}", "job", 1, 2), Settings())
     handler._nodes._round = Round(Membership(1, 0, 2), LocalEvents(lambda: None))  # the round's store does not answer
@@ -159,7 +158,6 @@ def test_a_node_that_has_not_heard_of_the_others_end_does_not_claim_it():
     handler.leave()
 
 
-@pytest.mark.seam
 def test_no_stranger_is_given_a_port_of_a_test():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = {free_port() for _ in range(50)}
@@ -167,7 +165,6 @@ def test_no_stranger_is_given_a_port_of_a_test():
     assert not any(low <= port <= high for port in ports)
 
 
-@pytest.mark.seam
 def test_addresses():
     assert [host_of(text) for text in ("", "a", "a:1", "[::1]:29400", " b:2 ", "https://c:3")] == ["", "a", "a", "::1", "b", "c"]
     assert address_towards("localhost") == "localhost"

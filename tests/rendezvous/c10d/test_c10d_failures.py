@@ -18,6 +18,8 @@ from tests.jobs import AGENT, TORCHRUN, Gate, Job
 from tests.ports import free_port
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, GLOO, reports, seen
 
+pytestmark = pytest.mark.full
+
 # No time here decides anything but how long a node that was killed is waited for.
 CONF = "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=90,stop_grace=2"
 
@@ -106,7 +108,6 @@ dist.all_reduce(value)
 """
 
 
-@pytest.mark.full
 def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes):
     """The agent of b stands still while the workers of the others die of what its worker did."""
     script = nodes.tmp_path / "slow_to_tell.py"
@@ -126,7 +127,6 @@ def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes)
     assert (verdict["host"], verdict["decision"]["kind"]) == ("b", "code")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("bad", ["a", "b"])
 def test_a_bug_on_one_node_stops_the_healthy_ones_too(nodes, bad):
     """Their workers would never have ended. "a" hosts the store: it stays until all have read why."""
@@ -140,7 +140,6 @@ def test_a_bug_on_one_node_stops_the_healthy_ones_too(nodes, bad):
         assert re.search(rf"stop: .* raised NameError.* on {bad} ", err), err
 
 
-@pytest.mark.full
 def test_a_node_that_has_finished_hears_of_the_bug_on_another(nodes):
     """Torch's barrier at the end would keep it for five minutes, and then it would leave with 0."""
     jobs = nodes.start_all("abc", "3", nodes.bug_of_b(done="a"))
@@ -151,7 +150,6 @@ def test_a_node_that_has_finished_hears_of_the_bug_on_another(nodes):
     assert assert_one_verdict(nodes, "abc", jobs, 65)["host"] == "b"
 
 
-@pytest.mark.full
 def test_a_killed_worker_costs_the_job_one_restart(nodes):
     jobs = nodes.start_all("abc", "3", GLOO, "kill:1")
     done = [job.finish() for job in jobs]
@@ -163,7 +161,6 @@ def test_a_killed_worker_costs_the_job_one_restart(nodes):
         assert "restart 2 of" not in each.err
 
 
-@pytest.mark.full
 def test_the_budget_is_the_jobs_whoever_fails(nodes):
     """Two restarts, spent by two nodes; the third failure, on a third node, stops all."""
     faults = {"a": ["exit3:0"], "b": ["exit4:1"], "c": ["exit5:2"]}
@@ -180,7 +177,6 @@ def test_the_budget_is_the_jobs_whoever_fails(nodes):
 PATIENT = CONF.replace("last_call_timeout=1", "last_call_timeout=8")
 
 
-@pytest.mark.full
 def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(nodes):
     jobs = nodes.start_all("abc", "2:3", ELASTIC, faults={"c": ["segv:0", "segv:1"]}, conf=PATIENT)
     good, bad = jobs[:2], jobs[2]
@@ -195,7 +191,6 @@ def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(nod
     assert nodes.verdict("c")["decision"]["verdict"] == "replace_node"
 
 
-@pytest.mark.full
 def test_a_refused_host_may_come_back_when_its_time_is_over(nodes):
     jobs = nodes.start_all(
         "abc", "2:3", ELASTIC, faults={"c": ["segv:0", "segv:1"]}, conf=PATIENT + ",refuse_node=2", LOGLEVEL="INFO"
@@ -208,7 +203,6 @@ def test_a_refused_host_may_come_back_when_its_time_is_over(nodes):
     assert [job.finish().returncode for job in (*jobs[:2], again)] == [0, 0, 0], [job.err for job in (*jobs[:2], again)]
 
 
-@pytest.mark.full
 def test_the_node_of_the_store_stays_though_its_workers_crash_twice(nodes):
     """The store would go with it, and no other node could start again."""
     jobs = nodes.start_all("abc", "2:3", ELASTIC, faults={"a": ["segv:0", "segv:1"]}, conf=PATIENT)
@@ -219,7 +213,6 @@ def test_the_node_of_the_store_stays_though_its_workers_crash_twice(nodes):
     assert [job.finish().returncode for job in jobs] == [0, 0, 0], [job.err for job in jobs]
 
 
-@pytest.mark.full
 def test_the_budget_outlives_an_agent_that_is_killed(nodes):
     """It comes back without its ledger file and finds the ledger in the store: two restarts of two are spent."""
     conf = CONF.replace("max_attempt=30", "max_attempt=5")
@@ -246,7 +239,6 @@ def without_the_store(nodes, script):
     return jobs[1]
 
 
-@pytest.mark.full
 def test_without_the_store_each_node_judges_for_itself(nodes):
     """The host of the store is killed; a bug on another node still ends that one with 65, and nothing hangs."""
     b = without_the_store(nodes, nodes.bug_of_b())
@@ -257,7 +249,6 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
     assert nodes.verdict("b")["decision"]["kind"] == "code"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("new", "said", "judges"),
     [
@@ -286,7 +277,6 @@ def test_a_store_that_is_slow_when_the_verdict_is_due_costs_nobody_the_verdict(n
     assert ("is lost" in done[1].err) == (judges == "b alone")
 
 
-@pytest.mark.full
 def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
     """The host of the store is killed: what is at fault is the infrastructure, and a scheduler may start the job again."""
     b = without_the_store(nodes, nodes.bug_of_b(bug="os._exit(3)"))
@@ -296,7 +286,6 @@ def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
     assert "RendezvousConnectionError" in done.err
 
 
-@pytest.mark.full
 def test_the_users_interrupt_is_theirs_without_the_store_too(nodes):
     b = without_the_store(nodes, ELASTIC)
     b.process.send_signal(signal.SIGINT)
@@ -304,7 +293,6 @@ def test_the_users_interrupt_is_theirs_without_the_store_too(nodes):
     assert done.returncode == 130, done.err
 
 
-@pytest.mark.full
 def test_an_agent_that_is_told_to_stop_closes_nothing_and_is_not_waited_for(nodes):
     """Torch's rendezvous would wait for its keep-alives to be missed, five minutes here."""
     jobs = nodes.start_all("abc", "2:3", ELASTIC, conf=PATIENT.replace("max_attempt=30", "max_attempt=300"))
@@ -319,7 +307,6 @@ def test_an_agent_that_is_told_to_stop_closes_nothing_and_is_not_waited_for(node
     assert not (nodes.tmp_path / "ledger-a").exists()
 
 
-@pytest.mark.full
 def test_a_node_that_waits_for_a_place_hears_of_the_end(nodes):
     script = nodes.bug_of_b()
     jobs = nodes.start_all("ab", "2:2", script)

@@ -20,6 +20,8 @@ from tests.ports import free_port
 from tests.store_server import StoreServer
 from tests.until import until
 
+pytestmark = pytest.mark.seam
+
 LONG_S = 60.0
 
 
@@ -50,7 +52,6 @@ def make(store: TCPStore, names: str) -> list[Node]:
     return [Node(store, rank, len(names), name) for rank, name in enumerate(names)]
 
 
-@pytest.mark.seam
 def test_all_get_one_verdict_and_it_is_charged_once(store):
     """Two fail at the same moment, one is well. The bug is not outvoted, whoever judges; rounds follow each other."""
     nodes = make(store, "abc")
@@ -72,7 +73,6 @@ def test_all_get_one_verdict_and_it_is_charged_once(store):
             assert a.job.stopped() == (verdict if number == 2 else None)
 
 
-@pytest.mark.seam
 def test_a_node_that_is_silent_is_waited_for_until_the_settle_window_is_over_and_gets_the_same(store):
     a, b = make(store, "ab")
     ledger, verdict = a.conclude(report("a", signal="SIGKILL"), settle_s=0.1)
@@ -80,7 +80,6 @@ def test_a_node_that_is_silent_is_waited_for_until_the_settle_window_is_over_and
     assert (a.judged, b.judged) == ([{"a-id"}], [])
 
 
-@pytest.mark.seam
 def test_what_only_follows_is_not_judged_before_the_silent_have_told(store, caplog):
     """The cause is with the node that is slow to tell; that one is heard, though the settle window is over."""
     a, b, c = make(store, "abc")
@@ -117,7 +116,6 @@ def test_a_judge_that_dies_is_replaced(store, monkeypatch):
     assert b.judged == [{"b-id"}]
 
 
-@pytest.mark.seam
 def test_of_two_judges_one_is_heard(store):
     a, b = make(store, "ab")
     told = a.conclude(report("a", signal="SIGKILL"), settle_s=0.1)
@@ -126,7 +124,6 @@ def test_of_two_judges_one_is_heard(store):
     assert b.judged == []
 
 
-@pytest.mark.seam
 def test_the_ledger_of_an_earlier_agent_counts_and_its_rounds_are_not_ours(store):
     before, _ = judgement.judge({"x": report("c", signal="SIGKILL")}, job.Ledger(), RULES, 1)
     _, b = Node(store, 0, 2, "a"), Node(store, 1, 2, "b", before)
@@ -134,7 +131,6 @@ def test_the_ledger_of_an_earlier_agent_counts_and_its_rounds_are_not_ours(store
     assert (ledger.charged, verdict.restarts, len(ledger.failures)) == (2, 2, 2)
 
 
-@pytest.mark.seam
 def test_a_node_that_was_told_to_leave_is_refused_until_it_is_forgiven(store):
     a, b = make(store, "ab")
     nodes = [a, b, Node(store, 2, 3, "c")]
@@ -151,7 +147,6 @@ def test_a_node_that_was_told_to_leave_is_refused_until_it_is_forgiven(store):
     assert a.job.refused("b") == ""
 
 
-@pytest.mark.seam
 def test_a_wait_ends_in_time_and_keeps_nothing_waiting(store):
     calls = StoreCalls(store, "x/")
     calls.connect()
@@ -163,7 +158,6 @@ def test_a_wait_ends_in_time_and_keeps_nothing_waiting(store):
     until(lambda: threading.active_count() <= threads)
 
 
-@pytest.mark.seam
 def test_a_host_that_waits_for_the_others_goes_when_they_have_gone(store):
     a, b = make(store, "ab")
     with ThreadPoolExecutor(1) as pool:
@@ -172,7 +166,6 @@ def test_a_host_that_waits_for_the_others_goes_when_they_have_gone(store):
         waits.result(LONG_S / 2)
 
 
-@pytest.mark.seam
 def test_a_store_that_dies_ends_the_waits_and_is_not_asked_again():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
@@ -187,7 +180,6 @@ def test_a_store_that_dies_ends_the_waits_and_is_not_asked_again():
         calls.read("x")
 
 
-@pytest.mark.seam
 def test_a_store_behind_a_cut_link_holds_up_nobody(store, monkeypatch):
     """Torch's own calls would wait for as long as TCP does."""
     with Proxy(store.port) as proxy:
@@ -235,7 +227,6 @@ def test_a_store_that_was_slow_is_asked_again_and_knows_all(monkeypatch):
             node.job.calls.end(LONG_S)
 
 
-@pytest.mark.seam
 def test_of_a_host_that_is_gone_that_is_known_at_once():
     """Torch alone would try to connect for five minutes."""
     with StoreServer() as server:
@@ -249,7 +240,6 @@ def test_of_a_host_that_is_gone_that_is_known_at_once():
         assert time.monotonic() - begin < LONG_S
 
 
-@pytest.mark.seam
 def test_a_store_in_the_place_of_the_lost_one_is_told_nothing():
     """A pod that was started again serves there: a new job, in which what we know of rounds and verdicts is wrong."""
     port = free_port()
@@ -264,7 +254,6 @@ def test_a_store_in_the_place_of_the_lost_one_is_told_nothing():
         assert other.job.stopped() is None
 
 
-@pytest.mark.seam
 def test_a_store_that_cannot_be_reached_at_the_start_is_lost():
     server = StoreServer()
     client = client_of(server.port)

@@ -22,6 +22,8 @@ from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, TORCHRUN, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes
 
+pytestmark = pytest.mark.full
+
 KEYS = JobKeys("job")
 
 CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
@@ -40,7 +42,6 @@ def start(stack: ExitStack, server: EtcdServer, tmp_path: Path, name: str, nnode
     return stack.enter_context(Job(command, tmp_path, **env))
 
 
-@pytest.mark.full
 def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path):
     """The process that raised is still about to end when the other node reports its lost connection; it need not even be the
     last: a worker beside it may use up the grace, which is longer than the verdict settles. The bug is the cause all the same.
@@ -138,7 +139,6 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
         assert stays.finish().returncode == 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("waits", "sig", "code"),
     [("for etcd", signal.SIGINT, 130), ("before a restart", signal.SIGTERM, 75)],
@@ -163,7 +163,6 @@ def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes
         assert (decision["exit_code"], sig.name in decision["reason"]) == (code, True)
 
 
-@pytest.mark.full
 def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(server, nodes, tmp_path):
     """Whether its workers have just finished or are stopped: that they have could neither be told nor be learnt of others."""
     with ExitStack() as stack:
@@ -177,7 +176,6 @@ def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(
         assert job.finish(60).returncode == 78
 
 
-@pytest.mark.full
 def test_a_restart_counts_for_as_long_as_the_window_says(server, nodes, tmp_path):
     """Three restarts with a budget of two: etcd has taken the first two away before the third."""
     with ExitStack() as stack:

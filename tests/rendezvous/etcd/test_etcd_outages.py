@@ -30,6 +30,8 @@ from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, command_of, descendants, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen
 
+pytestmark = pytest.mark.full
+
 KEYS = JobKeys("job")
 PREFIX = KEYS.prefix
 LEASE_S = 10
@@ -199,7 +201,6 @@ def leading(nodes: Nodes) -> str:
 # etcd goes away.
 
 
-@pytest.mark.full
 def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(cluster, tmp_path, stack):
     """The leader, the hardest to lose. Afterwards all is as before: a third node joins."""
     endpoints = ",".join(cluster.endpoints)
@@ -219,7 +220,6 @@ def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(cluster,
     assert nodes.attempts() == {0, 1}
 
 
-@pytest.mark.full
 def test_a_history_that_was_compacted_under_the_watches_loses_no_news(server, tmp_path, stack):
     """A live watch does not care; one that has to begin again, as after a restart of etcd, finds its revision gone."""
     nodes = on(stack, tmp_path, server.endpoint)
@@ -263,7 +263,6 @@ def test_the_node_that_leads_the_rendezvous_is_killed_and_another_leads(server, 
     nodes.finish()
 
 
-@pytest.mark.full
 def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joins_again(server, tmp_path, stack):
     """A stale group: its workers go on while nobody supervises them, and the node that followed it has formed a round."""
     nodes = on(stack, tmp_path, server.endpoint)
@@ -314,7 +313,6 @@ def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_di
     assert found is None
 
 
-@pytest.mark.full
 def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_without_a_leader(server):
     joined = threading.Event()
 
@@ -388,7 +386,6 @@ def is_claim(event: Event) -> bool:
     return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
 
 
-@pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the package libfaketime holds a library for x86_64")
 def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(server, tmp_path, stack):
     """That of one node forwards, that of the other back, for longer than a lease; one of them leads."""
@@ -444,7 +441,6 @@ def auth_job(auth_server: EtcdServer, tmp_path: Path, stack: ExitStack) -> tuple
     return auth_server, Nodes(tmp_path, stack, client, LOGLEVEL="DEBUG", **secret)
 
 
-@pytest.mark.full
 def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_password(auth_job):
     """The workers do not even get it."""
     server, nodes = auth_job
@@ -484,7 +480,6 @@ def test_with_certificates_on_both_sides(tmp_path, stack):
     nodes.finish()
 
 
-@pytest.mark.full
 def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_job):
     server, nodes = auth_job
     root = ("--user", "root:root-secret-1180")
@@ -509,7 +504,6 @@ def fill(client: EtcdClient) -> None:
         client.put("/of-others", "x" * 100_000)
 
 
-@pytest.mark.full
 def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=1000000"]))
     client = stack.enter_context(EtcdClient(server.endpoint))
@@ -522,7 +516,6 @@ def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     assert (done.returncode, len(lines), "Traceback" in done.err) == (78, 1, False), done.err
 
 
-@pytest.mark.full
 def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_room(tmp_path, stack):
     """A worker of the node that does not lead fails: once there is room, that node writes, and the one that leads does."""
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=4000000"]))

@@ -17,6 +17,8 @@ from elastic_ext.rendezvous.round_records import Header, encode
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
+pytestmark = pytest.mark.seam
+
 SECOND = Spent(seconds_of({PRODUCTIVE: 1.0}), reached=7)
 KEYS = JobKeys("job")
 
@@ -41,7 +43,6 @@ def productive(client: EtcdClient) -> dict[str, float]:
     return {host: record.spent.by_state[PRODUCTIVE] for host, record in found.items()}
 
 
-@pytest.mark.seam
 def test_agents_of_one_host_and_of_another_add_up(client):
     def add(host: str) -> None:
         mine = agent(client, host)
@@ -62,7 +63,6 @@ def test_agents_of_one_host_and_of_another_add_up(client):
     assert left_s == LEDGER_TTL_S
 
 
-@pytest.mark.seam
 def test_rank_0_adds_up_and_the_others_read_its_sum(client):
     zero, one = agent(client, "a"), agent(client, "b", rank=1)
     assert one.share(SECOND) == Shared(SECOND, 1)  # nobody has added up yet
@@ -72,7 +72,6 @@ def test_rank_0_adds_up_and_the_others_read_its_sum(client):
     assert zero.share(Spent()).spent.by_state[PRODUCTIVE] == 3
 
 
-@pytest.mark.seam
 def test_a_new_host_learns_what_the_job_has_reached(client):
     agent(client, "a").share(SECOND)
     assert agent(client, "new", rank=5).share(Spent()).spent.reached == 7
@@ -80,7 +79,6 @@ def test_a_new_host_learns_what_the_job_has_reached(client):
     assert agent(client, "replaces", rank=5, round_=2).share(Spent()).spent.reached == 9
 
 
-@pytest.mark.seam
 def test_a_lease_that_expired_and_rubbish_in_the_keys(client):
     mine = agent(client, "a")
     mine.share(SECOND)
@@ -92,7 +90,6 @@ def test_a_lease_that_expired_and_rubbish_in_the_keys(client):
     assert mine.share(SECOND).spent.by_state[PRODUCTIVE] == 2  # of a and c
 
 
-@pytest.mark.seam
 def test_rubbish_of_another_host_is_logged_once(client, caplog):
     client.txn([], [Put(KEYS.goodput + "b", "rubbish")])
     mine = agent(client, "a")
@@ -101,7 +98,6 @@ def test_rubbish_of_another_host_is_logged_once(client, caplog):
     assert KEYS.goodput + "b" in record.getMessage()
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
     late = agent(client, "a")
@@ -118,7 +114,6 @@ def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
     assert agent(client, "b", rank=1, job="next").share(Spent()).spent.by_state[PRODUCTIVE] == same_host
 
 
-@pytest.mark.seam
 def test_a_late_agent_whose_successor_has_begun_adds_nothing_twice(client):
     """The scheduler has started the job again; the new agent has already counted the time up to its start as idle."""
     late = agent(client, "a")
@@ -130,7 +125,6 @@ def test_a_late_agent_whose_successor_has_begun_adds_nothing_twice(client):
     assert productive(client) == {"a": 2}
 
 
-@pytest.mark.seam
 def test_a_job_that_changes_hands_during_the_write(client, monkeypatch):
     """Between the look at the header and the write."""
     late, txn = agent(client, "a"), EtcdClient.txn

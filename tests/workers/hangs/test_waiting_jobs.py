@@ -11,6 +11,8 @@ from tests import jobs
 from tests.jobs import PATIENT_AGENT as AGENT
 from tests.jobs import SCRIPTS, Job
 
+pytestmark = pytest.mark.full
+
 JOB = SCRIPTS / "spin_job.py"
 
 
@@ -24,7 +26,6 @@ def start(tmp_path: Path, group: str, *faults: str) -> Job:
     return Job([*AGENT, "--nproc-per-node=2", "--max-restarts=0", JOB, *faults], tmp_path, **env)
 
 
-@pytest.mark.full
 def test_ranks_in_different_collectives_are_a_hang_by_the_short_limit(tmp_path):
     with start(tmp_path, "gloo", "mismatch:1") as job:
         done = job.finish()
@@ -44,7 +45,6 @@ def start_two(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, 
     return [stack.enter_context(Job(command, tmp_path, **env, **each)) for each in own]
 
 
-@pytest.mark.full
 def test_two_nodes_agree_on_it(request, tmp_path):
     """With waits that spin, nothing else would end it for half an hour."""
     with ExitStack() as stack:
@@ -59,7 +59,6 @@ def test_two_nodes_agree_on_it(request, tmp_path):
     assert "waits for other ranks" in found[0]["decision"]["reason"]
 
 
-@pytest.mark.full
 def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):
     """Its own worker stays in its collective for longer than the limit, while the other node's does its own part."""
     with ExitStack() as stack:
@@ -77,7 +76,6 @@ def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):
     assert "round 1 is over: no worker" not in waited.err
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("faults", [("spinning", "evaluate"), ("gloo", "helper:0", "helped:1")], ids="-".join)
 def test_what_takes_longer_than_the_short_limit_is_no_hang(tmp_path, faults):
     with start(tmp_path, *faults) as job:

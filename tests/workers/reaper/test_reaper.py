@@ -16,6 +16,8 @@ from elastic_ext.workers.reaper.reaper import kill_marked
 from tests.jobs import ROOT, wait_gone
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.seam
+
 AGENT = """
 import os, signal, subprocess, sys
 from elastic_ext.workers.reaper.client import Reaper
@@ -71,7 +73,6 @@ def agent():
         process.communicate()
 
 
-@pytest.mark.seam
 def test_nothing_outlives_a_killed_agent(agent):
     process, reaper, workers, run_dir = agent("wait")
     process.kill()
@@ -79,7 +80,6 @@ def test_nothing_outlives_a_killed_agent(agent):
     assert not os.path.exists(run_dir)
 
 
-@pytest.mark.seam
 def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet(agent, tmp_path):
     late = tmp_path / "late"
     late.write_text(
@@ -94,7 +94,6 @@ def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet
     assert wait_gone([*workers, reaper]) == []
 
 
-@pytest.mark.seam
 def test_a_worker_that_the_reaper_does_not_know_is_found_by_its_token(agent):
     process, reaper, (marked, grandchild, unmarked), _ = agent("before-watch")
     process.kill()
@@ -145,7 +144,6 @@ client.close(clean=False)
 """
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("ends", [DIES, LEAVES_A_WORKER], ids=["killed", "in-order-with-a-worker-left"])
 def test_what_is_between_fork_and_exec_as_the_agent_ends_is_found(tmp_path, ends):
     """It does not carry the token yet."""
@@ -164,7 +162,6 @@ def test_what_is_between_fork_and_exec_as_the_agent_ends_is_found(tmp_path, ends
     assert left == []
 
 
-@pytest.mark.seam
 def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
     """The console of the agent is closed together with the agent: `torchrun ... 2>&1 | head`."""
     run_dir = tmp_path / "run"
@@ -186,7 +183,6 @@ def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
     assert not run_dir.exists()
 
 
-@pytest.mark.seam
 def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_ELASTIC_EXT_TEST", "kept")
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
@@ -201,7 +197,6 @@ def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
     client.close(clean=True)
 
 
-@pytest.mark.seam
 def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
@@ -213,7 +208,6 @@ def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path,
     client.close(clean=False)
 
 
-@pytest.mark.seam
 def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
     process, reaper, workers, run_dir = agent("clean")
     assert process.wait(LIMIT_S) == 0
@@ -223,14 +217,12 @@ def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
         os.kill(pid, signal.SIGKILL)  # raises if it is gone
 
 
-@pytest.mark.seam
 def test_an_agent_that_ends_otherwise_leaves_nothing(agent):
     process, reaper, workers, _ = agent("end")
     assert process.wait(LIMIT_S) == 0
     assert wait_gone([*workers, reaper]) == []
 
 
-@pytest.mark.seam
 def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
     process, reaper, workers, _ = agent("wait")
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -239,7 +231,6 @@ def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
     assert wait_gone([*workers, reaper]) == []
 
 
-@pytest.mark.seam
 def test_a_killed_reaper_is_replaced(tmp_path):
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
@@ -257,7 +248,6 @@ def test_a_killed_reaper_is_replaced(tmp_path):
         child.wait()
 
 
-@pytest.mark.seam
 def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
     """Its pipe is full after a few hundred rounds; at the end it is continued."""
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
@@ -281,7 +271,6 @@ def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplo
         child.wait()
 
 
-@pytest.mark.seam
 def test_a_reaper_of_another_version_reads_nothing(tmp_path, monkeypatch, caplog):
     """The package was updated while a job ran, and the reaper is started again."""
     monkeypatch.setattr(reaper_program, "VERSION", 0)

@@ -31,6 +31,8 @@ from elastic_ext.checkpoints.memory.peers.wire import GET, PUT, Answer, Connecti
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from tests.until import LIMIT_S, until
 
+pytestmark = pytest.mark.seam
+
 STALL_S = wire.STALL_S
 LONG_S = 600.0  # in place of each limit that a test is not about: a busy machine may take long
 KEY = "the key of this round"
@@ -102,7 +104,6 @@ def path(step: int, rank: int) -> str:
     return f"{directory_name(step, 1)}/{memory_file(rank)}"
 
 
-@pytest.mark.seam
 def test_a_part_is_with_the_peer_whole_and_the_last_two_copies_only(pair):
     one, two = pair
     for step in (1, 2, 3):
@@ -114,7 +115,6 @@ def test_a_part_is_with_the_peer_whole_and_the_last_two_copies_only(pair):
     assert tiers.own_checkpoints(two.storage)[0] == directory_name(3, 1)
 
 
-@pytest.mark.seam
 def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     one, two = pair
     assert one.send(1, 0) == one.send(2, 0) == ""
@@ -128,7 +128,6 @@ def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     assert "a part of 600001 bytes" in one.send(3, 1, size=2 * SIZE + 1)
 
 
-@pytest.mark.seam
 def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pair):
     one, two = pair
     two.adopt(one.at, limit=2 * SIZE)
@@ -143,7 +142,6 @@ def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pai
     assert two.files() == [path(3, 0), path(4, 0)]
 
 
-@pytest.mark.seam
 def test_a_service_that_cannot_begin_leaves_nothing_open(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         with pytest.raises(OSError):
@@ -151,7 +149,6 @@ def test_a_service_that_cannot_begin_leaves_nothing_open(tmp_path):
         assert listening.fileno() == -1
 
 
-@pytest.mark.seam
 def test_a_worker_has_an_answer_whatever_fails_in_the_agent(pair, monkeypatch, caplog):
     one, _ = pair
     monkeypatch.setattr(wire, "ask", None)
@@ -159,7 +156,6 @@ def test_a_worker_has_an_answer_whatever_fails_in_the_agent(pair, monkeypatch, c
     assert "could not be sent" in caplog.text
 
 
-@pytest.mark.seam
 def test_after_a_failure_nothing_is_sent_for_a_while(pair, monkeypatch, caplog):
     one, two = pair
     called, genuine = [], wire.connected
@@ -178,7 +174,6 @@ def test_after_a_failure_nothing_is_sent_for_a_while(pair, monkeypatch, caplog):
 GIVEN_UP = "too long|timed out"  # by whichever of its two limits; both end at the same moment
 
 
-@pytest.mark.seam
 def test_a_peer_that_does_not_answer_costs_the_limit_and_no_more(pair):
     one, _ = pair
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -186,7 +181,6 @@ def test_a_peer_that_does_not_answer_costs_the_limit_and_no_more(pair):
         assert re.search(GIVEN_UP, request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
-@pytest.mark.seam
 def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_does_not(pair):
     one, _ = pair
     wanted = one.write(1, 0)
@@ -195,7 +189,6 @@ def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_do
         request.send(one.service.socket_path, wanted)
 
 
-@pytest.mark.seam
 def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
     """Callers without a key that say nothing, more than are served at once."""
     one, two = pair
@@ -215,7 +208,6 @@ def waiting(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return waits
 
 
-@pytest.mark.seam
 def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatch):
     _, two = pair
     waits = waiting(two, monkeypatch)
@@ -233,7 +225,6 @@ def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatc
         assert not thread.is_alive()
 
 
-@pytest.mark.seam
 def test_a_caller_that_drips_is_not_heard_for_long(pair, monkeypatch):
     _, two = pair
     monkeypatch.setattr(wire, "STALL_S", 0.3)
@@ -252,7 +243,6 @@ def test_a_caller_that_drips_is_not_heard_for_long(pair, monkeypatch):
         until(ended, "the service ends the connection")
 
 
-@pytest.mark.seam
 def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, monkeypatch):
     one, two = pair
     with monkeypatch.context() as patch:
@@ -281,7 +271,6 @@ DATA = b"x" * SIZE
 CHECKSUM = xxhash.xxh3_64_hexdigest(DATA)
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -304,7 +293,6 @@ def test_what_is_refused(pair, asked, reason):
     assert two.files() == []
 
 
-@pytest.mark.seam
 def test_names_with_a_slash_are_no_messages(pair):
     _, two = pair
     with pytest.raises((ElasticExtError, OSError)):
@@ -312,7 +300,6 @@ def test_names_with_a_slash_are_no_messages(pair):
     assert two.files() == []
 
 
-@pytest.mark.seam
 def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
     """The id of the key is no secret: it is not enough."""
     _, two = pair
@@ -327,7 +314,6 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
         wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("proof", ['"\u00e9"', '"\\ud800"'])
 def test_a_proof_may_be_any_text(pair, caplog, proof):
     _, two = pair
@@ -339,7 +325,6 @@ def test_a_proof_may_be_any_text(pair, caplog, proof):
     assert caplog.text == ""
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("proof", ["0", "\u00e9"])
 def test_a_server_without_the_key_gets_no_state(pair, proof):
     """An impostor that answers yes is not sent a byte."""
@@ -363,7 +348,6 @@ def test_a_server_without_the_key_gets_no_state(pair, proof):
     assert got == [b""]
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("how", ["cut", "damaged"])
 def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     _, two = pair
@@ -386,7 +370,6 @@ def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     assert caplog.text == ""  # it knew why it gave up
 
 
-@pytest.mark.seam
 def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair):
     one, two = pair
     with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as connection:
@@ -396,7 +379,6 @@ def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair)
     assert two.files() == []
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
 def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair, monkeypatch, caplog, error):
     """The thread that writes it removes it at the same moment; or it cannot be removed."""
@@ -430,7 +412,6 @@ def commit(node: Node, step: int, world: int) -> str:
     return tiers.digest(data)
 
 
-@pytest.mark.seam
 def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair):
     one, two = pair
     assert [two.send(5, rank) for rank in two.own] == ["", ""]
@@ -448,7 +429,6 @@ def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair
     assert tiers.offers(one.storage)[0].ranks == (0, 1, 2, 3)
 
 
-@pytest.mark.seam
 def test_the_limit_of_the_rate_does_not_hold_up_a_replacement(nodes):
     one, two = nodes(0, rate=1.0), nodes(1)
     one.adopt(two.at)
@@ -473,7 +453,6 @@ def test_at_a_low_rate_the_peer_does_not_take_the_node_for_gone(nodes, monkeypat
     assert max(pauses) < STALL_S / 10
 
 
-@pytest.mark.seam
 def test_the_worker_has_its_answer_in_time_however_low_the_rate_is(nodes):
     one, two = nodes(0, rate=1e-4), nodes(1)
     one.adopt(two.at)
@@ -507,7 +486,6 @@ class Dripping:
         self._server.close()
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("why", ["the round is over", GIVEN_UP])
 def test_a_fetch_from_a_node_that_drips_is_given_up(pair, monkeypatch, why):
     _, two = pair
@@ -517,7 +495,6 @@ def test_a_fetch_from_a_node_that_drips_is_given_up(pair, monkeypatch, why):
         two.service.fetch(directory_name(5, 1), "0" * 64, {2: node.at}, lambda: why == "the round is over")
 
 
-@pytest.mark.seam
 def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
     one, two = pair
     assert two.send(5, 2) == ""
@@ -538,7 +515,6 @@ def test_what_is_damaged_or_another_copy_is_not_fetched(nodes, pair):
     assert two.files() == []
 
 
-@pytest.mark.seam
 def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
     one, _ = pair
     asked: list[int] = []
@@ -549,7 +525,6 @@ def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
     assert sum(one.sent) == sum(asked) == 3 * wire.BLOCK + 5
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("lacks", ["descriptors", "threads"])
 def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, caplog, lacks):
     monkeypatch.setattr(service, "RETRY_S", 0.01)
@@ -579,7 +554,6 @@ def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, capl
     assert caplog.text.count("for now") == 1
 
 
-@pytest.mark.seam
 def test_a_closed_service_ends_its_threads(nodes):
     node = nodes(0)
     threads = [each for each in threading.enumerate() if each.name == "elastic_ext-peers"]

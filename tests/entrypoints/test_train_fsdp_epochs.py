@@ -121,7 +121,7 @@ def test_the_simulated_node_failure_of_the_document(tmp_path: Path) -> None:
     what both did has the same losses to the bit.
     """
     command = [*TORCHRUN, "--nproc_per_node=2", *DOCUMENT, "--epochs=40"]
-    with Job(command, tmp_path, PET_RDZV_BACKEND="ext_c10d") as job:
+    with Job(command, tmp_path, forks=False, PET_RDZV_BACKEND="ext_c10d") as job:
         job.wait_for(r"saved checkpoints/checkpoint_epoch_2\.pt")
         started = descendants(job.process.pid)
         for pid in filter(is_named, started):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from elastic_ext.own_etcd.folder import folder_of
 from tests.jobs import DEFAULTS, ROOT, SCRIPTS
 from tests.slurm.cluster import ENDED, SlurmCluster, SlurmJob
 
@@ -56,11 +57,12 @@ class Training:
         return self.cluster.call(*command, ELASTIC_EXT_JOB_SECRET_FILE=str(self.folder / "state" / "secret"))
 
     def left_behind(self, but: str = "") -> list[str]:
-        """What the jobs' etcd has left on the nodes: processes and files. but: a node that is lost."""
+        """What the jobs' etcd has left on the nodes: processes and files. but: a lost node. Other tests share /dev/shm."""
         found = []
         for name in self.cluster.nodes:
             if name != but:
-                found += self.cluster.on_node(name, "sh", "-c", "ls -d /dev/shm/elastic_ext_etcd_*; pgrep -a etcd").splitlines()
+                ours = " ".join(f"{folder_of(job.id, (), name, {})}".rpartition("_")[0] + "_*" for job in self.jobs)
+                found += self.cluster.on_node(name, "sh", "-c", f"ls -d {ours}; pgrep -a etcd").splitlines()
         return found
 
     def finish(self) -> None:

@@ -123,6 +123,7 @@ def test_scancel(training: Training) -> None:
     """It is never requeued, and the verdict says that the user did it."""
     job = training.submit("--nodes=2")
     job.await_out("trains rank .* run 0", 2)
+    assert any("/dev/shm" in each for each in training.left_behind())  # so far
     job.cluster.call("scancel", job.id)
     assert job.await_state("CANCELLED", "COMPLETED", "PENDING")["Restarts"] == "0"
     assert ended(job) == ["CANCELLED"]

@@ -20,6 +20,7 @@ from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
 from tests.jobs import wait_gone
 from tests.programs import REQUIRE
+from tests.until import LIMIT_S
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
 STUCK_S = 240.0  # without a word of any worker, or without an end after all is done
@@ -37,10 +38,15 @@ ZOMBIE_S = 60.0  # for a parent to wait for its child, with all processors busy
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a run as stuck. stuck_s: of silence of all workers, once one has said a word. restarts: that a worker counts."""
+    """What ends a run as stuck, or is an orphan.
+
+    stuck_s: of silence of all workers, once one has said a word. restarts: that a worker counts. gone_s: for what still ends
+    after the agents.
+    """
 
     stuck_s: float = STUCK_S
     restarts: int = 1000
+    gone_s: float = LIMIT_S
 
 
 PATIENT = Limits()
@@ -167,7 +173,7 @@ class Run:
         waited_for = self.hosts.waited_for
         left = [each for each in processes.descendants(os.getpid()) if each.pid not in waited_for]
         if not stuck:
-            alive = set(wait_gone([each.pid for each in left]))
+            alive = set(wait_gone([each.pid for each in left], self._limits.gone_s))
             left = [each for each in left if each.pid in alive]
         for host in self.plan.hosts:
             self._told_by_agents(host)

@@ -60,7 +60,7 @@ KILLED_AGAIN = two_hosts(*(fault("kill worker", step=step) for step in (12, 24, 
 AGENT_KILLED = two_hosts(fault("kill agent"))
 # Another host is ready to go on, and does so while what is left of the first one still trains.
 ORPHAN = replace(two_hosts(fault("kill agent", RANK_0, step=8), nnodes="1", standby=True), steps=600)
-# What is left of the first one goes on when the other host has made all its steps.
+# What is left of the first one goes on when the other host has made all its steps, and has most of its own to make at the end.
 PAUSED_ORPHAN = replace(ORPHAN, faults=(fault("pause worker", RANK_0, step=8, seconds=50.0), *ORPHAN.faults))
 ETCD_KILLED = two_hosts(fault("kill etcd", "", step=5, seconds=2 * LEASE_S))
 KEEPER_KILLED = replace(two_hosts(fault("kill keeper"), nnodes="3"), trainers=3, etcd="job:")
@@ -104,7 +104,7 @@ MUTATIONS = [
     ),
     Mutation("oldest_first", {"not behind": "was whole"}, KILLED),
     Mutation("orphans_stay", {"one group at a time": "had begun", "no late commit": "after generation"}, ORPHAN, tries=2),
-    Mutation("orphans_stay", {"nothing left": "left behind"}, PAUSED_ORPHAN),
+    Mutation("orphans_stay", {"nothing left": "left behind"}, PAUSED_ORPHAN, Limits(gone_s=0.0)),
     Mutation("lost_node_charged", {"budget and verdict": "1 restarts were charged, 0 expected at most"}, AGENT_KILLED),
     Mutation("charge_forgotten", {"budget and verdict": "no restart was charged after kill worker"}, KILLED),
     Mutation("kill_rule_forgotten", {"alone": "no verdict by the rule killed"}, KILLED),
@@ -196,7 +196,7 @@ def run(plan: Plan, copy: Path, folder: Path, limits: Limits = PATIENT) -> list[
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan)))
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--plan={folder / 'plan.json'}", f"--folder={folder}"]
     env = {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, "PYTHONPATH": str(copy)}
-    command += [f"--stuck-s={limits.stuck_s}", f"--restarts={limits.restarts}"]
+    command += [f"--stuck-s={limits.stuck_s}", f"--restarts={limits.restarts}", f"--gone-s={limits.gone_s}"]
     done = ended(command, TIMEOUT_S, env)
     problems = folder / "plan" / "problems.json"
     assert problems.exists(), f"the suite left with {done.returncode}: {done.err}"

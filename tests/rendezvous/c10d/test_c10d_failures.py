@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from tests.etcd.proxy import Proxy
 from tests.jobs import AGENT, TORCHRUN, Gate, Job
 from tests.ports import free_port
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, GLOO, reports, seen
+from tests.until import until
 
 pytestmark = pytest.mark.full
 
@@ -116,7 +116,8 @@ def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes)
     for job in jobs:
         job.wait_for("(?m)^up$")
     jobs[1].process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, jobs[1].process.pid, os.WSTOPPED)
+    stat = Path(f"/proc/{jobs[1].process.pid}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     nodes.gate.open()
     with ThreadPoolExecutor(2) as pool:  # one of the two judges
         waits = [pool.submit(job.wait_for, "nodes that have not reported yet") for job in (jobs[0], jobs[2])]

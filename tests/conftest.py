@@ -82,6 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in (SEAM, FULL):
         config.addinivalue_line("markers", f"{name}(*parts): of this tier; parts: of the ids of those parameters that are")
     sys.addaudithook(GUARD.on_event)
+    path = config.getoption("--failures", None)
+    if path is not None and not hasattr(config, "workerinput"):  # xdist's controller sees the reports of all
+        config.pluginmanager.register(Failures(path))
     at_length = config.getoption("--tiers") == FULL
     any_speed = {"deadline": None, "suppress_health_check": list(HealthCheck)}  # of making examples: that is the machine's
     settings.register_profile(CHECK, derandomize=True, max_examples=20, stateful_step_count=20, database=None, **any_speed)
@@ -96,9 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers, quarter = config.getoption("--tiers").split(","), config.getoption("--quarter")
     if set(tiers) - set(TIERS):
         raise pytest.UsageError(f"--tiers={','.join(tiers)}: expected some of {', '.join(TIERS)}")
-    others = [item for item in items if not wanted(item, tiers, quarter)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    ours = {item: wanted(item, tiers, quarter) for item in items}
+    config.hook.pytest_deselected(items=[item for item, runs in ours.items() if not runs])
+    items[:] = [item for item, runs in ours.items() if runs]
 
 
 def wanted(item: pytest.Item, tiers: list[str], quarter: int | None) -> bool:
@@ -192,10 +195,14 @@ def pytest_runtest_teardown() -> Generator[None, None, None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> None:
-    """Called once for each report, in the process that prints: keep those of failures for tests/run.py."""
-    path = config.getoption("--failures", None)
-    if path is not None and report.failed:
-        texts = [report.longreprtext, *(f"{title}\n{text}" for title, text in report.sections)]
-        with path.open("a") as file:
-            file.write(json.dumps({"test": report.nodeid, "log": "\n".join(texts)}) + "\n")
+class Failures:
+    """Keeps the reports of failures, for tests/run.py."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            texts = [report.longreprtext, *(f"{title}\n{text}" for title, text in report.sections)]
+            with self._path.open("a") as file:
+                file.write(json.dumps({"test": report.nodeid, "log": "\n".join(texts)}) + "\n")

@@ -34,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     runs = [[tier for tier in args.tiers if tier != FULL], [FULL] if FULL in args.tiers else []]
     flaky: dict[str, str] = {}
+    code = 0
     for tiers in filter(None, runs):
-        quarter = [f"--quarter={commits() % QUARTERS}"] if args.quarter and tiers == [FULL] else []
-        code = run([f"--tiers={','.join(tiers)}", *quarter], args.processes, flaky)
-        if code:
-            return code
+        if not code:
+            quarter = [f"--quarter={commits() % QUARTERS}"] if args.quarter and tiers == [FULL] else []
+            code = run([f"--tiers={','.join(tiers)}", *quarter], args.processes, flaky)
     for test, log in flaky.items():
         print(f"\nflaky: {test} failed, and passed when it ran once more, alone. Its log:\n{log}")
-    return 0
+    return code
 
 
 def run(options: Sequence[str], processes: int, flaky: dict[str, str]) -> int:

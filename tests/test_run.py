@@ -45,7 +45,9 @@ def test_one_that_passes_alone_is_named(tests: Path, capfd: pytest.CaptureFixtur
 def test_one_that_fails_again_fails_the_run(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text(ONCE.format(name="it") + ALWAYS)
     assert run.main(["check", "--processes=1"]) == 1
-    assert capfd.readouterr().out.count("once more, alone") == 2
+    out = capfd.readouterr().out
+    assert out.count("\nonce more, alone") == 2
+    assert "\nflaky: tests/test_it.py::test_it failed" in out
 
 
 def test_three_are_too_many(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -240,7 +240,7 @@ def test_the_users_interrupt_waits_for_no_save(tmp_path):
 
 @pytest.mark.full
 def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
-    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=30", JOB, tmp_path, "stall"]
+    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=60", JOB, tmp_path, "stall"]
     variables = {
         "STOP": str(tmp_path / "stop"),
         "STALL": str(tmp_path / "on"),

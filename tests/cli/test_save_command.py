@@ -154,7 +154,7 @@ def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
 def test_etcd_dies_while_we_wait(server, tmp_path):
     with EtcdClient(server.endpoint) as client:
         write(client, Header(1, State.RUNNING, 1))
-        with Job(command(server.endpoint, "--timeout=3"), tmp_path) as asking:
+        with Job(command(server.endpoint, "--timeout=15"), tmp_path) as asking:
             await_request(client)
             server.kill()
             refused(asking.finish(), 75, "no save: ")

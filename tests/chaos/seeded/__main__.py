@@ -159,6 +159,7 @@ def main() -> int:
     parser.add_argument("--stuck-s", type=float, default=PATIENT.stuck_s, help="of silence end a run")
     parser.add_argument("--restarts", type=int, default=PATIENT.restarts, help="a run ends at the first that is one more")
     parser.add_argument("--gone-s", type=float, default=PATIENT.gone_s, help="for what still ends after the agents")
+    parser.add_argument("--again-s", type=float, default=PATIENT.again_s, help="after all is healed, for steps of all together")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "chaos"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: _end())
@@ -167,7 +168,7 @@ def main() -> int:
         undisturbed(folder, ALONE_STEPS, anew=True)
         return many(args.seed, args.runs, folder, args.side_by_side)
     plan, name = _plan(args)
-    problems = one(plan, folder / name, Limits(args.stuck_s, args.restarts, args.gone_s))
+    problems = one(plan, folder / name, Limits(args.stuck_s, args.restarts, args.gone_s, args.again_s))
     for problem in problems:
         print(f"{name}: {problem}", file=sys.stderr)
     if problems:

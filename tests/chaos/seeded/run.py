@@ -41,12 +41,13 @@ class Limits:
     """What ends a run as stuck, or is an orphan.
 
     stuck_s: of silence of all workers, once one has said a word. restarts: that a worker counts. gone_s: for what still ends
-    after the agents.
+    after the agents. again_s: after all is healed, for the steps that all hosts with room make together.
     """
 
     stuck_s: float = STUCK_S
     restarts: int = 1000
     gone_s: float = LIMIT_S
+    again_s: float = AGAIN_S
 
 
 PATIENT = Limits()
@@ -149,7 +150,7 @@ class Run:
         if together and (self._again is None or self._again[0] != restart):
             self._again = restart, min(told)
         enough = together and self._again is not None and min(told) >= self._again[1] + AGAIN_STEPS and self._all_have_joined()
-        late = now > self._settled + AGAIN_S
+        late = now > self._settled + self._limits.again_s
         if enough or late:
             zombies = {
                 each.pid: f"{each.pid} of {parent.pid} {_shown(parent)}" for each, parent in processes.zombies(os.getpid())

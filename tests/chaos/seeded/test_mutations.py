@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -117,7 +117,12 @@ MUTATIONS = [
         two_hosts(fault("terminate agent"), nnodes="1:2"),
     ),
     Mutation("waits_for_all_nodes", {"ends": "stuck: nothing for"}, HOST_LOST, Limits(STUCK_S)),
-    Mutation("never_grows", {"ends": "long after all was healed ['a'] trained"}, two_hosts(fault("kill agent"), nnodes="1:2")),
+    Mutation(
+        "never_grows",
+        {"ends": "long after all was healed ['a'] trained"},
+        two_hosts(fault("kill agent"), nnodes="1:2"),
+        Limits(again_s=STUCK_S),
+    ),
     Mutation("keeper_not_waited_for", {"nothing left": "nobody waited for"}, KEEPER_KILLED),
     Mutation("run_dir_stays", {"nothing left": "left in shared memory"}, two_hosts()),
 ]
@@ -196,7 +201,7 @@ def run(plan: Plan, copy: Path, folder: Path, limits: Limits = PATIENT) -> list[
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan)))
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--plan={folder / 'plan.json'}", f"--folder={folder}"]
     env = {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, "PYTHONPATH": str(copy)}
-    command += [f"--stuck-s={limits.stuck_s}", f"--restarts={limits.restarts}", f"--gone-s={limits.gone_s}"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in asdict(limits).items()]
     done = ended(command, TIMEOUT_S, env)
     problems = folder / "plan" / "problems.json"
     assert problems.exists(), f"the suite left with {done.returncode}: {done.err}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Generator, Iterator
@@ -25,13 +26,6 @@ from tests.s3 import S3Server
 TEARDOWN_TIMEOUT_S = 180
 CHECK, SEAM, FULL = TIERS = ("check", "seam", "full")
 QUARTERS = 4
-STARTING = {
-    "server",
-    "cluster",
-    "s3_server",
-    "forking",
-    "forking_too",
-}  # fixtures that start processes, for whichever test asks first
 FORBIDDEN = {  # in `check`: events of sys.addaudithook, and what they are
     "subprocess.Popen": "starts a process",
     "os.posix_spawn": "starts a process",
@@ -82,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in (SEAM, FULL):
         config.addinivalue_line("markers", f"{name}(*parts): of this tier; parts: of the ids of those parameters that are")
     sys.addaudithook(GUARD.on_event)
+    config.pluginmanager.register(GUARD)
     path = config.getoption("--failures", None)
     if path is not None and not hasattr(config, "workerinput"):  # xdist's controller sees the reports of all
         config.pluginmanager.register(Failures(path))
@@ -144,16 +139,22 @@ def unmatched(items: list[pytest.Item]) -> list[str]:
 
 
 class Guard:
-    """Sees what a test of `check` does that it may not: such a test belongs to another tier."""
+    """Sees what a test of `check` does that it may not: such a test belongs to another tier.
+
+    What one fixture starts for several tests counts for each of them: which one asks first is chance. What a thread of an earlier
+    test does counts for none.
+    """
 
     def __init__(self) -> None:
         self._on = False
         self._seen: set[str] = set()
+        self._fixtures: dict[str, set[str]] = {}  # by name, what each does
+        self._others: set[int] = set()  # threads
         self._sleep = time.sleep
         time.sleep = self._sleeps
 
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._on and event in FORBIDDEN:
+        if event in FORBIDDEN and threading.get_ident() not in self._others:
             self._seen.add(f"{FORBIDDEN[event]} ({event})")
 
     def _sleeps(self, seconds: float) -> None:
@@ -161,13 +162,24 @@ class Guard:
         self._sleep(seconds)
 
     def begin(self, item: pytest.Item) -> None:
-        self._on = tier(item) == CHECK
-        self._seen = {f"starts a process (fixture {name})" for name in STARTING & set(getattr(item, "fixturenames", ()))}
+        self._on, self._seen = tier(item) == CHECK, set()
+        self._others = {thread.ident for thread in threading.enumerate() if thread.ident is not None} - {threading.get_ident()}
 
-    def end(self) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        """Called as a plugin: pytest asks no conftest of a folder about fixtures of the whole session."""
+        before, self._seen = self._seen, set()
+        try:
+            return (yield)
+        finally:
+            self._fixtures[fixturedef.argname] = {f"{each}, in the fixture {fixturedef.argname}" for each in self._seen}
+            self._seen |= before
+
+    def end(self, item: pytest.Item) -> None:
         on, self._on = self._on, False
-        if on and self._seen:
-            pytest.fail(f"a test without a mark {', '.join(sorted(self._seen))}: mark it seam or full", pytrace=False)
+        seen = self._seen.union(*(self._fixtures.get(name, ()) for name in getattr(item, "fixturenames", ())))
+        if on and seen:
+            pytest.fail(f"a test without a mark {', '.join(sorted(seen))}: mark it seam or full", pytrace=False)
 
 
 GUARD = Guard()
@@ -180,9 +192,9 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     yield
-    GUARD.end()
+    GUARD.end(item)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -68,6 +68,7 @@ def test_no_client_certificate_where_one_is_needed(tls_server: EtcdServer, certi
         client.get("a")
 
 
+@pytest.mark.full
 def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Certificates):
     tls = Tls(certificates.path("ca.crt"), certificates.path("client.crt"), certificates.path("client.key"), server_name="etcd0")
     with (
@@ -160,6 +161,7 @@ def test_no_permission(ann: EtcdClient):
         ann.put("/bob/a", "1")
 
 
+@pytest.mark.full
 def test_a_watch_without_permission_ends_alone(ann: EtcdClient):
     with ann.watch("/ann/", prefix=True) as mine, ann.watch("/bob/", prefix=True, start_revision=1) as others:
         with pytest.raises(AuthError, match=r"/bob/.*refused it: permission denied \(user 'ann'\)"):

@@ -115,7 +115,7 @@ LARGER = {
 
 
 def test_nothing_is_too_large():
-    """At most 400 lines for a module; 250, and 12 attributes, for a class that is no frozen record; 50, and 7 parameters."""
+    """At most 700 lines for a module; 250, and 12 attributes, for a class that is no frozen record; 50, and 7 parameters."""
     found = set()
     for name, path in modules().items():
         tree = ast.parse(path.read_text())
@@ -123,7 +123,7 @@ def test_nothing_is_too_large():
         functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
         for node in classes:
             functions |= {f"{node.name}.{each.name}": each for each in node.body if isinstance(each, ast.FunctionDef)}
-        found |= {name for _ in path.read_text().splitlines()[400:]}
+        found |= {name for _ in path.read_text().splitlines()[700:]}
         found |= {node.name for node in classes if lines(node) > 250 or (len(attributes(node)) > 12 and not is_frozen(node))}
         found |= {each for each, node in functions.items() if lines(node) > 50 or parameters(node) > 7}
     assert found == set(LARGER)

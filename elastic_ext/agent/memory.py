@@ -45,7 +45,8 @@ class MemoryCopies:
 
     Attributes:
         refused: names of copies that no round may resume from.
-        saved: the newest checkpoint that this agent knows of; None: it cannot know.
+        saved: the newest checkpoint or copy that this agent knows of; None: it cannot know.
+        checkpoint_step: step of the newest checkpoint that it knows of; 0: there is none, None: it does not know.
     """
 
     def __init__(self, settings: Settings, run_dir: str, address: Callable[[], str], metrics: PeerMetrics) -> None:
@@ -55,6 +56,7 @@ class MemoryCopies:
         self._lock: int | None = None  # a descriptor
         self.refused: tuple[str, ...] = ()
         self.saved: Saved | None = NONE_SAVED
+        self.checkpoint_step: int | None = None
 
     def __enter__(self) -> MemoryCopies:
         return self
@@ -93,6 +95,15 @@ class MemoryCopies:
     def has(self, path: str) -> bool:
         """Return whether this is the path of a copy in memory."""
         return os.path.dirname(path) == self._directory
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest copy of which this node has parts; None if there is none."""
+        try:
+            found = tiers.offers(open_storage(self._directory))
+        except (OSError, ElasticExtError) as error:
+            logger.warning("cannot list the copies in memory: %s", error)
+            return None
+        return next((each.step for each in found if each.name not in self.refused), None)
 
     def refuse_all(self) -> None:
         """Have no round resume from the copies that exist now, wherever their parts are. Raises OSError."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from elastic_ext.base.printable import Block, shown, shown_lines
+from elastic_ext.base.printable import Block, cut, shown, shown_lines
 from elastic_ext.failures.classify import Diagnosis, first_line
 from elastic_ext.failures.evidence import ErrorFile
 from elastic_ext.failures.ledger import JobVerdict
@@ -126,7 +126,7 @@ def _traceback(error_file: ErrorFile) -> str:
 def _short(worker: FailedWorker) -> str:
     exception = worker.diagnosis.evidence.exception
     if exception is not None:
-        text = first_line(exception.message)[:120]
+        text = cut(first_line(exception.message), 120)
         return f"{exception.type}: {text}" if text else exception.type
     signal = worker.diagnosis.evidence.signal
     return signal if signal is not None else f"exit code {worker.exitcode}"

@@ -18,7 +18,8 @@ from elastic_ext.checkpoints.choice.in_memory import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures.policy import Decision
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.rules import BROKEN_CHECKPOINT
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.progress import Progress
 
@@ -64,6 +65,13 @@ class ResumePoint(Companion):
             **self._memory,
         }
 
+    def own_variables(self, rank: int) -> dict[str, str]:
+        """Return those that differ for one rank: the path of its own file, if each rank wrote one."""
+        path, files = self.checkpoint.path, self.checkpoint.files
+        if files and rank not in files:
+            logger.warning("%s has no file of rank %s: this rank finds the name with the *", path, rank)
+        return self.checkpoint.variables_of(rank)
+
     def log(self) -> None:
         """Log what the round resumes from, if the job uses checkpoints."""
         if self._settings.checkpoint_dir is None:
@@ -82,7 +90,9 @@ class ResumePoint(Companion):
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.release()
         if self._copies is not None:
-            self._copies.saved = after_round(self._copies.saved, workers.read_progress())
+            rows = workers.read_progress()
+            self._copies.saved = after_round(self._copies.saved, rows)
+            self._copies.checkpoint_step = newest_checkpoint_step(self._copies.checkpoint_step, rows)
 
     def release(self) -> None:
         """Let the copier prune the checkpoint. A second call does nothing."""
@@ -90,21 +100,36 @@ class ResumePoint(Companion):
             self._pin.release()
             self._pin = None  # only now: a signal may interrupt release(), which is then called again
 
-    def quarantine(self, decision: Decision, round_: int) -> None:
-        """Quarantine the checkpoint that is blamed for a failure of this round.
+    def newest_steps(self, workers: Sequence[Progress]) -> tuple[int | None, int | None]:
+        """Return the steps of the newest copy in memory and of the newest checkpoint, as in `failures.ledger.Report`."""
+        if self._copies is None:
+            return None, None
+        return self._copies.newest_step(), newest_checkpoint_step(self._copies.checkpoint_step, workers)
 
-        It must be marked before the next round is sealed. This node calls this before it joins that round.
+    def go_back(self, verdict: JobVerdict, node: str) -> None:
+        """Do what a verdict says of what no round may resume from any more; node: id of this one.
+
+        Every node that failed refuses what copies it has. The node with the cause also quarantines the checkpoint that is to
+        blame. Both must be known before the next round is sealed: this node calls this before it joins that round.
         """
-        reason = f"{decision.kind} failure in round {round_}: {decision.rule}"
-        newest = decision.kind == kinds.NUMERIC
+        decision, copies = verdict.decision, self._copies
+        blamed = decision.checkpoints_back > 0 and verdict.node == node
+        blamed_copy = blamed and copies is not None and decision.kind != kinds.NUMERIC and copies.has(self.checkpoint.path)
         try:
-            blamed_copy = self._copies is not None and self._copies.has(self.checkpoint.path)
-            if self._copies is not None and (newest or blamed_copy):
-                self._copies.refuse_all()  # they are newer than the newest checkpoint
-            if newest or not blamed_copy:
-                blame.quarantine(self._settings, self.checkpoint.path, newest, reason)
+            if copies is not None and (verdict.refuse_copies or blamed_copy):
+                copies.refuse_all()
+            if blamed and not blamed_copy:
+                reason = f"{decision.kind} failure in round {verdict.round}: {decision.rule}"
+                numeric, surely = decision.kind == kinds.NUMERIC, decision.rule in BROKEN_CHECKPOINT
+                blame.quarantine(self._settings, self.checkpoint.path, numeric, reason, surely)
         except (UsageError, OSError) as error:
-            logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
+            logger.warning("what is blamed for the failure could not be refused or quarantined: %s", error)
+
+
+def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:
+    """Return the step of the newest checkpoint that is known after a round. known: before it."""
+    saved = [worker.saved_step for worker in workers if worker.saved_step is not None]
+    return max([*saved, *([] if known is None else [known])], default=None)
 
 
 def after_round(known: Saved | None, workers: Sequence[Progress]) -> Saved | None:
@@ -138,6 +163,8 @@ def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopie
             copies.saved = replace(copies.saved, round=job.round)
         checkpoint = resolution.agree(settings, job.get_run_id(), job.exchange, place)
         copies.saved = Saved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
+        if not copies.has(checkpoint.path):
+            copies.checkpoint_step = checkpoint.at
         if room is not None:
             own = range(place.base_rank, place.base_rank + place.workers)
             room = copies.exchange(room, checkpoint, own, lambda: job.round_over() is not None)

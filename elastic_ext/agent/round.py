@@ -140,7 +140,8 @@ class RunningRound:
         share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
         reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
-        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path), reach)
+        newest = self.resume.newest_steps(self.workers.read_progress())
+        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path), reach, *newest)
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tempfile
@@ -20,6 +21,8 @@ from elastic_ext.agent.round import RunningRound
 from elastic_ext.agent.saves import SaveOnDemand
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import started_by
+from elastic_ext.rendezvous import interfaces
+from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.hangs.quiet_watch import QuietWatch
@@ -29,6 +32,30 @@ from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
 
 logger = logging.getLogger(__name__)
+
+GLOO = "GLOO_SOCKET_IFNAME"
+
+
+@functools.cache
+def gloo_interface(address: str) -> dict[str, str]:
+    """Return the variable that gloo needs where it would take the loopback, in a job of several nodes. The first call logs it.
+
+    address: by which the other nodes reach this one.
+    """
+    if GLOO in os.environ or is_loopback(address):
+        return {}
+    try:
+        found = interfaces.look_up(address)
+    except OSError as error:
+        logger.warning("the interfaces of this host cannot be listed, so %s is not set: %s", GLOO, error)
+        return {}
+    if not found.loops:
+        return {}
+    if not found.interface:
+        logger.warning("%s, and no interface has the address %s: if workers cannot connect, set %s", found, address, GLOO)
+        return {}
+    logger.warning("%s: the workers get %s=%s, the interface of %s", found, GLOO, found.interface, address)
+    return {GLOO: found.interface}
 
 
 class RoundStart:
@@ -97,7 +124,11 @@ class RoundStart:
             **launch.blanked_secrets(os.environ),
             "ELASTIC_EXT_LAUNCH": self._handler.launch,
             **resumed.variables(),
+            **(gloo_interface(self._handler.address) if self._group.group_world_size > 1 else {}),
             **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
+        }
+        self._logs.own_variables = {
+            local_rank: resumed.own_variables(each.global_rank) for local_rank, each in enumerate(self._group.workers)
         }
         self._logs.messages = {
             local_rank: {

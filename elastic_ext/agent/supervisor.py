@@ -188,8 +188,7 @@ class Supervisor(TorchAgent):
             self.charge_restart()
         if decision.cold:
             self._companions.warm_starts.skip_next_round("the last round failed before its first step")
-        if decision.checkpoints_back and verdict.node == self._handler.node_id:
-            self._running.resume.quarantine(decision, self._handler.round)
+        self._running.resume.go_back(verdict, self._handler.node_id)
         self._metrics.enter(families.BACKOFF)
         _wait(decision.delay_s, self._companions.wakeup)
 

@@ -4,7 +4,8 @@ Version 1: variables may be added, but never change their meaning. With `checkpo
 
     ELASTIC_EXT_CHECKPOINT_DIR   the setting checkpoint_dir: a URL or an absolute path, also where the user gave a relative one
     ELASTIC_EXT_LOCAL_DIR        the setting local_dir, likewise; "" for none
-    ELASTIC_EXT_RESUME_FROM      absolute path or URL of the checkpoint to resume from; "": begin from nothing
+    ELASTIC_EXT_RESUME_FROM      absolute path or URL of the checkpoint to resume from, or of the file in it that this rank wrote;
+                                 "": begin from nothing
     ELASTIC_EXT_RESUME_STEP      its step, a decimal number; absent if neither its content nor its name gives one
     ELASTIC_EXT_MEMORY_DIR       the agent's directory in memory for copies of the state; "" or absent for none
     ELASTIC_EXT_MEMORY_LIMIT     how many bytes this worker's copies may have there, all together

@@ -46,6 +46,14 @@ def literal(value: object, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def cut(text: str, most: int) -> str:
+    """Return a text of at most `most` characters: a longer one ends at a word, with an ellipsis."""
+    if len(text) <= most:
+        return text
+    whole = text[:most].rpartition(" ")[0].rstrip(" .,;:(") if " " in text[most // 2 : most] else text[: most - 1]
+    return f"{whole}…"
+
+
 def redacted(text: str) -> str:
     """Return `text` without credentials in URLs and endpoints: the part before the @, and options whose names look secret."""
     if "@" in text:

@@ -59,7 +59,8 @@ class Settings:
     backoff: float = _setting(
         1.0,
         SECONDS,
-        "delay before the second restart in a row without progress; doubles with each further one, with jitter; 0: no delay",
+        "delay before the second restart in a row without progress; doubles with each further one, with jitter; 0: no delay. "
+        "Before the first step, the tries of what may be an outage wait 30 and 90 times as long",
     )
     backoff_max: float = _setting(60.0, SECONDS, "the longest such delay")
     bad_node_command: str | None = _setting(
@@ -78,7 +79,8 @@ class Settings:
     checkpoint_pattern: str = _setting(
         "",
         PATTERN,
-        "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; default: directories, .pt, .pth, .bin and .ckpt",
+        "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; they may be of unknown formats; default: all "
+        "that is understood",
     )
     copy_mb_s: float = _setting(
         0.0,

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.checkpoints.choice import discovery, listing
+from elastic_ext.checkpoints.choice import below, discovery, listing
 from elastic_ext.checkpoints.choice.listing import ListedCheckpoint
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
@@ -133,20 +133,23 @@ def _ls(args: argparse.Namespace) -> int:
         for line in _columns(rows, chosen):
             print(line)
         if choice is not None:
-            print(f"\n{_resumes_from(choice)}")
+            print(f"\n{_resumes_from(choice, storage, args.pattern)}")
     if unknown:
         print_error(unknown)
     return 0
 
 
-def _resumes_from(choice: Choice) -> str:
+def _resumes_from(choice: Choice, storage: Storage, pattern: str) -> str:
     if choice.resume is not None:
         return f"* a job would resume from this one: {shown(choice.resume.reason)}"
-    return "nothing to resume from" + (": none of the complete checkpoints is usable" if choice.all_bad else "")
+    if choice.all_bad:
+        return "nothing to resume from: none of the complete checkpoints is usable"
+    seen = choice.question or below.seen_in(storage, pattern)
+    return "nothing to resume from" + (f": {shown(seen)}; {below.FROM_SCRATCH}" if seen else "")
 
 
 def _as_json(row: ListedCheckpoint, chosen: bool) -> dict[str, Any]:
-    record = {key: value for key, value in asdict(row).items() if key not in ("entry", "family")}
+    record = {key: value for key, value in asdict(row).items() if key not in ("entry", "family", "together")}
     return {"name": row.name, "path": row.entry.path, **record, "resume": chosen}
 
 
@@ -240,9 +243,8 @@ def _remove_marks(args: argparse.Namespace, lift: Callable[[Storage, str], None]
 
 def _prune(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    plan = pruning.plan_prune(
-        (row.prune_candidate for row in listing.list_checkpoints(storage, args.pattern)), args.keep_last, args.keep_every
-    )
+    rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
+    plan = pruning.plan_prune((row.prune_candidate for row in rows.values()), args.keep_last, args.keep_every)
     for each in plan:
         print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
@@ -252,7 +254,7 @@ def _prune(args: argparse.Namespace) -> int:
     with ProgressBar("removing") as bar:
         # The oldest first, so that an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
-            pruning.delete(storage, name)
+            pruning.delete_entry(storage, rows[name].entry)
             bar.counts(done, len(doomed))
     return 0
 
@@ -286,9 +288,9 @@ def _save(args: argparse.Namespace) -> int:
 
 
 def _selected(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[ListedCheckpoint]:
-    found = {row.name: row for row in rows}
+    found = {name: row for row in rows for name in (row.name, *(part.name for part in row.entry.parts))}
     missing = [name for name in names if name.rstrip("/") not in found]
     if missing:
-        shown = ", ".join(list(found)[:10]) or "none"
+        shown = ", ".join(list(dict.fromkeys(row.name for row in found.values()))[:10]) or "none"
         raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; found: {shown}")
-    return [found[name.rstrip("/")] for name in names]
+    return list(dict.fromkeys(found[name.rstrip("/")] for name in names))

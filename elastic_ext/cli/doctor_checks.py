@@ -19,14 +19,15 @@ from typing import TypedDict
 
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.printable import redacted
+from elastic_ext.base.printable import cut, redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
-from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice import below, discovery
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import sources, user_rules
 from elastic_ext.failures.host import NVIDIA_DRIVER
 from elastic_ext.failures.sources import commands, kubernetes, slurm
 from elastic_ext.failures.sources.kernel_log import DEVICE
+from elastic_ext.rendezvous import address, interfaces
 from elastic_ext.workers.standby import memory, rules
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -41,6 +42,7 @@ SHM_BYTES = 64 << 20  # the default size in containers; DataLoader workers need 
 SHM_FILES = 64
 DESCRIPTORS = 4096  # an agent with 32 workers needs about 300; the agent of rank 0 needs one more per rank of the job
 MEMORY_BYTES = 1 << 30
+SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MAX_CHARACTERS = 300  # of an error
 
 
@@ -75,7 +77,7 @@ class Answer(TypedDict, total=False):
 
 def one_line(error: object) -> str:
     """Return the text of an error as one line without credentials."""
-    return redacted(" ".join(str(error).split()))[:MAX_CHARACTERS]
+    return cut(redacted(" ".join(str(error).split())), MAX_CHARACTERS)
 
 
 def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:
@@ -173,6 +175,24 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
     return [Finding("etcd", OK, detail)]
 
 
+def check_host_name(inputs: Inputs) -> list[Finding]:
+    """Check where the name of this host leads: gloo has the workers of other hosts connect there."""
+    host = address.host_of(inputs.endpoint.removeprefix("job:").split(",")[0])
+    several = inputs.endpoint == "job:" or not address.is_loopback(host)
+    reached_at = address.chosen(inputs.settings.address) or (address.address_towards(host) if host and several else "")
+    found = interfaces.look_up(reached_at)
+    given = [f"{name}={inputs.environ[name]}" for name in SOCKET_VARIABLES if name in inputs.environ]
+    detail = "; ".join([str(found), *given])
+    if given or not found.loops:
+        return [Finding("host name", OK, detail)]
+    names = dict.fromkeys(each.interface for each in interfaces.addresses() if not address.is_loopback(each.address))
+    right = found.interface or " or ".join(names) or "the interface of the network between the nodes"
+    advice = f"several nodes: set {' and '.join(f'{name}={right}' for name in SOCKET_VARIABLES)}, or mend /etc/hosts on each node"
+    if several:
+        return [Finding("host name", WARN, f"{detail}, where workers of other nodes reach nobody", advice)]
+    return [Finding("host name", OK, f"{detail}, enough for jobs of one node", advice)]
+
+
 def check_checkpoints(inputs: Inputs) -> list[Finding]:
     """Check that the checkpoint directories are writable, and find the checkpoint that a job would resume from."""
     directory = inputs.settings.checkpoint_dir
@@ -184,6 +204,8 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
         newest = f"newest complete: {choice.resume.path}, step {choice.resume.step}"
     else:
         newest = f"no complete checkpoint, {len(choice.passed_over)} passed over"
+        seen = choice.question or below.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
+        newest += f"; {seen}" if seen else ""
     checks = [_writable("checkpoint_dir", directory, newest)]
     if choice.all_bad:
         checks.append(
@@ -311,6 +333,7 @@ def _shm() -> Finding:
 CHECKS: tuple[tuple[str, CheckFunction, float], ...] = (
     ("torch", check_torch, PROBE_S),
     ("etcd", check_etcd, CHECK_S),
+    ("host name", check_host_name, CHECK_S),
     ("checkpoint_dir", check_checkpoints, CHECK_S),
     ("metrics", check_metrics, CHECK_S),
     ("evidence", check_evidence, CHECK_S),

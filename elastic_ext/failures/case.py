@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
+from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException, Wrapped
 
 Fields = Mapping[str, tuple[str, Callable[[object], bool]]]
 
@@ -70,7 +70,9 @@ EVIDENCE: Fields = {
     "history": ("a list of objects", _optional(_list_of(_is_object))),
     "expect": ("an object", lambda value: True),  # for tests of the table; ignored here
 }
-EXCEPTION: Fields = {"type": ("a string", _is_text), "message": _TEXT, "frames": _TEXTS, "causes": _TEXTS}
+WRAPPED: Fields = {"type": ("a string", _is_text), "message": _TEXT, "bases": _TEXTS, "errno": _COUNT}
+_OBJECTS = ("a list of objects", _optional(_list_of(_is_object)))
+EXCEPTION: Fields = {**WRAPPED, "frames": _TEXTS, "causes": _TEXTS, "wrapped": _OBJECTS}
 PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
 PAST: Fields = {
     "same_fingerprint": ("true or false", _is_flag),
@@ -92,17 +94,11 @@ def parse_evidence(case: object) -> Evidence:
     _check(case, EVIDENCE, "")
     exception, platform = case.get("exception"), case.get("platform") or {}
     _check(platform, PLATFORM, "platform.")
-    if exception is not None:
-        _check(exception, EXCEPTION, "exception.")
-        if "type" not in exception:
-            raise UsageError("exception.type is missing")
-        frames, causes = (tuple(exception.get(name) or ()) for name in ("frames", "causes"))
-        exception = RaisedException(exception["type"], exception.get("message") or "", frames, causes)
     return Evidence(
         rank=case.get("rank") or 0,
         exit_code=case.get("exit_code"),
         signal=case.get("signal"),
-        exception=exception,
+        exception=_exception(exception) if exception is not None else None,
         step=case.get("step"),
         first_step_done=case.get("first_step_done"),
         warm=case.get("warm"),
@@ -119,6 +115,22 @@ def parse_evidence(case: object) -> Evidence:
         node=case.get("node"),
         history=tuple(_past(past, number) for number, past in enumerate(case.get("history") or ())),
     )
+
+
+def _exception(case: Mapping[str, Any]) -> RaisedException:
+    own = _wrapped(case, EXCEPTION, "exception")
+    frames, causes = (tuple(case.get(name) or ()) for name in ("frames", "causes"))
+    wrapped = tuple(
+        _wrapped(each, WRAPPED, f"exception.wrapped[{number}]") for number, each in enumerate(case.get("wrapped") or ())
+    )
+    return RaisedException(own.type, own.message, frames, causes, own.bases, own.errno, wrapped)
+
+
+def _wrapped(case: Mapping[str, Any], fields: Fields, name: str) -> Wrapped:
+    _check(case, fields, f"{name}.")
+    if "type" not in case:
+        raise UsageError(f"{name}.type is missing")
+    return Wrapped(case["type"], case.get("message") or "", tuple(case.get("bases") or ()), case.get("errno"))
 
 
 def _past(past: Mapping[str, Any], number: int) -> Precedent:

@@ -5,16 +5,17 @@ Missing evidence is "unknown", never "fine" and never "a bug".
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.kinds import CASCADE, NETWORK, USER_STOP, Kind, Response
+from elastic_ext.base.kinds import CASCADE, CODE, NETWORK, USER_STOP, Kind, Response
 from elastic_ext.base.log_records import MARK
-from elastic_ext.base.printable import printable
+from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
 from elastic_ext.failures import fingerprint, tracebacks
-from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.failures.evidence import Evidence, RaisedException, Wrapped
 from elastic_ext.failures.matching import (
     EXIT_STATUS,
     HARDWARE_EVIDENCE,
@@ -29,6 +30,8 @@ from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
 MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
+MAX_SHOWN = 300  # characters of a message in a reason
+_ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 
 # These signals come from outside Python, so a traceback on stderr may not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
@@ -103,8 +106,8 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
     printed = evidence.stderr_tail[len(message) - MAX_TEXT :]
     tail = _of_script(printed)
 
-    def view(names: frozenset[str], *texts: str) -> EvidenceView:
-        return EvidenceView(evidence, names, SearchText("\n".join(filter(None, texts))), signal_name)
+    def view(names: frozenset[str], *texts: str, errno: int | None = None) -> EvidenceView:
+        return EvidenceView(evidence, names, SearchText("\n".join(filter(None, texts))), signal_name, errno)
 
     everything = view(names, message, tail)
     for rule in _BY_TIER[STOP_REQUESTED]:
@@ -114,22 +117,40 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
     for user_rule in user_rules:
         if user_rule.matches(for_users):
             return user_rule
-    # The exception comes first, then its causes: the rest of stderr counts only if no rule matches them.
-    program = [(view(names, message), _BY_TIER[PROGRAM_OUTPUT])] if exception else []
-    if exception and exception.causes:
-        program.append((view(frozenset(), *exception.causes), _BY_TIER[PROGRAM_OUTPUT]))
-    if tail:
+    if found := _first(everything, _BY_TIER[HARDWARE_EVIDENCE]):
+        return found
+    chain = [view(exception_names(each), _ends(each.message), errno=_errno(each)) for each in _chain(exception)]
+    # What is inside counts: a wrapper says what the script was doing. But a bug in handling an error is a bug.
+    matches = [match for seen in chain if (match := _first(seen, _BY_TIER[PROGRAM_OUTPUT]))]
+    if matches:
+        return ([rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
+    # Then what was being handled when it was raised, and the rest of stderr.
+    if exception and exception.causes and (found := _first(view(frozenset(), *exception.causes), _BY_TIER[PROGRAM_OUTPUT])):
+        return found
+    if tail or not exception:
         rules = _BESIDE_AN_EXCEPTION if recorded else _BY_TIER[PROGRAM_OUTPUT]
-        program.append((replace(everything, exception_names=frozenset()), rules))
-    for seen, rules in (
-        (everything, _BY_TIER[HARDWARE_EVIDENCE]),
-        *(program or [(everything, _BY_TIER[PROGRAM_OUTPUT])]),
-        (everything, _BY_TIER[EXIT_STATUS]),
-    ):
-        for rule in rules:
-            if rule.matches(seen):
-                return rule
-    raise AssertionError("the last rule of the table matches everything")
+        if found := _first(replace(everything, exception_names=frozenset()), rules):
+            return found
+    return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
+
+
+def _first(view: EvidenceView, rules: Iterable[Rule]) -> Rule | None:
+    return next((rule for rule in rules if rule.matches(view)), None)
+
+
+def _chain(exception: RaisedException | None) -> list[RaisedException | Wrapped]:
+    """Return the exception, what it was raised from, and the last one of a traceback in its message, as a DataLoader has it."""
+    if exception is None:
+        return []
+    inner = tracebacks.last_exception(exception.message)
+    return [exception, *exception.wrapped, *([inner] if inner else [])]
+
+
+def _errno(exception: RaisedException | Wrapped) -> int | None:
+    """Return the errno of an OSError, whatever the language of its text."""
+    if exception.errno is None and (said := _ERRNO.match(exception.message)):
+        return int(said[1])
+    return exception.errno
 
 
 def _of_script(tail: str) -> str:
@@ -145,18 +166,26 @@ def _completed(evidence: Evidence) -> Evidence:
     """Turn a subprocess's negative exit code into a signal, and add the exception if only stderr shows it."""
     if evidence.exit_code is not None and evidence.exit_code < 0 and evidence.signal is None:
         evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
-    if evidence.exception is None and worker_signal(evidence) not in _NOT_RAISED:
+    exception = evidence.exception
+    if (exception is None or not exception.wrapped) and worker_signal(evidence) not in _NOT_RAISED:
         found = tracebacks.last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
-        evidence = replace(evidence, exception=found) if found else evidence
+        if found and exception is None:
+            evidence = replace(evidence, exception=found)
+        elif found and exception and _bare(found.type) == _bare(exception.type):  # torch's own error file has no causes
+            evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))
     return evidence
 
 
-def exception_names(exception: RaisedException | None) -> frozenset[str]:
-    """Return the full name and the bare name of an exception, and the class that the table counts it as."""
+def _bare(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def exception_names(exception: RaisedException | Wrapped | None) -> frozenset[str]:
+    """Return the full and the bare names of an exception and of its base classes, and what the table counts them as."""
     if exception is None:
         return frozenset()
-    bare = exception.type.rpartition(".")[2]
-    return frozenset({exception.type, bare, COUNTS_AS.get(bare, bare)})
+    bare = [_bare(name) for name in (exception.type, *exception.bases)]
+    return frozenset((exception.type, *exception.bases, *bare, *(COUNTS_AS.get(name, name) for name in bare)))
 
 
 def signal_name(number: int) -> str:
@@ -214,9 +243,15 @@ def _described(evidence: Evidence) -> str:
         return evidence.hang_reason
     if exception is not None:
         place = f" at {exception.frames[-1]}" if exception.frames else ""
-        message = first_line(exception.message)[:200]
+        message = cut(_gist(exception.message), MAX_SHOWN)
         return f"rank {evidence.rank} raised {exception.type}{': ' + message if message else ''}{place}"
     return f"rank {evidence.rank} {'was killed by' if evidence.signal is not None else 'ended with'} {ended_by(evidence)}"
+
+
+def _gist(message: str) -> str:
+    """Return the first line, and what NCCL reports as its last error."""
+    line, last = first_line(message), first_line(message.partition("Last error:\n")[2])
+    return f"{line} ({last})" if last else line
 
 
 def first_line(message: str) -> str:

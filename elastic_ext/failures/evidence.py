@@ -19,7 +19,23 @@ MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the jo
 MAX_NAME = 500  # characters of a class name or of a frame
 MAX_FRAMES = 100  # the innermost are kept
 MAX_CAUSES, MAX_CAUSE = 8, 2 * 1024  # the nearest are kept; characters of one
+MAX_BASES = 16
 CERTAIN = 0  # the first number of Evidence.hang_blame, if the others surely waited for this worker
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """An exception inside another one: the one that it was raised from, or a member of the group.
+
+    Attributes:
+        bases: names of the base classes, nearest first, without Exception and what is above it.
+        errno: of an OSError.
+    """
+
+    type: str
+    message: str
+    bases: tuple[str, ...] = ()
+    errno: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,12 +45,17 @@ class RaisedException:
     Attributes:
         frames: "file.py:line in function", outermost first.
         causes: "type: message" of the exceptions that Python shows above it in the traceback, nearest first.
+        bases, errno: see Wrapped.
+        wrapped: what it was raised from, and the members of a group, nearest first.
     """
 
     type: str
     message: str
     frames: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+    errno: int | None = None
+    wrapped: tuple[Wrapped, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,8 @@ class Precedent:
         same_checkpoint: whether both rounds had resumed from the same checkpoint.
         warm: whether its process was a warm standby; None if unknown.
         cut: see Evidence.
+        kind: the kind of its diagnosis; "" if unknown.
+        charged: whether the restart after it was charged.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -95,6 +118,8 @@ class Precedent:
     warm: bool | None = None
     cut: tuple[str, ...] = ()
     recent: bool = False
+    kind: str = ""
+    charged: bool = True
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:
@@ -223,23 +248,37 @@ def _exception(data: dict[str, Any]) -> tuple[RaisedException | None, int | None
     ours = data.get("elastic_ext")
     if isinstance(ours, dict) and isinstance(ours.get("type"), str):
         raised_ns = ours.get("monotonic_ns")
-        frames, causes = _texts(ours.get("frames"))[-MAX_FRAMES:], _texts(ours.get("causes"))[:MAX_CAUSES]
-        raised = _bounded(ours["type"], str(ours.get("message", "")), frames, causes)
-        return raised, raised_ns if type(raised_ns) is int else None
+        own = _wrapped(ours, MAX_MESSAGE)
+        return RaisedException(
+            own.type,
+            own.message,
+            tuple(frame[-MAX_NAME:] for frame in _texts(ours.get("frames"))[-MAX_FRAMES:]),
+            tuple(cause[:MAX_CAUSE] for cause in _texts(ours.get("causes"))[:MAX_CAUSES]),
+            own.bases,
+            own.errno,
+            tuple(_wrapped(each, MAX_CAUSE) for each in _objects(ours.get("wrapped"))[:MAX_CAUSES]),
+        ), raised_ns if type(raised_ns) is int else None
     message = data["message"]
     text = message.get("message", "") if isinstance(message, dict) else message
     name, _, rest = text.partition(": ")
-    return (_bounded(name, rest), None) if name.replace(".", "").isidentifier() else (None, None)
+    if not name.replace(".", "").isidentifier():
+        return None, None
+    return RaisedException(name[:MAX_NAME], rest[:MAX_MESSAGE]), None
 
 
 def _texts(values: object) -> tuple[str, ...]:
     return tuple(map(str, values)) if isinstance(values, list) else ()
 
 
-def _bounded(name: str, message: str, frames: tuple[str, ...] = (), causes: tuple[str, ...] = ()) -> RaisedException:
-    return RaisedException(
-        name[:MAX_NAME],
-        message[:MAX_MESSAGE],
-        tuple(frame[-MAX_NAME:] for frame in frames),
-        tuple(cause[:MAX_CAUSE] for cause in causes),
+def _objects(values: object) -> list[dict[str, Any]]:
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
+def _wrapped(account: dict[str, Any], max_message: int) -> Wrapped:
+    errno = account.get("errno")
+    return Wrapped(
+        str(account.get("type", ""))[:MAX_NAME],
+        str(account.get("message", ""))[:max_message],
+        tuple(base[:MAX_NAME] for base in _texts(account.get("bases"))[:MAX_BASES]),
+        errno if type(errno) is int and 0 < errno < 1 << 31 else None,
     )

@@ -1,4 +1,4 @@
-"""Fingerprints. Equal failures have equal ones: exception type, innermost user frame, message without variable parts.
+"""Fingerprints. Equal failures have equal ones: exception type, innermost user frame, shape of the message.
 
 Pure functions, standard library only.
 """
@@ -12,8 +12,9 @@ from elastic_ext.failures.evidence import RaisedException
 
 MAX_MESSAGE = 300  # characters of a message that count
 
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{1,16}")
-_NUMBER = re.compile(r"\d{1,64}")
+# Of a message, what varies from one try to the next: quoted text, and words that hold a digit or a path: counts, ids, addresses.
+_QUOTED = re.compile(r"(?<!\w)(?:'[^']{0,300}'|\"[^\"]{0,300}\"|`[^`]{0,300}`)(?!\w)")
+_VARIES = re.compile(r"[\d/]")
 
 # Parts of the paths of library files. Frames from an error file have no directory: see _LIBRARY_CALLS.
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
@@ -62,7 +63,6 @@ def _is_library(frame: str) -> bool:
 
 
 def normalised(message: str) -> str:
-    """Return the first line of a message, with placeholders for addresses, paths and numbers."""
-    line = message.strip().partition("\n")[0][:MAX_MESSAGE]
-    words = ["<path>" if "/" in word.strip("/") or word.lstrip("'\"(").startswith("/") else word for word in line.split()]
-    return _NUMBER.sub("<number>", _ADDRESS.sub("<address>", " ".join(words)))
+    """Return the shape of a message: its first line, with placeholders for what varies."""
+    line = _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][:MAX_MESSAGE])
+    return " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_ext.failures.classify import Diagnosis
@@ -21,6 +21,7 @@ class PastFailure:
         charged: whether the restart after it counted against the budget.
         warm: whether its process was a warm standby; None if unknown.
         cut: see Evidence.
+        gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
     """
 
     fingerprint: str
@@ -33,6 +34,7 @@ class PastFailure:
     resumed_from: str = ""
     warm: bool | None = None
     cut: tuple[str, ...] = ()
+    gone_back_to: int | None = None
 
 
 def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
@@ -54,26 +56,32 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
 def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 0) -> tuple[Precedent, ...]:
     """Compare the earlier failures, oldest first, with this one, for `policy.decide`.
 
+    The same failure after copies in memory were refused is not yet a bug: the cause may be older than the checkpoint that was
+    tried then. So progress is unknown, and the checkpoint before that one is tried, too.
+
     charged: restarts that still count against the budget. If any does, the last failure is no older than it: no clock is needed.
     """
     return tuple(
         Precedent(
             past.fingerprint == now.fingerprint,
-            _any_progress(progress(past, later) for later in (*earlier[number + 1 :], now)),
+            _progress_since(past, (*earlier[number + 1 :], now)),
             past.node,
             past.first_step_done,
             bool(now.resumed_from) and past.resumed_from == now.resumed_from,
             past.warm,
             past.cut,
             recent=charged > 0 and number == len(earlier) - 1,
+            kind=past.kind,
+            charged=past.charged,
         )
         for number, past in enumerate(earlier)
     )
 
 
-def _any_progress(found: Iterable[bool | None]) -> bool | None:
-    values = set(found)
-    return True if True in values else None if None in values else False
+def _progress_since(past: PastFailure, later: Sequence[PastFailure]) -> bool | None:
+    values = {progress(past, each) for each in later}
+    unknown = None in values or past.gone_back_to is not None
+    return True if True in values else None if unknown else False
 
 
 def progress(past: PastFailure, later: PastFailure) -> bool | None:

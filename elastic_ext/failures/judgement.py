@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.kinds import NUMERIC, Response
+from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import cuts, history, policy
-from elastic_ext.failures.classify import Diagnosis, classify, root_cause
-from elastic_ext.failures.cuts import NOTHING_KNOWN, Cut, Reach
+from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
+from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.evidence import CERTAIN
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
-from elastic_ext.failures.rules import HANG_RULE
+from elastic_ext.failures.rules import HANG_RULE, REPLAY
+
+VICTIM = 120  # characters of a victim's message
+_RANK = re.compile(r"\brank (\d{1,9})\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A node of the round that is gone. how: what became of it, after its name. id: "" if only its host is known."""
+
+    host: str
+    how: str = "was lost"
+    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,7 @@ class Circumstances:
     Attributes:
         nodes: number of nodes present now, including those with a report and spares.
         min_nodes: minimum number of nodes of the job.
-        lost: ids of the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
+        lost: the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
         reaches: what nodes told of their connections while the job hung, by id, besides what the reports say: connections may be
             gone by the time of a report.
@@ -36,13 +50,24 @@ class Circumstances:
     exit_codes: str = "design"
     nodes: int | None = None
     min_nodes: int | None = None
-    lost: tuple[str, ...] = ()
+    lost: tuple[Lost, ...] = ()
     charges: int | None = None
     reaches: Mapping[str, Reach] = field(default_factory=dict)
     at: str = ""
     kind_limits: Mapping[str, int] = field(default_factory=dict)
     backoff: policy.Backoff = policy.NO_BACKOFF
     jitter: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """The root cause. report: that of the worker by which it is known. node, host, rank: see JobVerdict."""
+
+    diagnosis: Diagnosis
+    report: Report
+    node: str
+    host: str
+    rank: int
 
 
 def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
@@ -53,12 +78,12 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         ledger: the job's history before this round.
         round_: the round that has ended.
     """
-    node, cause = _cause(reports, ledger, circumstances)
-    report = reports[node]
-    now = history.record(cause, report.resumed_at, report.resumed_from)
+    cause = _cause(reports, ledger, circumstances)
+    report = cause.report
+    now = history.record(cause.diagnosis, report.resumed_at, report.resumed_from)
     budget = _budget(ledger, now, circumstances)
     decision = policy.decide(
-        cause,
+        cause.diagnosis,
         budget,
         history.precedents(now, ledger.failures, budget.charged),
         policy.Nodes(circumstances.nodes, circumstances.min_nodes),
@@ -66,20 +91,26 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         circumstances.backoff,
         circumstances.jitter,
     )
+    numeric = decision.kind == NUMERIC and cause.diagnosis.checkpoints_back > 0
+    if numeric and decision.checkpoints_back:
+        back = going_back(report.copied_at, report.saved_at, ledger.failures)
+        decision = replace(decision, reason=f"{decision.reason}; {back.reason}", checkpoints_back=int(back.checkpoint))
+        now = replace(now, gone_back_to=back.to)
     charged = budget.charged + decision.charged
     now = replace(now, charged=decision.charged)
     stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MAX_STACKS]
     verdict = JobVerdict(
         decision,
         round_,
-        node,
-        report.host,
-        cause.evidence.rank,
+        cause.node,
+        cause.host,
+        cause.rank,
         charged,
         circumstances.max_restarts,
         circumstances.at,
         stacks,
-        cause.evidence.cut,
+        cause.diagnosis.evidence.cut,
+        refuse_copies=numeric and decision.response is not Response.STOP,
     )
     return (
         Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]),
@@ -87,8 +118,41 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     )
 
 
-def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> tuple[str, Diagnosis]:
-    """Return the id of the node with the root cause, and its diagnosis."""
+@dataclass(frozen=True)
+class Back:
+    """What no round may resume from any more, besides the copies in memory, after a number has left its range.
+
+    Attributes:
+        checkpoint: whether the newest checkpoint is not to be used.
+        to: step of the newest checkpoint, if that is tried.
+    """
+
+    checkpoint: bool
+    reason: str
+    to: int | None = None
+
+
+def going_back(copied_at: int | None, saved_at: int | None, earlier: Sequence[PastFailure]) -> Back:
+    """Go back by one: to the newest checkpoint if there are newer copies in memory; else to the checkpoint before it.
+
+    Copies that were made since the last such failure do not count: they come from the checkpoint that was tried then.
+
+    Args:
+        copied_at: step of the newest copy; None: there is none.
+        saved_at: step of the newest checkpoint; 0: there is none, None: unknown.
+    """
+    newest = f"the newest checkpoint{f' (step {saved_at})' if saved_at else ''}"
+    last = next((past for past in reversed(earlier) if past.kind == NUMERIC), None)
+    tried = bool(saved_at) and last is not None and last.gone_back_to == saved_at
+    newer = copied_at is not None and (saved_at is None or copied_at > saved_at)
+    if newer and not tried:
+        return Back(False, f"the copies in memory (up to step {copied_at}) are refused, and {newest} is tried", saved_at or None)
+    copies = "the copies in memory are refused; " if copied_at is not None else ""
+    before = f"{newest} was tried before, so the one before it" if tried else f"the checkpoint before {newest}"
+    return Back(True, f"{copies}{before} is tried, if there is one")
+
+
+def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, whoever cannot reach whom
@@ -97,9 +161,36 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         past = history.precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
         return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and report.follows:
-        reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost, cut off or told to leave"
-        cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
-    return node, cause
+        return _of_lost(circumstances.lost, cause, report)
+    if cause.rule == REPLAY:
+        return _of_replay(reports, cause, node)
+    return _Cause(cause, report, node, report.host, cause.evidence.rank)
+
+
+def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _Cause:
+    """Return the rank that the message names as the one that computes wrongly. No other node is replaced for it."""
+    report, raised = reports[node], cause.evidence.exception
+    named = _RANK.search(raised.message) if raised is not None else None
+    if named is None or int(named[1]) == cause.evidence.rank:
+        return _Cause(cause, report, node, report.host, cause.evidence.rank)
+    rank = int(named[1])
+    for id_, each in reports.items():
+        if each.diagnosis.evidence.rank == rank:
+            return _Cause(cause, report, id_, each.host, rank)
+    reason = f"{cause.reason}; the node of rank {rank} has reported no failure, so none is replaced"
+    return _Cause(replace(cause, response=Response.RESTART, reason=reason), report, node, report.host, rank)
+
+
+def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
+    """Return the loss of a node as the cause. victim: of a worker that failed as the lost ones were gone."""
+    first, evidence = lost[0], victim.evidence
+    if evidence.exception is not None:
+        message = shortened(first_line(evidence.exception.message), VICTIM)
+        evidence = replace(evidence, exception=replace(evidence.exception, message=message))
+    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    reason = f"node {first.host} {first.how}{more}; then {describe(evidence)}, on {report.host}"
+    diagnosis = replace(victim, response=Response.RESTART_FREE, reason=reason, evidence=replace(victim.evidence, node=first.host))
+    return _Cause(diagnosis, report, first.id, first.host, NO_RANK)
 
 
 def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
@@ -107,7 +198,7 @@ def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[C
     return cuts.cuts({id_: cuts.union(report.reach, told.get(id_, NOTHING_KNOWN)) for id_, report in reports.items()})
 
 
-def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut], earlier: Sequence[tuple[str, ...]]) -> tuple[str, Diagnosis]:
+def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut], earlier: Sequence[tuple[str, ...]]) -> _Cause:
     """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait.
 
     earlier: see `cuts.named`.
@@ -123,7 +214,8 @@ def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut], earlier: Seque
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     evidence = reports[node].diagnosis.evidence
     apart = any(node not in each.pair for each in found)
-    return node, classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there))), cuts_apart=apart))
+    found_cut = classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there))), cuts_apart=apart))
+    return _Cause(found_cut, reports[node], node, reports[node].host, evidence.rank)
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.kinds import Response
+from elastic_ext.base.printable import cut
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach
@@ -45,6 +46,8 @@ class Report:
         stacks: the stacks of workers that did not end when told to.
         resumed_from: path or URL of that checkpoint; "" if there was none.
         reach: the hosts that did not answer its workers when the job hung.
+        copied_at: step of the newest copy in its memory; None: there is none.
+        saved_at: step of the newest checkpoint that it knows of; 0: there is none, None: unknown.
     """
 
     host: NameOrEmpty
@@ -53,6 +56,8 @@ class Report:
     stacks: str = ""
     resumed_from: str = ""
     reach: Reach = NOTHING_KNOWN
+    copied_at: int | None = None
+    saved_at: int | None = None
 
     @property
     def follows(self) -> bool:
@@ -73,12 +78,13 @@ class JobVerdict:
         decision: see `policy.Decision`; its exit code is that of every agent that leaves because of it.
         round: the round that has ended.
         node: id of the node with the cause; it alone leaves if the response is replace_node.
-        host, rank: host and rank of the cause.
+        host, rank: host and rank of the cause; rank -1: it is no worker, but the node was lost, say.
         restarts: restarts charged to the job's budget so far, including this one.
         limit: the budget; policy.NO_LIMIT for none.
         at: wall clock of the agent that judged; for people only, no decision depends on it.
         stacks: the stacks from the reports, also for people only.
         cut: the names of two hosts that cannot reach each other, if that is the cause.
+        refuse_copies: no round may resume from a copy in memory that exists now, on any node.
     """
 
     decision: Decision
@@ -91,6 +97,7 @@ class JobVerdict:
     at: str = ""
     stacks: str = ""
     cut: tuple[NameOrEmpty, ...] = ()
+    refuse_copies: bool = False
 
     def for_node(self, node: str) -> Decision:
         """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""
@@ -134,9 +141,10 @@ def encode_report(report: Report) -> str:
     diagnosis = report.diagnosis
     evidence = replace(diagnosis.evidence, stderr_tail="", history=())
     if (exception := evidence.exception) is not None:
-        exception = replace(exception, message=exception.message[:MAX_TEXT], frames=exception.frames[-MAX_FRAMES:], causes=())
+        message, frames = exception.message[:MAX_TEXT], exception.frames[-MAX_FRAMES:]
+        exception = replace(exception, message=message, frames=frames, causes=(), wrapped=())
         evidence = replace(evidence, exception=exception)
-    diagnosis = replace(diagnosis, evidence=evidence, reason=diagnosis.reason[:MAX_TEXT])
+    diagnosis = replace(diagnosis, evidence=evidence, reason=cut(diagnosis.reason, MAX_TEXT))
     return _json(records.plain(replace(report, diagnosis=diagnosis, stacks=report.stacks[:MAX_STACKS])))
 
 
@@ -174,7 +182,7 @@ def _json(record: dict[str, Any]) -> str:
 
 def _truncated(verdict: JobVerdict) -> JobVerdict:
     decision = verdict.decision
-    return replace(verdict, decision=replace(decision, reason=decision.reason[:MAX_TEXT]))
+    return replace(verdict, decision=replace(decision, reason=cut(decision.reason, MAX_TEXT)))
 
 
 def _validated(verdict: JobVerdict) -> JobVerdict:

@@ -25,7 +25,7 @@ class EvidenceView:
     """The evidence in the form that rules match.
 
     Attributes:
-        exception_names: the exception's full and bare name and, if the table knows it, the base class; empty without one.
+        exception_names: the full and the bare names of the exception and of its base classes; empty without one.
         text: the text in which a rule's texts are searched.
         signal: the signal that ended the worker; exit code 128+N counts as signal N.
     """
@@ -34,6 +34,7 @@ class EvidenceView:
     exception_names: frozenset[str]
     text: SearchText
     signal: str | None
+    errno: int | None = None
 
 
 Condition = Callable[[EvidenceView], bool]
@@ -62,6 +63,7 @@ class Rule:
     exit_codes: frozenset[int] = frozenset()
     signals: frozenset[str] = frozenset()
     xids: frozenset[int] = frozenset()
+    errnos: frozenset[int] = frozenset()
     when: Condition | None = None
     checkpoints_back: int = 0
     survivable: bool = False
@@ -79,12 +81,14 @@ class Rule:
             or evidence.exit_code in self.exit_codes
             or view.signal in self.signals
             or not self.xids.isdisjoint(evidence.xids)
+            or view.errno in self.errnos
         )
 
     @property
     def _names_nothing(self) -> bool:
         """Whether the rule has no condition except `when`, which then decides alone."""
-        return not (self.exceptions or self.packages or self.texts or self.exit_codes or self.signals or self.xids)
+        named = (self.exceptions, self.packages, self.texts, self.exit_codes, self.signals, self.xids, self.errnos)
+        return not any(named)
 
 
 class SearchText:

@@ -25,12 +25,18 @@ from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
 from elastic_ext.failures.matching import USER_RULES
-from elastic_ext.failures.rules import ILL_STORAGE, NO_EVIDENCE, TRY_AGAIN
+from elastic_ext.failures.rules import ILL_STORAGE, INTERFACE, NETWORK_RULE, NO_EVIDENCE, SERVICE, TRY_AGAIN
 
 NO_LIMIT = -1
+# Waits before the second and the third try, before the first step: what is down may be back in two minutes, and a bug is not.
+# Seconds at backoff=1, by rule; longer by up to half, at random.
+SPREAD_S = {NO_EVIDENCE: (30.0, 90.0), SERVICE: (30.0, 90.0), NETWORK_RULE: (0.0, 90.0), INTERFACE: (0.0, 90.0)}
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
+REPEATED, SAME_NODE, CEILING, IN_A_ROW = "repeated", "same-node", "ceiling", "in-a-row"
+_BY_HISTORY = (REPEATED, SAME_NODE, CEILING, IN_A_ROW)
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, whatever the budget
+MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, whatever they are: an error whose text varies is never the same
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 
 # Exit codes of the agent (from sysexits.h if possible).
@@ -219,16 +225,20 @@ def decide(
         backoff, jitter: the wait before the restart; see Backoff.
     """
     past = tuple(diagnosis.evidence.history if history is None else history)
-    outcome = _apply_history(_from_table(diagnosis, past), diagnosis, past, nodes)
+    of_table = _from_table(diagnosis, past)
+    outcome = _apply_history(of_table, diagnosis, past, nodes)
+    blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past)
+    if blamed and outcome.rule in _BY_HISTORY:  # the checkpoint comes before the code and the node
+        outcome = of_table
     if budget.left:
         outcome = _retry_cold(outcome, diagnosis, past)
     outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
-    checkpoints_back = diagnosis.checkpoints_back
-    if not checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past):
-        checkpoints_back = 1
-        reason = f"{outcome.reason}; it happened twice after loading the same checkpoint, so the previous one is tried"
-        outcome = replace(outcome, reason=reason)
     action = ACTIONS[outcome.response]
+    if blamed and action is Action.RESTART:
+        reason = (
+            f"{outcome.reason}; it happened twice after loading the same checkpoint: the one before it is tried, if there is one"
+        )
+        outcome = replace(outcome, reason=reason)
     charged = outcome.response in _CHARGED
     return Decision(
         action,
@@ -238,8 +248,11 @@ def decide(
         outcome.rule,
         charged,
         outcome.response,
-        checkpoints_back if action is Action.RESTART else 0,
-        backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
+        max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART else 0,
+        max(
+            backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
+            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged else 0.0,
+        ),
         cold=charged and _warm_start_to_blame(diagnosis, outcome.kind),
     )
 
@@ -251,11 +264,15 @@ def _asked(outcome: _Outcome, past: Sequence[Precedent]) -> int:
     return 1 + sum(earlier.same_fingerprint and earlier.progress is False for earlier in past)
 
 
+def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent]) -> float:
+    """Return the seconds to wait so that the tries of what may be an outage are spread over time."""
+    waits = SPREAD_S.get(diagnosis.rule, ()) if diagnosis.evidence.first_step_done is False else ()
+    tries = sum(earlier.same_fingerprint and earlier.progress is not True for earlier in past)
+    return waits[min(tries, len(waits) - 1)] if waits else 0.0
+
+
 def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
-    """Return the rule's outcome. If two tries in a row without evidence reached no step, a bug is suspected (CONFIRM)."""
     response = Response.RESTART if diagnosis.response is Response.FOLLOW else diagnosis.response
-    if diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False and past and _at_start(past[-1]):
-        response = Response.CONFIRM
     exit_code = {
         Response.STOP: _EXIT_OF_KIND.get(diagnosis.kind, EX_CODE),  # whatever the kind: another try would end the same way
         Response.REQUEUE: EX_TRY_AGAIN,
@@ -274,10 +291,6 @@ def _charged_without_progress(outcome: _Outcome, past: Sequence[Precedent]) -> _
     return replace(outcome, response=Response.RESTART, reason=reason)
 
 
-def _at_start(past: Precedent) -> bool:
-    return past.progress is False and not past.first_step_done
-
-
 def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
     """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
     if diagnosis.evidence.cut and _in_all_cuts(diagnosis, past):
@@ -292,20 +305,27 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     alone = node is not None and not nodes.only_one and not diagnosis.evidence.cut  # for a cut, see `_in_all_cuts`
     same_node = alone and bool(same) and all(earlier.node == node for earlier in same)
     surely_stuck = sum(earlier.progress is False for earlier in same)
-    only_exit = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.exception is None
-    if outcome.response is Response.CONFIRM and not same_node and _confirmed(same, only_exit):
+    unknown_at_start = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False
+    confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
+    if (outcome.response is Response.CONFIRM or unknown_at_start) and not same_node and confirmed:
         kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE
         where = " on another node" if node is not None and any(earlier.node not in (node, None) for earlier in same) else ""
         return _Outcome(
-            Response.STOP, kind, f"{outcome.reason}; the same failure recurred{where} without progress", "repeated", EX_CODE
+            Response.STOP, kind, f"{outcome.reason}; the same failure recurred{where} without progress", REPEATED, EX_CODE
         )
     if same_node and nodes.one_may_leave and (outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES):
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {node}"
-        return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, "same-node", EX_NODE)
+        return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
         exit_code = EX_TRY_AGAIN if diagnosis.rule in ILL_STORAGE else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
-        return _Outcome(Response.STOP, outcome.kind, reason, "ceiling", exit_code)
+        return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
+    row = [earlier for earlier in past if earlier.charged and earlier.progress is False]
+    if len(row) + 1 >= MAX_FAILURES_IN_A_ROW and outcome.kind != PREEMPTION:
+        outside = sum(kind in (STORAGE, NETWORK) for kind in (outcome.kind, *(earlier.kind for earlier in row)))
+        exit_code = EX_TRY_AGAIN if 2 * outside > len(row) + 1 else EX_FAILED
+        reason = f"{outcome.reason}; it was failure {len(row) + 1} in a row without progress"
+        return _Outcome(Response.STOP, outcome.kind, reason, IN_A_ROW, exit_code)
     return outcome
 
 
@@ -350,19 +370,24 @@ _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
 
 
 def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence[Precedent]) -> bool:
-    """Return whether the same failure happened twice before the first step after loading the same checkpoint.
+    """Return whether the same failure happened twice before the first step, both times after loading the same checkpoint.
 
     Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another.
     """
     outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind == CASCADE or diagnosis.rule in ILL_STORAGE
     if outside or diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
         return False
-    return any(each.same_fingerprint and each.same_checkpoint and each.first_step_done is False for each in past)
+    same = [
+        each.same_checkpoint
+        for each in past
+        if each.same_fingerprint and each.first_step_done is False and each.progress is not True
+    ]
+    return sum(same) == 1 and all(same)  # not if it happened with another one, too, or if none was there to try
 
 
-def _confirmed(same: Sequence[Precedent], only_exit: bool) -> bool:
-    """Return whether a suspected bug is confirmed. If progress is unknown or only the exit is known, it takes one more try."""
-    weak = only_exit or all(earlier.progress is None for earlier in same)
+def _confirmed(same: Sequence[Precedent]) -> bool:
+    """Return whether a suspected bug is confirmed. If progress is unknown, it takes one more try."""
+    weak = all(earlier.progress is None for earlier in same)
     return len(same) >= (2 if weak else 1)
 
 

@@ -11,6 +11,7 @@ Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly
 
 from __future__ import annotations
 
+import errno
 import re
 from functools import partial
 
@@ -18,6 +19,7 @@ from elastic_ext.base.kinds import (
     CASCADE,
     CODE,
     CRASH,
+    DATA,
     DEVICE_MEMORY,
     HANG,
     HARDWARE,
@@ -44,8 +46,10 @@ from elastic_ext.failures.matching import (
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 HANG_RULE = "hang"
+SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
 TRY_AGAIN = "try-again"  # the script has ended with 75
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
+BROKEN_CHECKPOINT = frozenset({"checkpoint-broken", "checkpoint-checksum"})
 ILL_STORAGE = frozenset(
     {"shared-object", "import-file-system", "disk-full", "file-system-ill", "storage-client", "storage-busy", "storage-load",
      "storage-reset"}
@@ -85,7 +89,11 @@ COUNTS_AS = {
 }  # fmt: skip
 
 # Errors that any call may raise on a network file system in trouble.
-_FILE_SYSTEM_ILL: tuple[Text, ...] = ("stale file handle", "input/output error", "transport endpoint is not connected")
+_FILE_SYSTEM_ILL: tuple[Text, ...] = (
+    "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
+    "read-only file system",
+)  # fmt: skip
+_FILE_SYSTEM_ERRNOS = frozenset({errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS})
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
     "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.",
@@ -97,6 +105,36 @@ _BUSY_SERVER: tuple[Text, ...] = (
     "slow down",
     *(words.format(code) for code in (429, 500, 502, 503, 504) for words in _HTTP_WORDS),
 )
+
+# What is refused is refused again: credentials, a name, an address.
+_REFUSED = _names(
+    "NoCredentialsError PartialCredentialsError DefaultCredentialsError ClientAuthenticationError AuthenticationError Forbidden "
+    "Unauthorized GatedRepoError DisabledRepoError RepositoryNotFoundError RevisionNotFoundError DatasetNotFoundError "
+    "HFValidationError MissingSchema InvalidSchema InvalidURL UnsupportedProtocol"
+)
+_REFUSED_TEXTS: tuple[Text, ...] = (
+    *(words.format(code) for code in (401, 403) for words in (*_HTTP_WORDS, "an error occurred ({})")),
+    "404 client error", "accessdenied", "access denied", "invalidaccesskeyid", "signaturedoesnotmatch", "authenticationfailed",
+    "unable to locate credentials", "no credentials", "credentials were not found", "determine credentials",
+    "anonymous caller does not have", "gated repo", "repository not found", "not a valid model identifier",
+    "does not appear to have a file named", "invalid username or password", "api_key not configured", "no api key configured",
+    "invalid api key",
+    "outgoing traffic has been disabled", "offline mode is enabled",
+)  # fmt: skip
+_EXPIRED: tuple[Text, ...] = ("expiredtoken", ("token", "expired"), ("credentials", "expired"))
+
+# Hubs, trackers and other servers of HTTP or gRPC.
+_SERVICES = _names(
+    "CommError HfHubHTTPError LocalEntryNotFoundError ChunkedEncodingError IncompleteRead ClientPayloadError ServerTimeoutError "
+    "SSLEOFError URLError"
+)
+_SERVICE_PACKAGES = ("requests.", "urllib3.", "urllib.error.", "http.client.", "aiohttp.", "httpx.", "httpcore.", "grpc.")
+_SERVICE_TEXTS: tuple[Text, ...] = (
+    "check your connection", "check your internet connection", "couldn't connect to", "couldn't reach", "max retries exceeded",
+    "connection broken", "incompleteread", "remote end closed connection", "server disconnected", "read timed out",
+    "failed to establish a new connection", "response payload is not completed", "run initialization has timed out",
+    "statuscode.unavailable", "statuscode.deadline_exceeded", "eof occurred in violation of protocol",
+)  # fmt: skip
 
 _HELD = re.compile(r"process \d{1,10} has ([\d.]{1,12}) [gt]ib memory in use")
 
@@ -133,7 +171,8 @@ def _is_import_error(view: EvidenceView) -> bool:
 
 def _shared_object(view: EvidenceView) -> bool:
     """Return whether a shared object was unreadable. With an undefined symbol it was read, but its version never fits."""
-    return _is_import_error(view) and ".so" in view.text and "undefined symbol" not in view.text
+    wrong_version = "undefined symbol" in view.text or contains(view.text, (("version", "not found"),))
+    return _is_import_error(view) and ".so" in view.text and not wrong_version
 
 
 def _in_a_storage_client(view: EvidenceView) -> bool:
@@ -149,6 +188,10 @@ def _loading(view: EvidenceView) -> bool:
 def _saved_by_a_launch(view: EvidenceView) -> bool:
     """Return whether others train there now. Who has only loaded from there may be an evaluation, which is soon over."""
     return contains(view.text, (("another launch", "saves to the directory"),))
+
+
+def _not_after_first_step(view: EvidenceView) -> bool:
+    return view.evidence.first_step_done is not True
 
 
 def _eof_of_data(view: EvidenceView) -> bool:
@@ -171,6 +214,7 @@ def _peer_connection(view: EvidenceView) -> bool:
 _PREEMPTED = (
     "PREEMPT", "NODE_FAIL", "NODE FAILURE", "TIME LIMIT",  # Slurm
     "DELETIONBYTAINTMANAGER", "EVICTIONBYEVICTIONAPI", "DELETIONBYPODGC", "TERMINATIONBYKUBELET",  # of DisruptionTarget
+    "EVICTED", "NODESHUTDOWN", "NODELOST",  # of a pod
 )  # fmt: skip
 
 
@@ -181,6 +225,12 @@ def _platform_preempted(view: EvidenceView) -> bool:
 def _cancelled(view: EvidenceView) -> bool:
     return _platform_says("CANCELLED", "SCANCEL")(view) and not _platform_preempted(view)
 
+
+# Debian's name for a host itself is 127.0.1.1; in a job on one machine, 127.0.0.1 is right.
+_NOT_CONNECTED: tuple[Text, ...] = (
+    "connectfullmesh failed", ("unable to find", "address for:"), "no socket interface found",
+    ("connect", "refused", "127.0.1.1"),
+)  # fmt: skip
 
 _PREEMPTED_BECAUSE = "the platform is taking the allocation away, so a restart inside it would not help"
 
@@ -222,7 +272,7 @@ TIER_2 = (
          xids=XIDS_RESTART),
     _hardware("oom-killed", HOST_MEMORY, CONFIRM,
          "the kernel killed it because memory ran out, which almost always happens again", "P D",
-         when=lambda view: (view.evidence.oom_kills or 0) > 0 or "OOMKILLED" in _reason(view)),
+         when=lambda view: (view.evidence.oom_kills or 0) > 0 or _platform_says("OOMKILLED", "OUT_OF_MEMORY")(view)),
     _hardware("gpu-dead", HARDWARE, REPLACE_NODE, "the GPU or its link is broken", "U D",
          texts=("uncorrectable ecc", "uncorrectable nvlink", "fallen off the bus", ("nvlink", "fatal"),
                 "cuda_error_ecc_uncorrectable",
@@ -238,16 +288,31 @@ _ALWAYS = _names(
     "SyntaxError IndentationError TabError NameError UnboundLocalError ImportError ModuleNotFoundError AttributeError "
     "NotImplementedError"
 )
-_ARGUMENTS = _names("TypeError ValueError KeyError IndexError AssertionError ZeroDivisionError")
+_ARGUMENTS = _names(
+    "TypeError ValueError KeyError IndexError AssertionError ZeroDivisionError RecursionError MisconfigurationException "
+    "PanicException"
+)
 _SHAPES: tuple[Text, ...] = (
     "size mismatch", "shape mismatch", "shapes cannot be multiplied", "must match the size of tensor",
     "sizes of tensors must match",
     ("is invalid for input of size", "shape"), "expected all tensors to be on the same device",
+    ("expected", "scalar type"), ("expected", "dtype"), ("input type", "weight type"), "not implemented for '",
+    "does not require grad", "backward through the graph a second time", "modified by an inplace operation",
+    "error building extension", "ninja: build stopped", "ninja is required", ("ninja", "non-zero exit status"),
+    "cannot find a working triton",
+)  # fmt: skip
+# Of compilers, of readers of configuration and of data: what they refuse, they refuse again.
+_LIBRARY_PACKAGES = (
+    "torch._dynamo.", "torch._inductor.", "torch.fx.", "torch.export.", "torch.onnx.", "triton.", "hydra.", "omegaconf.",
+    "pydantic.", "pydantic_core.", "jsonschema.", "jsonargparse.", "click.", "jinja2.", "datasets.exceptions.", "pyarrow.",
+    "pandas.errors.", "pyo3_runtime.", "tokenizers.",
 )  # fmt: skip
 _FILES = _names("FileNotFoundError PermissionError IsADirectoryError UnicodeDecodeError JSONDecodeError yaml.YAMLError")
 _STATE_DICT: tuple[Text, ...] = (
     "missing key(s) in state_dict", "unexpected key(s) in state_dict", "error(s) in loading state_dict",
 )  # fmt: skip
+_NO_DEVICE_MEMORY: tuple[Text, ...] = ("cuda out of memory", "error: out of memory", ("out of memory", "tried to allocate"))
+_CRASHES = ("segmentation fault", "sigsegv", "aborted", "sigabrt", "illegal instruction", "sigill", "floating point", "sigfpe")
 _AT_START = "before the first optimizer step: it would recur on every try"
 _LATER = "one more try shows whether it happens again"
 
@@ -264,12 +329,27 @@ TIER_3 = (
     _program("directory-taken", CODE, STOP,
          "the checkpoints belong to another launch now, and a restart would take them from it: give each its own checkpoint_dir",
          exceptions=_names("elastic_ext.checkpoints.directory.generations.StaleGroup"), when=_saved_by_a_launch),
+    _program("usage", CODE, STOP, "elastic_ext cannot do what the script asks it for",
+         exceptions=_names("elastic_ext.errors.UsageError")),
     _program("code-always", CODE, STOP, "an error of this type would recur on every try", "A", exceptions=_ALWAYS),
     _program("argparse", CODE, STOP, "the script rejected its arguments", "A", exit_codes=frozenset({2}),
          when=lambda view: contains(view.text, ("usage:",))),
+    _program("shared-memory", HOST_MEMORY, CONFIRM,
+         "the usual cause is that /dev/shm is full or too small for what is shared there (docker: --shm-size)",
+         texts=(("dataloader worker", "exited unexpectedly"), ("dataloader worker", "killed by signal: bus error"),
+                ("shared memory", "no space left"), ("/dev/shm", "no space left"), "unable to allocate shared memory",
+                "error while creating shared memory segment", "insufficient shared memory")),
     _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
-         texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
-    _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL),
+         texts=("no space left on device", "disk quota exceeded", "enospc", "edquot", ("pytorchstreamwriter", "failed writing"),
+                ("unexpected pos", "vs")), errnos=frozenset({errno.ENOSPC, errno.EDQUOT})),
+    _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL,
+         errnos=_FILE_SYSTEM_ERRNOS),
+    _program("access-expired", CODE, CONFIRM, "the credentials have expired; one more try may get new ones", texts=_EXPIRED,
+         survivable=True),
+    _program("access-refused-at-start", CODE, STOP, "a server or its client refuses the request, " + _AT_START,
+         exceptions=_REFUSED, texts=_REFUSED_TEXTS, when=_before_first_step, survivable=True),
+    _program("access-refused", CODE, CONFIRM, "a server or its client refuses the request; " + _LATER,
+         exceptions=_REFUSED, texts=_REFUSED_TEXTS, survivable=True),
     _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
     _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
          survivable=True),
@@ -277,34 +357,59 @@ TIER_3 = (
          exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
     _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
          texts=("connection reset",), when=_in_a_storage_client, survivable=True),
+    _program(SERVICE, NETWORK, RESTART, "a server could not be reached", exceptions=_SERVICES, packages=_SERVICE_PACKAGES,
+         texts=_SERVICE_TEXTS, survivable=True),
     _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the previous one is tried",
          exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
-         texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file")),
+         texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file",
+                "error while deserializing header")),
     _program("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the previous one is tried",
          texts=(("checksum", "mismatch"), "ran out of input", "invalid magic number", "invalid load key"), when=_loading,
          checkpoints_back=1),
     _program("device-memory-held", DEVICE_MEMORY, RESTART, "another process held GPU memory",
-         exceptions=_names("OutOfMemoryError"), texts=("cuda out of memory", "cuda error: out of memory"),
+         exceptions=_names("OutOfMemoryError"), texts=_NO_DEVICE_MEMORY,
          when=lambda view: held_by_another_process(view.text.ascii) is not None),
     _program("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU ran out of memory",
          exceptions=_names("OutOfMemoryError"),
-         texts=("cuda out of memory", "cuda error: out of memory", "cublas_status_alloc_failed")),
-    _program("loader-shm", HOST_MEMORY, CONFIRM,
-         "a DataLoader worker died; the usual cause is that /dev/shm is too small",
-         texts=(("dataloader worker", "exited unexpectedly"), ("dataloader worker", "killed by signal: bus error"))),
+         texts=(*_NO_DEVICE_MEMORY, "cublas_status_alloc_failed", "cublas_status_not_initialized")),
+    _program("host-limit", HOST_MEMORY, CONFIRM, "a limit of the host is reached: open files, threads or locked memory (ulimit)",
+         texts=("too many open files", "can't start new thread", "resource temporarily unavailable", "memlock",
+                ("ibv_", "cannot allocate memory")),
+         errnos=frozenset({errno.EMFILE, errno.ENFILE}), survivable=True),
     _program("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
-         texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"))),
+         texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"),
+                ("terminated with signal", "sigkill"), "std::bad_alloc", "cannot allocate memory"),
+         errnos=frozenset({errno.ENOMEM})),
+    _program("child-crash", CRASH, CONFIRM, "native code crashed in a process that the script had started",
+         texts=tuple((how, name) for how in ("killed by signal:", "terminated with signal") for name in _CRASHES)),
+    _program(REPLAY, HARDWARE, REPLACE_NODE, "the same computation gave another result: the hardware computes wrongly",
+         exceptions=_names("SDCReplayMismatch ReplayMismatch ReplayMismatchError"),
+         texts=(("sdc", "mismatch"), "silent data corruption")),
     _program("numeric", NUMERIC, CONFIRM,
-         "the loss or a gradient became NaN or infinite; the checkpoint before the newest is tried",
+         "the loss or a gradient became NaN or infinite",
          exceptions=_names("FloatingPointError"), checkpoints_back=1,
          texts=("loss is nan", "loss is inf", "nan loss", "returned nan values", "is non-finite", "gradient is nan",
+                "found nan in", "found inf in", "loss scale already at minimum", "minimum loss scale",
+                *(("not finite", what) for what in ("loss", "grad", "norm")),
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
                 "inf in gradient", "nan/inf", "inf/nan", "nan or inf", "inf or nan")),
     _program("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
-         texts=("unspecified launch failure", "cudnn_status_internal_error", ("unhandled cuda error", "nccl"))),
-    _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access or a failed assertion", "B",
+         texts=("unspecified launch failure", "cudnn_status_internal_error", "cublas_status_execution_failed",
+                "cublas_status_internal_error", ("unhandled cuda error", "nccl"))),
+    _program("gpu-not-ready", HARDWARE, RESTART, "the GPU is held by another process, or its driver is not ready",
+         texts=("is/are busy or unavailable", "no cuda-capable device is detected", "no cuda gpus are available",
+                "system not yet initialized", "failed to initialize nvml", "cuda error: unknown error")),
+    _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
-         texts=("an illegal memory access", "device-side assert triggered")),
+         texts=("an illegal memory access", "device-side assert triggered", "cuda error:", "hip error:")),
+    _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
+         texts=("ncclinvalidusage", "ncclinvalidargument", "duplicate gpu detected", "mismatch between collectives",
+                "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
+                ("params", "appears not to match"), "same model across all ranks")),
+    _program(INTERFACE, CASCADE, Response.FOLLOW,
+         "if no other worker failed, the workers cannot connect to each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+         "to the interface of the "
+         "network between the nodes", texts=_NOT_CONNECTED, when=_not_after_first_step, survivable=True),
     _program("peer-gone", CASCADE, Response.FOLLOW, "a peer disappeared during a collective; the cause is elsewhere", "T",
          exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
@@ -314,15 +419,20 @@ TIER_3 = (
          when=_peer_connection, survivable=True),
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
          exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
-    _program("network", NETWORK, RESTART, "the network failed",
+    _program(NETWORK_RULE, NETWORK, RESTART, "the network failed",
          exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
-         texts=("name or service not known", "temporary failure in name resolution"), survivable=True),
+         texts=("name or service not known", "temporary failure in name resolution", "address already in use",
+                "connection refused", "connection timed out", "no route to host", "network is unreachable"), survivable=True),
+    _program("data-broken", DATA, CONFIRM, "a file of the data cannot be read; " + _LATER,
+         exceptions=_names("UnidentifiedImageError BadGzipFile ArrowInvalid"),
+         texts=("image file is truncated", "cannot identify image file", "broken data stream", "parquet magic bytes not found",
+                ("jpeg", "truncated"), "arrowinvalid"), survivable=True),
     _program("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
          when=_before_first_step),
     _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT),
     _program("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
-         when=_before_first_step),
-    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES),
+         packages=_LIBRARY_PACKAGES, when=_before_first_step),
+    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES, packages=_LIBRARY_PACKAGES),
     _program("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
          when=_before_first_step),
     _program("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),

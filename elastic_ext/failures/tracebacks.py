@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from elastic_ext.failures.evidence import RaisedException
+from elastic_ext.failures.evidence import RaisedException, Wrapped
 
 HEADER = "Traceback (most recent call last):"
+CAUSE = "The above exception was the direct cause of the following exception:"
+MAX_CAUSES = 4
 MAX_LINES = 2000  # a recursion error prints about that many; later lines are ignored
 MAX_MESSAGE_LINES = 50  # indented lines after the first line of a message, e.g. torch's list of missing keys
 MAX_LINE = 4096  # characters
@@ -19,14 +22,28 @@ def last_exception(text: str) -> RaisedException | None:
     """Return the exception of the last traceback in `text`, or None.
 
     Any text before "Traceback" on its line counts as a prefix, like those that torch ("[rank0]: ") and torchrun ("[default0]:")
-    put before each line of a rank. Lines with another prefix are skipped.
+    put before each line of a rank. Lines with another prefix are skipped. What it was raised from is in `wrapped`.
     """
-    at = text.rfind(HEADER)
-    if at < 0:
-        return None
-    start = text.rfind("\n", 0, at) + 1
-    lines = text[at:].split("\n", MAX_LINES)[1 : MAX_LINES + 1]
-    return _read(_without_prefix(lines, text[start:at])) or _read(lines)
+    found = None
+    causes: list[Wrapped] = []
+    end = len(text)
+    while len(causes) <= MAX_CAUSES:
+        at = text.rfind(HEADER, 0, end)
+        if at < 0:
+            break
+        start = text.rfind("\n", 0, at) + 1
+        lines = text[at:end].split("\n", MAX_LINES)[1 : MAX_LINES + 1]
+        raised = _read(_without_prefix(lines, text[start:at])) or _read(lines)
+        if raised is None:
+            break
+        if found is None:
+            found = raised
+        else:
+            causes.append(Wrapped(raised.type, raised.message))
+        end = text.rfind(CAUSE, 0, start)
+        if end < 0 or HEADER in text[end:start]:
+            break
+    return replace(found, wrapped=tuple(causes)) if found else None
 
 
 def _without_prefix(lines: list[str], prefix: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import cut, shown
 
 SCHEMA = 1
 MAX_TEXT = 1000  # characters of one text; the rest is cut off
@@ -300,7 +300,7 @@ def rfc3339(unix_s: float) -> str:
 
 def _clean(value: Value) -> Value:
     if isinstance(value, str):
-        return shown(value[: 4 * MAX_TEXT])[:MAX_TEXT]  # first masked, then cut: half a URL would keep its password
+        return cut(shown(value[: 4 * MAX_TEXT]), MAX_TEXT)  # first masked, then cut: half a URL would keep its password
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, Mapping):

@@ -8,7 +8,7 @@ from statistics import median
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, StateSeconds
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import cut, shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
@@ -86,17 +86,17 @@ def build(sources: Sources) -> Document:
     return Document(
         job=_job(sources, failures, nodes),
         nodes=tuple(nodes),
-        rounds=tuple(replace(each, why=shown(verdicts.get(each.round, each.why))[:MAX_TEXT]) for each in rounds),
+        rounds=tuple(replace(each, why=cut(shown(verdicts.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
         failures=failures,
         stragglers=_stragglers(reports, nodes),
-        refused=tuple(Refusal(shown(host), shown(why)[:MAX_TEXT]) for host, why in sorted(status.refused.items())),
+        refused=tuple(Refusal(shown(host), cut(shown(why), MAX_TEXT)) for host, why in sorted(status.refused.items())),
         goodput=tuple(StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
         goodput_points=own.points if own is not None else (),
         unknown=(*(Unknown(what, why) for what, why in status.unknown.items()), *_gaps(nodes, rounds, spent), *faults),
         shown_by=own.id if own is not None else "",
         rounds_by=shown(by),
         read_s=sources.read_s,
-        fault=shown(sources.fault)[:MAX_TEXT],
+        fault=cut(shown(sources.fault), MAX_TEXT),
     )
 
 
@@ -112,7 +112,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         run_id=shown(status.run_id),
         backend=sources.backend,
         state=state,
-        reason=shown(final.reason if final is not None and state not in ("running", "ended") else reason)[:MAX_TEXT],
+        reason=cut(shown(final.reason if final is not None and state not in ("running", "ended") else reason), MAX_TEXT),
         round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
         nodes=header.nodes or (own.nodes if own is not None else 0) or len(of_round),
         world_size=header.world or (own.world if own is not None else 0) or sum(each.workers for each in of_round),
@@ -215,7 +215,7 @@ def _failure(verdict: JobVerdict) -> Failure:
         round=verdict.round,
         decision=decision.word,
         kind=shown(decision.kind),
-        reason=shown(decision.reason)[:MAX_TEXT],
+        reason=cut(shown(decision.reason), MAX_TEXT),
         rule=shown(decision.rule),
         host=shown(verdict.host),
         rank=verdict.rank,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import cut, shown
 from elastic_ext.observe.event_table import MAX_TEXT, Source
 from elastic_ext.observe.outbox import Outbox
 from elastic_ext.observe.recovery_trace import Course
@@ -127,7 +127,7 @@ def emit(tracer: Tracer, course: Course, source: Source, ahead_s: float) -> None
         "elastic_ext.round": course.round,
         "elastic_ext.kind": course.cause.kind,
         "elastic_ext.decision": course.cause.decision,
-        "elastic_ext.reason": shown(course.cause.reason)[:MAX_TEXT],
+        "elastic_ext.reason": cut(shown(course.cause.reason), MAX_TEXT),
     }
     whole = tracer.start_span("recovery", context=trace.Context(), start_time=at(course.begin), attributes=attributes)
     within = trace.set_span_in_context(whole, trace.Context())

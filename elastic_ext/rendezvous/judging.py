@@ -17,7 +17,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.judgement import Circumstances
+from elastic_ext.failures.judgement import Circumstances, Lost
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_report, encode_ledger
 from elastic_ext.failures.policy import Backoff
 
@@ -32,7 +32,7 @@ def circumstances(
     *,
     nodes: int | None = None,
     min_nodes: int | None = None,
-    lost: tuple[str, ...] = (),
+    lost: tuple[Lost, ...] = (),
 ) -> Circumstances:
     """Return the current circumstances of a judgement."""
     return Circumstances(

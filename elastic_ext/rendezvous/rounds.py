@@ -151,13 +151,16 @@ def reports(view: View) -> tuple[str, ...]:
     return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
 
 
-def lost(view: View) -> tuple[str, ...]:
-    """Return the ids of members of the round that are gone, were released, or have stopped their workers as they were cut off.
+def lost(view: View) -> dict[str, str]:
+    """Return what became of the members of the round that are gone, were released, or have stopped as they were cut off, by id.
 
     Also of one that is back: the round has ended because it was gone.
     """
-    number, leaving = view.header.round, {*drains.released(view.header), view.header.lost}
-    return tuple(id_ for id_ in view.members if id_ not in view.nodes or id_ in leaving or view.nodes[id_].cut == number)
+    number, released = view.header.round, drains.released(view.header)
+    became = {id_: "was told to leave" for id_ in view.members if id_ in released}
+    became |= {id_: "was cut off from etcd" for id_, node in view.nodes.items() if id_ in view.members and node.cut == number}
+    gone = [id_ for id_ in view.members if id_ not in view.nodes or id_ == view.header.lost]
+    return {**dict.fromkeys(gone, "was lost"), **became}
 
 
 def reaches(view: View) -> dict[str, Reach]:
@@ -286,7 +289,9 @@ def _hangs(view: View) -> str | None:
     if any(number not in (node.stalled, node.quiet) for node in nodes.values()):
         return None
     cut = next(iter(cuts.cuts(reaches(view))), None)
-    return f"{STALLED}: node {cut.node} gets no answer from node {cut.other}" if cut is not None else None
+    if cut is None:
+        return None
+    return f"{STALLED}: node {drains.host_of(cut.node)} gets no answer from node {drains.host_of(cut.other)}"
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
@@ -380,4 +385,5 @@ def neighbors(rank: int, order: Sequence[str]) -> tuple[str, ...]:
 
 
 def _named(ids: Sequence[str]) -> str:
-    return f"node {ids[0]}" if len(ids) == 1 else f"{len(ids)} nodes (including {ids[0]})"
+    host = drains.host_of(ids[0])
+    return f"node {host}" if len(ids) == 1 else f"{len(ids)} nodes (including {host})"

@@ -11,7 +11,7 @@ def resume_from() -> str | None:
     """Return the checkpoint that the agent chose for this round; it is the same on all ranks.
 
     Returns:
-        A path or a URL; None to start from nothing.
+        A path or a URL: of this rank's own file, if each rank wrote one. None to start from nothing.
     """
     return os.environ.get(checkpoint_variables.RESUME_FROM) or None
 

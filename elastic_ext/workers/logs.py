@@ -27,6 +27,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
     Attributes:
         variables: set before each round: environment variables for all workers of this node, including
             TORCHELASTIC_RESTART_COUNT, which names the log directory.
+        own_variables: set before each round: what differs for a worker, by local rank.
         messages: set before each round: keys of each worker's message, by local rank; see `worker_env`. `reify` adds the rest.
         modules_file: set before each round: where a worker of this round writes what it has imported.
         run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
@@ -43,6 +44,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         self.modules_file = ""
         self.run_dir = ""
         self.variables: dict[str, str] = {}
+        self.own_variables: dict[int, dict[str, str]] = {}
         self.messages: dict[int, dict[str, object]] = {}
         self.stderr = StderrTails(enabled=False)
         self.error_files: dict[int, str] = {}
@@ -55,8 +57,8 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Complete the workers' environments, by local rank, and return where their logs go. Torch calls this each round."""
-        for env in envs.values():
-            env.update(self.variables)
+        for local_rank, env in envs.items():
+            env.update(self.variables, **self.own_variables.get(local_rank, {}))
         dest = self._inner.reify(envs)
         self.stderr.begin_round()
         if self._round_dir:  # the previous round's: a job that restarts for weeks must not fill the memory that holds it

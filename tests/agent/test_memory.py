@@ -25,8 +25,11 @@ from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
 from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.workers.progress import Progress
 from elastic_ext.workers.standby.import_checks import PER_WORKER
+from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
 
 
@@ -38,6 +41,11 @@ class NoMetrics:
 def run_dir() -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elastic_ext_test_") as folder:
         yield folder
+
+
+def told(kind: str, back: int, refuse_copies: bool = False, node: str = "a") -> JobVerdict:
+    decision = Decision(Action.RESTART, kind, "it failed", rule="rule", checkpoints_back=back)
+    return JobVerdict(decision, 3, node, refuse_copies=refuse_copies)
 
 
 def copies_of(settings: Settings, run_dir: str) -> MemoryCopies:
@@ -211,16 +219,20 @@ def test_addresses(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("kind", "in_memory", "refused", "quarantined"),
+    ("verdict", "in_memory", "refused", "quarantined"),
     [
-        (kinds.NUMERIC, False, True, True),  # what has been copied since may have the same numbers
-        (kinds.NUMERIC, True, True, True),
-        (kinds.UNKNOWN, True, True, False),
-        (kinds.UNKNOWN, False, False, True),
+        (told(kinds.NUMERIC, back=0, refuse_copies=True), True, True, None),
+        (told(kinds.NUMERIC, back=0, refuse_copies=True, node="b"), True, True, None),
+        (told(kinds.NUMERIC, back=1, refuse_copies=True), False, True, 5),
+        (told(kinds.NUMERIC, back=1, refuse_copies=True, node="b"), False, True, None),  # the node with the cause does
+        (told(kinds.UNKNOWN, back=1), True, True, None),
+        (told(kinds.UNKNOWN, back=1), False, False, 5),
+        (told(kinds.UNKNOWN, back=0), True, False, None),
     ],
 )
-def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, kind, in_memory, refused, quarantined):
+def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, verdict, in_memory, refused, quarantined):
     settings = Settings(checkpoint_dir=str(tmp_path))
+    save_own(tmp_path, 3)
     save_own(tmp_path, 5)
     with copies_of(settings, run_dir) as copies:
         room = copies.open(1)
@@ -230,7 +242,25 @@ def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, kin
         part.parent.mkdir()
         part.write_bytes(b"part")
         path = f"{room.directory}/{name}" if in_memory else f"{tmp_path}/{directory_name(5, 1)}"
-        ResumePoint(settings, Resumption(path, 8), None, copies).quarantine(SimpleNamespace(kind=kind, rule="rule"), 3)
+        ResumePoint(settings, Resumption(path, 8), None, copies).go_back(verdict, "a")
         assert copies.refused == ((name,) if refused else ())
         assert part.exists() != refused
-    assert bool(marks.quarantined_names(open_storage(str(tmp_path)))) == quarantined
+    expected = set() if quarantined is None else {directory_name(quarantined, 1)}
+    assert marks.quarantined_names(open_storage(str(tmp_path))) == expected
+
+
+def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):
+    """A checkpoint in memory is none on disk, and what workers have saved since the round began counts."""
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    with copies_of(settings, run_dir) as copies:
+        room = copies.open(1)
+        assert room is not None
+        resumed = ResumePoint(settings, Resumption(f"{room.directory}/{directory_name(8, 1)}", 8), None, copies)
+        assert resumed.newest_steps([]) == (None, None)
+        for step in (7, 8):
+            save_part([Path(room.directory)], step)
+        copies.checkpoint_step = 5
+        assert resumed.newest_steps([worker(1, None)]) == (8, 5)
+        assert resumed.newest_steps([worker(1, 12), worker(2, 9)]) == (8, 12)
+        copies.refuse_all()
+        assert resumed.newest_steps([]) == (None, 5)

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from elastic_ext.agent import start
 from elastic_ext.base.errors import UsageError
-from elastic_ext.rendezvous import address
+from elastic_ext.rendezvous import address, interfaces
+from elastic_ext.rendezvous.interfaces import HostName
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.reaper.client import END_TIMEOUT_S
@@ -218,6 +220,32 @@ def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, cap
         assert len(list(tmp_path.glob("elastic_ext_*"))) == 1  # that of the round before has gone
     logs.remove()
     assert list(tmp_path.glob("elastic_ext_*")) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "expected", "said"),
+    [
+        (
+            HostName("n1", ("127.0.1.1",), True, "eth0"),
+            "",
+            {"GLOO_SOCKET_IFNAME": "eth0"},
+            "n1 resolves to 127.0.1.1: the workers get",
+        ),
+        (HostName("n1", ("127.0.1.1",), True, "eth0"), "ib0", {}, ""),  # the user's own
+        (HostName("n1", ("10.0.0.5",), False, "eth0"), "", {}, ""),
+        (HostName("n1", (), True, ""), "", {}, "n1 resolves to no address, and no interface has the address 10.0.0.5"),
+    ],
+)
+def test_gloo_is_told_the_interface_where_the_host_name_leads_to_the_loopback(monkeypatch, caplog, found, given, expected, said):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if given:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    monkeypatch.setattr(interfaces, "look_up", lambda address: found)
+    start.gloo_interface.cache_clear()
+    assert start.gloo_interface("10.0.0.5") == start.gloo_interface("10.0.0.5") == expected
+    assert start.gloo_interface("127.0.0.1") == {}, "all nodes are on this machine"
+    start.gloo_interface.cache_clear()
+    assert [record.getMessage().startswith(f"the host name {said}") for record in caplog.records] == [True] * bool(said)
 
 
 def refused(command: list[str], tmp_path: Path, said: str) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import Block, masked, redacted, shown, shown_block
+from elastic_ext.base.printable import Block, cut, masked, redacted, shown, shown_block
 from elastic_ext.checkpoints.directory.marks import quarantine
 from elastic_ext.checkpoints.directory.tiers import claim
 from elastic_ext.checkpoints.storage import open_storage
@@ -32,6 +32,23 @@ def assert_fit(text: str) -> None:
     for line in text.split("\n"):
         assert line.expandtabs().isprintable(), ascii(line)
         assert not line.startswith(FORGED), text
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "expected"),
+    [
+        ("a peer closed it", 16, "a peer closed it"),
+        ("a peer closed it", 15, "a peer closed…"),
+        ("a peer closed it", 13, "a peer…"),  # the ellipsis has to fit, too
+        ("at the end, then", 13, "at the end…"),
+        ("/a/path/without/any/space", 10, "/a/path/w…"),
+        ("no /a/path/without/any/space", 12, "no /a/path/…"),  # else too little would be left
+        ("", 5, ""),
+    ],
+)
+def test_a_long_text_ends_at_a_word(text, most, expected):
+    assert cut(text, most) == expected
+    assert len(expected) <= most
 
 
 # Credentials.

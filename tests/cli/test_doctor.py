@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -17,6 +18,8 @@ from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import doctor, doctor_checks
 from elastic_ext.cli.doctor_checks import FAIL, OK, WARN, Finding
+from elastic_ext.rendezvous import address, interfaces
+from elastic_ext.rendezvous.interfaces import Address, HostName
 from tests.etcd_server import EtcdServer
 from tests.jobs import environment
 from tests.ports import free_port
@@ -122,6 +125,37 @@ def test_a_file_where_a_directory_is_to_be(tmp_path, below):
     assert found["checkpoint_dir"].state == OK
     assert found["local_dir"].state == FAIL
     assert f"{tmp_path}/file is not a directory" in found["local_dir"].detail
+
+
+LOOPS = HostName("n1", ("127.0.1.1",), True, "ib0")
+
+
+@pytest.mark.parametrize(
+    ("found", "endpoint", "environ", "state", "advice"),
+    [
+        (LOOPS, "10.1.0.1:2379,10.1.0.2:2379", {}, WARN, "set GLOO_SOCKET_IFNAME=ib0 and NCCL_SOCKET_IFNAME=ib0"),
+        (LOOPS, "job:10.1.0.1", {}, WARN, "GLOO_SOCKET_IFNAME=ib0"),
+        (LOOPS, "job:", {}, WARN, "GLOO_SOCKET_IFNAME=ib0"),
+        (LOOPS, "localhost:2379", {}, OK, "several nodes: "),
+        (LOOPS, "job:localhost", {}, OK, "several nodes: "),
+        (LOOPS, "", {}, OK, "several nodes: "),
+        (dataclasses.replace(LOOPS, interface=""), "10.1.0.1:2379", {}, WARN, "GLOO_SOCKET_IFNAME=eth0 or ib0"),
+        (LOOPS, "10.1.0.1:2379", {"GLOO_SOCKET_IFNAME": "eth1"}, OK, ""),
+        (dataclasses.replace(LOOPS, loops=False), "10.1.0.1:2379", {}, OK, ""),
+    ],
+)
+def test_a_host_name_that_leads_to_the_loopback(monkeypatch, found, endpoint, environ, state, advice):
+    reached_at = []
+    monkeypatch.setattr(interfaces, "look_up", lambda address: (reached_at.append(address), found)[1])
+    monkeypatch.setattr(address, "address_towards", lambda host: f"towards {host}")
+    own = [Address("lo", "127.0.0.1"), Address("eth0", "10.0.0.5"), Address("ib0", "10.1.0.5")]
+    monkeypatch.setattr(interfaces, "addresses", lambda: own)
+    (told,) = doctor_checks.check_host_name(doctor_checks.Inputs(Settings(), endpoint, environ))
+    assert (told.name, told.state) == ("host name", state)
+    assert told.detail.startswith("the host name n1 resolves to 127.0.1.1")
+    assert advice in told.advice
+    assert bool(advice) == bool(told.advice)
+    assert reached_at == ["towards 10.1.0.1" if "10.1.0.1" in endpoint else ""]
 
 
 @pytest.mark.full

@@ -5,7 +5,10 @@ With RECORD_TIMELINE=1 the picture replaces the one in the docs, and its events 
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,6 +69,13 @@ class Nodes:
         return (self.folder / "n0.jsonl").read_text().count('"event":"checkpoint_saved"')
 
 
+def told_of_the_lost_node(endpoint: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What explain says of each verdict of kind network: the line with the cause."""
+    assert main.main(["explain", f"--rdzv-endpoint={endpoint}", "--rdzv-id=llama-70b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line, after in itertools.pairwise(lines) if after.startswith("  kind network")]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
@@ -84,6 +94,7 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
         nodes.trains("n0", 3)
         nodes.trains("n1", 3)
         nodes.saved()
+        said = told_of_the_lost_node(etcd.endpoint, capsys)
         for name in ("n0", "n1"):
             nodes.jobs[name].process.terminate()
         assert [nodes.jobs[name].finish().returncode for name in ("n0", "n1")] == [75, 75]
@@ -100,6 +111,12 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
     marks = {each.kind: each.node for each in found.marks}
     assert marks["unknown"] == "n1"
     assert marks["node lost"] == "n2"
+    for each in said:  # unless both others were told that it is lost before their workers noticed
+        assert re.match(r"  n2: node n2 was lost; then rank [01] raised RuntimeError: .*, on n[01]$", each), each
+    decided = [line for file in events for line in map(json.loads, Path(file).read_text().splitlines()) if "culprit_rank" in line]
+    of_lost = [line for line in decided if line["kind"] == "network"]
+    assert bool(of_lost) == bool(said)
+    assert {(line["culprit_host"], line["culprit_rank"], line["decision"]) for line in of_lost} <= {("n2", -1, "restart_free")}
     assert marks["preemption"] in ("n0", "n1")
     assert found.end == "ended: succeeded"
     size = (tmp_path / "life.png").stat().st_size

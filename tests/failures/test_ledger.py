@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import pytest
 
@@ -10,7 +11,8 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
-from elastic_ext.failures.judgement import Circumstances, judge
+from elastic_ext.failures.history import PastFailure
+from elastic_ext.failures.judgement import Circumstances, Lost, going_back, judge
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     Ledger,
@@ -34,6 +36,7 @@ def report(host="h", type_=None, message="", resumed_at=None, order=0, **more):
     return Report(host, dataclasses.replace(classify(evidence), order=order), resumed_at)
 
 
+LOST = Lost("hc", id="c")
 PEER = {"type_": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234"}
 
 
@@ -66,15 +69,115 @@ def test_across_nodes_the_first_that_the_job_learnt_of_is_the_cause():
 def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
     told = {"a": report("ha", **PEER), "b": report("hb", **PEER)}
     _, charged = judge(told, Ledger(), RULES, 1)
-    _, free = judge(told, Ledger(), dataclasses.replace(RULES, lost=("c",)), 1)
+    _, free = judge(told, Ledger(), dataclasses.replace(RULES, lost=(LOST,)), 1)
     assert (charged.decision.response, charged.restarts) == (Response.RESTART, 1)
     assert (free.decision.response, free.restarts) == (Response.RESTART_FREE, 0)
-    assert "node c was lost, cut off or told to leave" in free.decision.reason
+
+
+GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:4321. This may "
+    "indicate that other ranks have failed, or that there are bugs in the application"
+)
+
+
+@pytest.mark.parametrize(
+    ("lost", "begins"),
+    [
+        ((LOST,), "node hc was lost; then rank 1 raised RuntimeError: "),
+        ((LOST, Lost("hd")), "node hc was lost (and 1 more); then rank 1 raised RuntimeError: "),
+        ((Lost("hc", "has left"),), "node hc has left; then rank 1 raised RuntimeError: "),
+    ],
+)
+def test_a_lost_node_is_the_culprit_and_its_victim_comes_second(lost, begins):
+    told = {"a": report("ha", "RuntimeError", GLOO, rank=1, step=5)}
+    ledger, verdict = judge(told, Ledger(), dataclasses.replace(RULES, lost=lost), 1)
+    reason = verdict.decision.reason
+    assert reason.startswith(begins)
+    assert "Connection closed by peer [10.0.0.3]:4321" in reason
+    assert re.search(r"\w…", reason), "cut at a word"
+    assert reason.endswith(", on ha")
+    assert len(reason) < 300
+    assert (verdict.host, verdict.rank, verdict.node, verdict.decision.kind) == ("hc", -1, lost[0].id, "network")
+    assert ledger.failures[-1].node == "hc", "nothing is held against the victim's node"
+
+
+@pytest.mark.parametrize(
+    ("message", "decision", "node", "rank"),
+    [
+        ("rank 5: replay of step 812 differs", "replace_node", "b", 5),
+        ("the replay differs on Rank 3", "replace_node", "a", 3),
+        ("the replay differs", "replace_node", "a", 3),
+        ("rank 7: replay of step 812 differs", "restart", "a", 7),
+    ],
+)
+def test_the_node_of_the_rank_that_computes_wrongly_is_replaced_and_no_other(message, decision, node, rank):
+    told = {"a": report("ha", "x.SDCReplayMismatch", message, rank=3), "b": report("hb", **PEER, rank=5)}
+    _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, nodes=3, min_nodes=2), 1)
+    assert (verdict.decision.response.value, verdict.node, verdict.rank) == (decision, node, rank)
+
+
+def test_failures_whose_progress_is_unknown_are_not_without_progress():
+    """A script that resumes from what only it knows: steps since its start say nothing."""
+    ledger = Ledger()
+    for number, (steps, began) in enumerate([(12, 0), (10, None), (6, None), (9, None)], 1):
+        told = {"a": report("ha", "ConnectionError", "refused", resumed_at=began, step=steps)}
+        ledger, verdict = judge(told, ledger, Circumstances(11, nodes=1), number)
+        assert (verdict.ends_job, verdict.restarts) == (False, number)
+
+
+def nan(copied_at=None, saved_at=None, resumed_at=0, step=61, message="loss is nan"):
+    told = report("ha", "FloatingPointError", message, resumed_at=resumed_at, step=step)
+    return {"a": dataclasses.replace(told, copied_at=copied_at, saved_at=saved_at)}
+
+
+def test_a_number_out_of_range_goes_back_one_tier_at_a_time():
+    """Copies of each step, a checkpoint at 20 and 40: both are tried before the job stops."""
+    ledger, rules = Ledger(), Circumstances(20, nodes=1)
+    ledger, first = judge(nan(copied_at=60, saved_at=40), ledger, rules, 1)
+    assert (first.refuse_copies, first.decision.checkpoints_back, first.decision.action) == (True, 0, Action.RESTART)
+    assert (
+        "the copies in memory (up to step 60) are refused, and the newest checkpoint (step 40) is tried" in first.decision.reason
+    )
+    assert decode_verdict(encode_verdict(first)) == first
+    ledger, second = judge(nan(copied_at=60, saved_at=40, resumed_at=40, step=21), decode_ledger(encode_ledger(ledger)), rules, 2)
+    assert (second.refuse_copies, second.decision.checkpoints_back, second.decision.action) == (True, 1, Action.RESTART)
+    assert (
+        "the newest checkpoint (step 40) was tried before, so the one before it is tried, if there is one"
+        in second.decision.reason
+    )
+    _, third = judge(nan(copied_at=60, saved_at=20, resumed_at=20, step=41), ledger, rules, 3)
+    assert (third.decision.rule, third.decision.exit_code, third.refuse_copies) == ("repeated", 65, False)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "before", "back", "to"),
+    [
+        ((None, 40), None, 1, None),  # no copies
+        ((None, None), None, 1, None),
+        ((39, 40), None, 1, None),  # older ones
+        ((40, 40), None, 1, None),
+        ((41, 40), None, 0, 40),
+        ((41, 0), None, 0, None),  # no checkpoint yet: from the beginning
+        ((41, None), None, 0, None),
+        ((60, 40), 40, 1, None),  # copies that were made since come from the checkpoint that was tried
+        ((None, 40), 40, 1, None),
+        ((90, 80), 40, 0, 80),  # a checkpoint was saved since
+    ],
+)
+def test_what_numbers_out_of_range_go_back_to(tiers, before, back, to):
+    earlier = () if before is None else (PastFailure("f", kind="numeric", gone_back_to=before), PastFailure("g", kind="network"))
+    found = going_back(*tiers, earlier)
+    assert (found.checkpoint, found.to) == (bool(back), to)
+
+
+def test_a_checkpoint_with_a_new_generation_of_the_same_step_is_tried_again():
+    earlier = (PastFailure("f", kind="numeric", gone_back_to=40), PastFailure("f", kind="numeric"))
+    assert not going_back(60, 40, earlier).checkpoint
 
 
 def test_a_real_cause_beside_a_lost_node_is_still_the_cause():
     told = {"a": report("ha", **PEER), "b": report("hb", "NameError", "x")}
-    assert judge(told, Ledger(), dataclasses.replace(RULES, lost=("c",)), 1)[1].ends_job
+    assert judge(told, Ledger(), dataclasses.replace(RULES, lost=(LOST,)), 1)[1].ends_job
 
 
 def test_the_budget_is_the_jobs_and_not_the_nodes():
@@ -104,7 +207,7 @@ def test_a_script_that_asks_for_another_try_for_ever_spends_the_budget():
     ("failure", "times", "rule"),
     [
         ({"exit_code": 9, "first_step_done": False}, 3, "repeated"),
-        ({"type_": "my.NoLicense", "message": "server 7", "first_step_done": False}, 2, "repeated"),
+        ({"type_": "my.NoLicense", "message": "server 7", "first_step_done": False}, 3, "repeated"),
         ({"type_": "KeyError", "message": "'missing'", "step": 1}, 2, "repeated"),
     ],
     ids=["silent", "unknown", "bug"],
@@ -115,13 +218,15 @@ def test_the_same_failure_stops_a_job_without_limit(failure, times, rule):
     assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == (rule, 65)
 
 
-def test_without_limit_other_failures_restart_for_ever():
-    ledger = Ledger()
+@pytest.mark.parametrize("moves", [True, False])
+def test_without_limit_other_failures_restart_as_long_as_there_is_progress(moves):
+    ledger, ends = Ledger(), []
     for number in range(30):
-        told = {"a": report("ha", exit_code=20 + number, first_step_done=False)}
+        told = {"a": report("ha", exit_code=20 + number, step=7, resumed_at=10 * number if moves else 0)}
         ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT), number)
-        assert not verdict.ends_job
-    assert "no limit" in verdict.decision.reason
+        ends.append(verdict.ends_job)
+    assert ends.index(True) == 7 if not moves else not any(ends)
+    assert moves == ("no limit" in verdict.decision.reason)
 
 
 def test_a_checkpoint_that_came_since_gives_the_budget_back():

@@ -1,5 +1,7 @@
 """What is decided after the table: history, nodes, budget, exit codes; and what the history says of progress. Pure."""
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_ext.failures.classify import classify
@@ -22,6 +24,7 @@ CUT = of(hang=True, cut=("n1", "n2"), first_step_done=False)
 CUTS_APART = of(hang=True, cut=("n1", "n2"), cuts_apart=True, first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
+OTHER = Precedent(False, False, "n2")
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
 
@@ -68,18 +71,36 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
         # no evidence at all
         (SILENT, (), None, "restart", "unknown", "no-evidence", None),
-        (SILENT, (Precedent(True, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
+        (SILENT, (Precedent(True, False, "n2"),), None, "restart", "unknown", "no-evidence", None),
         (SILENT, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (SILENT, (Precedent(True, False, "n2"),) * 2, None, "stop", "code", "repeated", 65),
-        (SILENT, (Precedent(False, False, "n2"),) * 2, None, "confirm", "unknown", "no-evidence", None),
-        # an exception that no rule knows: the same one again is evidence
+        (SILENT, (Precedent(False, False, "n2"),) * 2, None, "restart", "unknown", "no-evidence", None),
+        # an exception that no rule knows: the third time it is a bug, because a service may have been down for a while
         (OWN, (), None, "restart", "unknown", "no-evidence", None),
-        (OWN, (SAME_THERE,), None, "stop", "code", "repeated", 65),
-        (OWN, (Precedent(True, False, None),), None, "stop", "code", "repeated", 65),
-        (OWN, (SAME_HERE,), (1, 1), "stop", "code", "repeated", 65),
+        (OWN, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
+        (OWN, (SAME_THERE,) * 2, None, "stop", "code", "repeated", 65),
+        (OWN, (Precedent(True, False, None),) * 2, None, "stop", "code", "repeated", 65),
+        (OWN, (SAME_HERE,) * 2, (1, 1), "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,), (3, 2), "replace_node", "unknown", "same-node", 69),
-        (OWN, (SAME_HERE,), (2, 2), "confirm", "unknown", "no-evidence", None),
-        (OWN, (Precedent(False, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
+        (OWN, (SAME_HERE,), (2, 2), "restart", "unknown", "no-evidence", None),
+        (OWN, (Precedent(False, False, "n2"),), None, "restart", "unknown", "no-evidence", None),
+        # failures in a row without progress, of which none is the same as another
+        (KEY, (OTHER,) * 6, None, "confirm", "code", "arguments", None),
+        (KEY, (OTHER,) * 7, None, "stop", "code", "in-a-row", 1),
+        (KEY, (replace(OTHER, kind="storage"),) * 7, None, "stop", "code", "in-a-row", 75),
+        (
+            NETWORK,
+            (replace(OTHER, kind="code"),) * 4 + (replace(OTHER, kind="network"),) * 3,
+            None,
+            "stop",
+            "network",
+            "in-a-row",
+            1,
+        ),
+        (KEY, (replace(OTHER, progress=True),) * 9 + (OTHER,) * 6, None, "confirm", "code", "arguments", None),
+        (KEY, (replace(OTHER, progress=None),) * 9, None, "confirm", "code", "arguments", None),
+        (KEY, (replace(OTHER, charged=False),) * 9, None, "confirm", "code", "arguments", None),
+        (of(exit_code=75), (OTHER,) * 9, None, "restart_free", "preemption", "try-again", None),
         (OWN, (Precedent(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
         (OWN, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (OWN_LATER, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
@@ -180,7 +201,27 @@ def test_a_warm_start_is_no_proof_of_a_bug(diagnosis, charged, decision, rule, c
 def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one():
     warm = of("my.Trouble", "x", **WARM)
     for was_warm, rule in ((False, "repeated"), (True, "warm-start"), (None, "warm-start")):
-        assert decide(warm, Budget(3, 1), (Precedent(True, False, "n1", warm=was_warm),), Nodes(1)).rule == rule
+        assert decide(warm, Budget(3, 1), (Precedent(True, False, "n1", warm=was_warm),) * 2, Nodes(1)).rule == rule
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "past", "least_s", "most_s"),
+    [
+        (OWN, (), 30, 45),
+        (OWN, (SAME_THERE,), 90, 135),
+        (of("requests.exceptions.ChunkedEncodingError", first_step_done=False), (), 30, 45),
+        (of("ConnectionError", first_step_done=False), (), 0, 0),
+        (of("ConnectionError", first_step_done=False), (SAME_THERE,), 90, 135),
+        (OWN_LATER, (), 0, 0),
+        (SILENT, (), 30, 45),
+        (of("FloatingPointError", first_step_done=False), (), 0, 0),
+        (OWN, (SAME_THERE,) * 2, 0, 0),  # the job ends
+    ],
+)
+def test_the_tries_of_what_may_be_an_outage_are_spread_over_two_minutes(diagnosis, past, least_s, most_s):
+    for jitter, delay_s in ((0.0, least_s), (1.0, most_s)):
+        assert decide(diagnosis, history=past, backoff=Backoff(), jitter=jitter).delay_s == delay_s
+    assert decide(diagnosis, history=past).delay_s == 0  # backoff=0: the user does not want to wait
 
 
 def test_exit_codes_of_the_presets():
@@ -216,6 +257,24 @@ def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back
     """Else an outage of the storage, or two lost nodes while the workers load, quarantine one good checkpoint after another."""
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
     assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
+
+
+@pytest.mark.parametrize("diagnosis", [of(signal="SIGSEGV", first_step_done=False), OWN, of("EOFError", first_step_done=False)])
+def test_a_checkpoint_that_the_job_chose_is_blamed_before_the_code_and_the_node(diagnosis):
+    """Twice after step_200: step_100 is tried, also if it was twice on one node. If that one fails too, it is the code."""
+    once = (Precedent(True, False, "n1", False, same_checkpoint=True),)
+    for nodes in (Nodes(1, 1), Nodes(3, 2)):
+        second = decide(diagnosis, Budget(5, 1), once, nodes)
+        assert (second.action, second.checkpoints_back) == (Action.RESTART, 1)
+        assert "the one before it is tried" in second.reason
+    with_the_older_one = (replace(once[0], same_checkpoint=False),) * 2
+    third = decide(diagnosis, Budget(5, 2), with_the_older_one, Nodes(1, 1))
+    assert (third.rule, third.exit_code, third.checkpoints_back) == ("repeated", 65, 0)
+    assert "is tried" not in third.reason
+    without_an_older_one = once * 2
+    assert decide(diagnosis, Budget(5, 2), without_an_older_one, Nodes(1, 1)).exit_code == 65
+    no_budget = decide(diagnosis, Budget(1, 1), once, Nodes(1, 1))
+    assert (no_budget.rule, "is tried" in no_budget.reason) == ("budget", False)
 
 
 def test_storage_that_stays_away_ends_the_job_with_try_again():

@@ -119,8 +119,8 @@ def test_a_hang_began_before_anybody_said_so():
     assert [(each.kind, each.at) for each in made.marks] == [("hang", 50)]
 
 
-def two_nodes(ahead: float = 0.0, lost: bool = False) -> tuple[Agent, Agent]:
-    """b leaves, or is lost, at 20."""
+def two_nodes(ahead: float = 0.0, lost: bool = False, victim: bool = False) -> tuple[Agent, Agent]:
+    """b leaves, or is lost, at 20. victim: the worker of a fails of it."""
     a, b = Agent("a"), Agent("b", ahead=ahead, booted=5.0)
     for rank, agent in enumerate((a, b)):
         agent.at(0, "agent_started")
@@ -129,7 +129,11 @@ def two_nodes(ahead: float = 0.0, lost: bool = False) -> tuple[Agent, Agent]:
         b.at(20, "preemption_noticed", signal="SIGTERM", grace=30)
         b.at(20.5, "workers_stopped")
         b.at(20.6, "agent_ended", state="signalled", exit_code=75)
-    a.at(20, "round_over", cause="broken", reason="b is gone")
+    if victim:
+        a.at(20, "failure", rank=0, kind="cascade", reason="Connection closed by peer")
+        a.at(20, "decision", **crash(-1, "b", kind="network", decision="restart_free", reason="node b was lost; then rank 0"))
+    else:
+        a.at(20, "round_over", cause="broken", reason="b is gone")
     a.at(20.5, "workers_stopped")
     a.joins(21, 2, 0, nodes=1)
     a.at(39.5, "workers_stopped")
@@ -209,6 +213,13 @@ def test_a_lost_node_is_gone_when_its_peers_stop():
     assert states(made.rows[1])[-2:] == [(TRAINING, 1.5, 20.0), (GONE, 20.0, 40.0)]
     (mark,) = made.marks
     assert (mark.kind, mark.node, mark.row, mark.decision, mark.reason) == ("node lost", "b", 1, "new round", "b is gone")
+
+
+def test_a_lost_node_is_one_mark_on_its_own_row_though_another_one_failed_of_it():
+    made = of_events.course(read(*two_nodes(lost=True, victim=True)))
+    (mark,) = made.marks
+    assert (mark.kind, mark.node, mark.row, mark.rank, mark.decision) == ("node lost", "b", 1, None, "restart_free")
+    assert mark.reason.startswith("node b was lost; ")
 
 
 def test_a_node_that_only_trains_is_not_lost():

@@ -134,6 +134,38 @@ def test_the_address_of_an_interface_or_a_network():
     assert interfaces.Address("lo", "127.0.0.1") in interfaces.addresses()
 
 
+OWN = [
+    interfaces.Address(*each) for each in (("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("ib0", "10.1.0.5"), ("eth0", "fd00::5"))
+]
+
+
+@pytest.mark.parametrize(
+    ("resolved", "reached_at", "loops", "interface"),
+    [
+        (["10.0.0.5"], ["10.0.0.5"], False, "eth0"),
+        (["127.0.1.1"], ["10.1.0.5"], True, "ib0"),  # Debian's /etc/hosts
+        (["::1", "10.0.0.5"], ["fd00::5"], True, "eth0"),
+        (["10.0.0.5", "127.0.1.1"], ["10.0.0.5"], False, "eth0"),
+        (["192.0.2.1", "127.0.0.1"], ["10.0.0.5"], True, "eth0"),  # gloo skips what it cannot bind
+        (["192.0.2.1"], ["10.0.0.5"], True, "eth0"),  # then takes the loopback
+        ([], ["10.0.0.5"], True, "eth0"),
+        (["127.0.0.1"], ["127.0.0.1"], True, ""),
+        (["127.0.0.1"], ["192.0.2.1"], True, ""),  # behind NAT
+        (["fe80::1%eth0", "10.0.0.5"], ["10.0.0.5"], False, "eth0"),
+    ],
+)
+def test_where_the_name_of_a_host_leads(resolved, reached_at, loops, interface):
+    found = interfaces.host_name("n1", resolved, reached_at, OWN)
+    assert (found.loops, found.interface) == (loops, interface)
+    assert str(found) == f"the host name n1 resolves to {', '.join(resolved) or 'no address'}"
+
+
+def test_addresses_of_names():
+    assert interfaces.resolved("10.0.0.5") == ["10.0.0.5"]
+    assert interfaces.resolved("localhost")[0] in ("127.0.0.1", "::1")
+    assert interfaces.resolved("no such name") == interfaces.resolved("a" * 500) == []
+
+
 def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(caplog):
     assert address.own_address(None, "192.0.2.1", 2, "127.0.0.0/8") == "127.0.0.1"
     assert address.own_address("10.9.9.9", "192.0.2.1", 2, "127.0.0.0/8") == "10.9.9.9"

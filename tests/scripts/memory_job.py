@@ -12,6 +12,8 @@ The variable ACT may hold one thing to do, as JSON: {"at": WHERE, "step": N, "ra
     reported   SIGKILL before the manifest is written
     committed  SIGKILL once it is
     hold       wait, in step N, for a lock on the file "gate"; all ranks do
+    nan        a parameter becomes NaN in step N, and all ranks notice it in the next one, once that of a step before N is copied;
+               in each of the first "times" rounds
 With "hold": N beside another thing to do, or {"at": "", "hold": N}, all ranks wait for that lock in step N as well.
 """
 
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.formats.manifest import MANIFEST
 from elastic_ext.checkpoints.memory import buffers, commit, interval, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from tests.scripts.chaos_training import EXAMPLES, Training
@@ -73,6 +76,14 @@ def kill_when(act: dict, step: list[int]) -> None:
             before(buffers.Buffers, "committed")
 
 
+def await_copy(step: int) -> None:
+    """Wait for a copy of this step or a later one."""
+    while not any(
+        int(found.parent.name[5:13]) >= step for found in Path(os.environ["ELASTIC_EXT_MEMORY_DIR"]).glob(f"*/{MANIFEST}")
+    ):
+        time.sleep(STEP_S)
+
+
 def main(steps: int, save_every: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     interval.HOLD_S = interval.BUFFERS_HOLD_S = interval.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
@@ -81,6 +92,7 @@ def main(steps: int, save_every: int) -> None:
     act, first = json.loads(os.environ.get("ACT", "{}")), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     mine = act.get("rank", 0) == rank
     held = act["step"] if act.get("at") == "hold" else act.get("hold")
+    nan_at = act["step"] if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < act.get("times", 0) else None
     now = [0]
     if first and mine:
         kill_when(act or {"at": ""}, now)
@@ -91,14 +103,19 @@ def main(steps: int, save_every: int) -> None:
         tell("loaded", rank, position.step, training.digest(), "/".join(Path(position.path or "none").parts[-2:]))
         each = EXAMPLES // world
         for step in range(position.step, steps):
+            if step == nan_at:
+                await_copy(step - 1)
+                raise FloatingPointError("loss is nan")
             own = training.gradients(step, range(rank * each, (rank + 1) * each))
             everyone = [own.new_empty(own.shape) for _ in range(world)]
             dist.all_gather(everyone, own)
             training.advance(torch.cat(everyone))
             time.sleep(STEP_S)
             now[0] = step + 1
+            if step + 1 == nan_at:
+                training.model[0].bias.data[0] = torch.nan
             checkpointer.snapshot(step + 1)
-            tell("step", rank, step + 1, training.digest(), os.getpid())
+            tell("step" if step + 1 != nan_at else "nan", rank, step + 1, training.digest(), os.getpid())
             if (step + 1) % save_every == 0:
                 checkpointer.save(step + 1, wait=True)
             if first and held == step + 1:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
+from elastic_ext.failures.evidence import Wrapped, read_error_file
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress_layout import ROW_BYTES
 from elastic_ext.workers.standby import client
@@ -286,7 +287,16 @@ def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker
     assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < DEADLINE_S
     assert before < ours.pop("monotonic_ns") < time.monotonic_ns()
     frames = ["script.py:4 in <module>", "script.py:2 in step"]
-    assert ours == {"type": "KeyError", "message": "'lr'", "frames": frames, "causes": [], "first_step_done": None}
+    assert ours == {
+        "type": "KeyError",
+        "message": "'lr'",
+        "frames": frames,
+        "bases": ["LookupError"],
+        "errno": None,
+        "causes": [],
+        "wrapped": [],
+        "first_step_done": None,
+    }
     assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == ["error.json"]
 
 
@@ -308,6 +318,37 @@ def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: W
     assert worker.error["elastic_ext"]["causes"] == causes
 
 
+RAISES_GROUP = """
+class Odd(KeyError):
+    __module__ = "pkg"
+group = {group}
+try:
+    raise OSError(28, "voll")
+except OSError as error:
+    raise group("two", [Odd("one"), group("inner", [ValueError("three")])]) from error
+"""
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("builtin", [True, False])
+def test_the_error_file_has_what_an_exception_stands_for(tmp_path: Path, worker: Worker, builtin: bool) -> None:
+    """Python 3.10 has groups from a package only."""
+    if builtin and sys.version_info < (3, 11):
+        pytest.skip("no groups in this Python")
+    own = "type('MyExceptionGroup', (Exception,), {'__init__': lambda self, _, each: setattr(self, 'exceptions', each)})"
+    script = RAISES_GROUP.replace("{group}", "ExceptionGroup" if builtin else own)
+    assert run_text(tmp_path, script, worker.environ)[0] == 1
+    wrapped = worker.error["elastic_ext"]["wrapped"]
+    kinds = [(each["type"], each["bases"], each["errno"]) for each in wrapped]
+    group = kinds.pop(2)
+    assert kinds == [("OSError", [], 28), ("pkg.Odd", ["KeyError", "LookupError"], None), ("ValueError", [], None)]
+    assert group[0].endswith("ExceptionGroup")
+    exception = read_error_file(str(worker.error_file)).exception
+    assert exception is not None
+    assert exception.wrapped[0] == Wrapped("OSError", "[Errno 28] voll", (), 28)
+    assert exception.wrapped[1].bases == ("KeyError", "LookupError")
+
+
 @pytest.mark.seam
 @pytest.mark.parametrize(
     ("way", "kind", "message"),
@@ -323,7 +364,7 @@ def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: W
         ("-m,broken", "ModuleNotFoundError", "No module named 'no_such_module'"),
         ("empty", "ImportError", None),
         ("exit_7.py", None, None),
-        ("exit_text.py", None, None),
+        ("exit_text.py", "SystemExit", None),
         ("missing.py", None, None),
         ("pickles.py", None, None),
         ("multiprocess.py", None, None),  # its children fail

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.name_pattern import compile_pattern
+from elastic_ext.checkpoints.choice import evidence
 from elastic_ext.checkpoints.choice.selection import Choice, PassedOver, choose, families, or_oldest
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.layout import MARKERS
 from elastic_ext.checkpoints.formats import dcp, detect
 from elastic_ext.checkpoints.formats.inspection import DCP, UNKNOWN, Format, Inspection, is_candidate, is_hidden
+from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import step_of
+from elastic_ext.checkpoints.formats.rank_files import grouped
 from elastic_ext.checkpoints.formats.verify import Mode, verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_parent, open_storage, split_path
 
@@ -34,12 +37,14 @@ class Wanted:
             "": any directory, and files with a known suffix.
         verify: how to verify the content before choosing a checkpoint.
         since: consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
+        without: name of one that is left out.
     """
 
     resume_from: str = ""
     pattern: str = ""
     verify: Mode = Mode.OFF
     since: float | None = None
+    without: str = ""
 
 
 def newest_complete(checkpoint_dir: str, wanted: Wanted = Wanted()) -> Choice:
@@ -60,16 +65,18 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     if wanted.resume_from == NONE:
         return Choice(None)
     listed = list_entries(storage)
-    found = candidates(listed, wanted.pattern, detect.plugins())
+    trackers = evidence.read_trackers(storage, listed)
+    found = evidence.judged(candidates(listed, wanted.pattern, detect.plugins()), listed, trackers)
+    found = [each for each in found if each.name != wanted.without]
     if wanted.since is not None:
         found = [entry for entry in found if entry.mtime is None or entry.mtime > wanted.since]
     inspector = Inspector(storage, wanted, any(entry.name == MARKERS for entry in listed))
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
-    choice = choose(found, inspector, wanted.pattern)
+    choice = choose(found, inspector, wanted.pattern, evidence.tracked(found, trackers), inspector.glance)
     if any(entry.name == dcp.METADATA or entry.name.endswith(dcp.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
-        return Choice(choice.resume, (*choice.passed_over, hint))
+        return replace(choice, passed_over=(*choice.passed_over, hint))
     return choice
 
 
@@ -90,7 +97,10 @@ def list_entries(storage: Storage) -> list[Entry]:
 
 
 def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Format] = ()) -> list[Entry]:
-    """Return the entries that may be checkpoints, judging by name only. Leave out links to another candidate beside them."""
+    """Return the entries that may be checkpoints, judging by name only; files of which each rank wrote its own as one entry.
+
+    Leave out links to another candidate beside them, and the parts of a model that is saved directly in the directory.
+    """
     match = compile_pattern(pattern).fullmatch if pattern else None
 
     def may_be(entry: Entry) -> bool:
@@ -98,9 +108,11 @@ def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Fo
             return False
         if match is not None:
             return match(entry.name) is not None or order_of(entry.name) is not None
-        return is_candidate(entry) or detect.claimed(entry, plugins)
+        return (is_candidate(entry) and not (is_part(entry.name) and not entry.is_dir)) or detect.claimed(entry, plugins)
 
-    return [each for each in entries if may_be(each) and not (each.sibling and may_be(replace(each, name=each.sibling)))]
+    found = [each for each in entries if may_be(each) and not (each.sibling and may_be(replace(each, name=each.sibling)))]
+    of_plugins = [each for each in found if detect.claimed(each, plugins)]
+    return of_plugins + grouped(each for each in found if each not in of_plugins)
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,7 @@ class Inspector:
             UsageError: a plug-in fails, or this user may not read the candidate.
             OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
         """
-        found = detect.check(self.storage, entry, detect.plugins())
+        found = detect.check(self.storage, entry, detect.plugins(), is_named(entry, self.wanted.pattern))
         if found.unreadable is not None:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
@@ -143,6 +155,15 @@ class Inspector:
             return replace(found, complete=False, reason=reason, distrusted=True)
         return found
 
+    def glance(self, entry: Entry) -> Inspection:
+        """Check a candidate, whatever its marks and its content. One that cannot be read counts as incomplete."""
+        return detect.check(self.storage, entry, detect.plugins(), is_named(entry, self.wanted.pattern))
+
+
+def is_named(entry: Entry, pattern: str) -> bool:
+    """Return whether the user's pattern names a candidate, so that it counts although its format is unknown."""
+    return bool(pattern) and compile_pattern(pattern).fullmatch(entry.name) is not None
+
 
 def _refuse_unreadable(entry: Entry, error: OSError, pattern: str) -> None:
     """Raise UsageError or OSError. What this user may not read and is no checkpoint by its name (lost+found) is nothing."""
@@ -161,7 +182,7 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
     if "/" in text and folder != storage.address:
         return newest_in(open_parent(text)[0], replace(wanted, resume_from=name, pattern=""))
     step = int(name) if name.isascii() and name.isdigit() else None
-    named = [entry for entry in found if entry.name == name]
+    named = [entry for entry in found if name in (entry.name, *(part.name for part in entry.parts))]
     if not named and step is not None:
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
@@ -169,6 +190,6 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
     choice = choose(named, inspect, wanted.pattern)
     if choice.resume is None:
-        reasons = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
+        reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
     return Choice(replace(choice.resume, reason=f"named by resume_from, {choice.resume.reason}"), choice.passed_over)

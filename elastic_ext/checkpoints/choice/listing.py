@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.selection import families, step_in
+from elastic_ext.checkpoints.choice import discovery, evidence, kin
+from elastic_ext.checkpoints.choice.selection import OLDER, Family, beside_older, families, names_of, step_in
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.layout import MARKERS
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.inspection import UNKNOWN, Format, Inspection
+from elastic_ext.checkpoints.formats.inspection import NO_OPTIMIZER, UNKNOWN, Format, Inspection
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -29,11 +29,12 @@ class ListedCheckpoint:
         family: pattern that its name shares with others.
         format: for people.
         complete: whether training can resume from it.
-        state: "complete", or why it is not, for people.
+        state: "complete", with a note if no optimizer is in it, or why it is not, for people.
         step, epoch: from its content, or for the step from its name; None if unknown.
         generation: generation of the group of workers that wrote it; None if it is not ours.
         size: bytes; None if unknown.
         pinned, quarantined: whether it has this mark.
+        together: names the families that belong together, if its own is one of several; else "".
     """
 
     entry: Entry
@@ -47,6 +48,7 @@ class ListedCheckpoint:
     size: int | None
     pinned: bool
     quarantined: bool
+    together: str = ""
 
     @property
     def name(self) -> str:
@@ -56,7 +58,8 @@ class ListedCheckpoint:
     @property
     def prune_candidate(self) -> PruneCandidate:
         """The input for `plan_prune`."""
-        return PruneCandidate(self.name, self.family, self.step, self.format, self.complete, self.pinned, self.quarantined)
+        marks = self.pinned, self.quarantined
+        return PruneCandidate(self.name, self.family, self.step, self.format, self.complete, *marks, self.together)
 
 
 def list_checkpoints(
@@ -70,25 +73,51 @@ def list_checkpoints(
     """
     listed = discovery.list_entries(storage)
     plugins = detect.plugins()
-    candidates = discovery.candidates(listed, pattern, plugins)
+    candidates = evidence.judged(discovery.candidates(listed, pattern, plugins), listed, evidence.read_trackers(storage, listed))
     marked = any(entry.name == MARKERS for entry in listed)
     pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
     quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
-    ordered = [(entry, family.pattern) for family in families(candidates, pattern) for entry in family.members]
-    found = []
+    by_family = families(candidates, pattern)
+    together = _together(by_family)
+    ordered = [(entry, family) for family in by_family for entry in family.members]
+    inspections: list[Inspection] = []
     with ThreadPoolExecutor(THREADS) as pool:
-        inspections = pool.map(lambda each: _inspect(storage, each[0], plugins), ordered)
-        for done, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True), 1):
-            if inspection.format != UNKNOWN or inspection.complete or step_of(entry.name, pattern) is not None:
-                step = step_in(entry, inspection, pattern)
-                found.append(_listed(entry, family, inspection, step, entry.name in pinned, entry.name in quarantined))
+        for inspection in pool.map(lambda each: _inspect(storage, each[0], pattern, plugins), ordered):
+            inspections.append(inspection)
             if progress is not None:
-                progress(done, len(ordered))
+                progress(len(inspections), len(ordered))
+    found = []
+    for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
+        if inspection.format != UNKNOWN or inspection.complete or step_of(entry.name, pattern) is not None:
+            after = range(at + 1, min(at + 1 + OLDER, len(ordered)))
+            seen = beside_older(entry, inspection, (inspections[each] for each in after if ordered[each][1] is family))
+            row = _listed(
+                entry, family.pattern, seen, step_in(entry, seen, pattern), entry.name in pinned, entry.name in quarantined
+            )
+            found.append(replace(row, together=together.get(family.pattern, "")))
     return tuple(found)
 
 
-def _inspect(storage: Storage, entry: Entry, plugins: tuple[Format, ...]) -> Inspection:
-    return Inspection(False, UNKNOWN, entry.unusable) if entry.unusable else detect.check(storage, entry, plugins)
+def _inspect(storage: Storage, entry: Entry, pattern: str, plugins: tuple[Format, ...]) -> Inspection:
+    if entry.unusable:
+        return Inspection(False, UNKNOWN, entry.unusable)
+    return detect.check(storage, entry, plugins, discovery.is_named(entry, pattern))
+
+
+def _together(found: Sequence[Family]) -> dict[str, str]:
+    """Return a name for each set of families that have steps in common, by their patterns."""
+    sets: list[list[kin.Names]] = []
+    for names in map(names_of, found):
+        if names.steps:
+            near = [each for each in sets if any(kin.are_kin(names, other) for other in each)]
+            sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
+    return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}
+
+
+def _state(inspection: Inspection) -> str:
+    if not inspection.complete:
+        return inspection.reason
+    return f"complete, {NO_OPTIMIZER}" if inspection.training is False else "complete"
 
 
 def _listed(
@@ -100,7 +129,7 @@ def _listed(
         family,
         inspection.format,
         inspection.complete,
-        "complete" if inspection.complete else inspection.reason,
+        _state(inspection),
         step,
         inspection.epoch,
         order[0] if order else None,

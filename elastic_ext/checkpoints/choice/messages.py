@@ -83,6 +83,7 @@ class Agreement:
         name: name of the checkpoint; "": begin from nothing.
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
+        passed_over: there is no name, but there are entries that may be checkpoints.
         local: it is in the nodes' local directories, each of which has a part.
         memory: it is a copy in the nodes' memory, each of which has a part.
         asked_for: it is in the directory that the setting resume_from names, not in checkpoint_dir.
@@ -95,6 +96,7 @@ class Agreement:
     name: str
     step: int | None = None
     reason: str = ""
+    passed_over: bool = False
     local: bool = False
     memory: bool = False
     asked_for: bool = False

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from elastic_ext.base.errors import BadCheckpoints
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, messages
+from elastic_ext.checkpoints.choice import below, discovery, messages
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
 from elastic_ext.checkpoints.choice.messages import Agreement
 from elastic_ext.checkpoints.choice.run_start import run_began_at
@@ -104,7 +104,13 @@ class RemoteTier:
             return Agreement("", reason="resume_from=none")
         if choice.all_bad:
             raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
-        return Agreement("", reason=f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MAX_TEXT])
+        reason = f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MAX_TEXT // 2]
+        seen = choice.question or below.seen_in(self.storage, self._settings.checkpoint_pattern)
+        if choice.passed_over:
+            reason += f", {len(choice.passed_over)} passed over; a script that knows its own may resume from one"
+        if seen:
+            reason = f"{reason}; {seen}; {below.FROM_SCRATCH}"[: messages.MAX_TEXT]
+        return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
 
     def _agreement(self, resume: Resume) -> Agreement:
         name = split_path(resume.path)[1]

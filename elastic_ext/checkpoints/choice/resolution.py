@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 
 from elastic_ext.base.checkpoint_variables import resume_variables
@@ -26,7 +26,7 @@ from elastic_ext.checkpoints.choice.peering import PeerPlan, plan_of
 from elastic_ext.checkpoints.choice.remote import RemoteTier, newer
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats import detect, rank_files
 from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll
@@ -47,27 +47,35 @@ class Resumption:
         path: local path or URL of the checkpoint; "": the round begins from nothing.
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
+        passed_over: it is none, but there are entries that may be checkpoints: a script that knows them may resume by itself.
         local: it is in the nodes' local directories; `path` is this node's part of it.
         lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
         peers: how this node exchanges parts of copies in memory with others; None: it does not.
+        files: by rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     """
 
     path: str = ""
     step: int | None = None
     reason: str = ""
+    passed_over: bool = False
     local: bool = False
     lost: str = ""
     peers: PeerPlan | None = None
+    files: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def at(self) -> int | None:
         """The step at which the round begins; None if unknown."""
-        return self.step if self.path else 0
+        return self.step if self.path or self.passed_over else 0
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables for the workers."""
         return resume_variables(self.path, self.step)
+
+    def variables_of(self, rank: int) -> dict[str, str]:
+        """The same for one rank, which gets the path of its own file; empty if it gets what all get."""
+        return resume_variables(self.files[rank], self.step) if rank in self.files else {}
 
 
 @dataclass(frozen=True)
@@ -275,8 +283,10 @@ class _Resolution:
         step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
         peers = plan_of(agreement.peers, self._place.node)
         if not agreement.name:
-            return Resumption("", step, reason, peers=peers)
-        return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local, peers=peers)
+            return Resumption("", step, reason, agreement.passed_over, peers=peers)
+        directory = self._directory(agreement)
+        files = rank_files.files_by_rank(directory, agreement.name)
+        return Resumption(directory.path(agreement.name), step, reason, local=agreement.local, peers=peers, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.
@@ -328,8 +338,8 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
     """Wait until this node sees a complete checkpoint. Raises UsageError at the deadline (time.monotonic())."""
 
     def look() -> Inspection | None:
-        entry = storage.stat(name)
-        return detect.check(storage, entry, detect.plugins()) if entry is not None else None
+        entry = rank_files.stat(storage, name)
+        return detect.check(storage, entry, detect.plugins(), named=True) if entry is not None else None
 
     found = poll(look, lambda seen: seen is not None and seen.complete, deadline)
     if found is None or not found.complete:

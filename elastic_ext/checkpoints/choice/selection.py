@@ -10,12 +10,15 @@ their names, or by time if the names have no numbers or do not compare.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.checkpoints.choice import kin
 from elastic_ext.checkpoints.formats.inspection import UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import family_of, is_exact, numbers_of, step_of
+from elastic_ext.checkpoints.formats.names import family_of, is_exact, numbers_of, step_of, unit_of
 from elastic_ext.checkpoints.storage import Entry
+
+OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,13 @@ class Choice:
     """The checkpoint to resume from, or None, and the candidates that were passed over before it.
 
     Checkpoints older than the chosen one are not included, because they were not checked.
+
+    question: why none was chosen although some are complete, and what to set; "" if that is not so.
     """
 
     resume: Resume | None
     passed_over: tuple[PassedOver, ...] = ()
+    question: str = ""
 
     @property
     def all_bad(self) -> bool:
@@ -75,44 +81,115 @@ class Family:
     newest: float
 
 
-def choose(candidates: Iterable[Entry], inspect: Callable[[Entry], Inspection], pattern: str = "") -> Choice:
+@dataclass(frozen=True)
+class Contender:
+    """The newest complete member of a family."""
+
+    family: Family
+    entry: Entry
+    inspection: Inspection
+
+    @property
+    def written_at(self) -> float:
+        """When it was written."""
+        return or_oldest(self.inspection.written_at)
+
+
+def choose(
+    candidates: Iterable[Entry],
+    inspect: Callable[[Entry], Inspection],
+    pattern: str = "",
+    tracked: Collection[str] = (),
+    glance: Callable[[Entry], Inspection] | None = None,
+) -> Choice:
     """Choose the newest complete candidate.
 
     `families` gives the order within a family. Numbers of different families do not compare (an epoch and a step), so the family
-    whose newest complete member was written last wins. All entries of a directory have the clock of its filesystem.
+    whose newest complete member was written last wins. All entries of a directory have the clock of its filesystem. `kin` has the
+    exceptions: families that belong together.
 
     Args:
         inspect: called for the newest first, only as far as needed, and at most once per candidate.
         pattern: the setting checkpoint_pattern.
+        tracked: names that a tool's own file names as its newest.
+        glance: the same as `inspect`, without reading the content; to compare with an older one.
     """
     listed = list(candidates)
     passed_over = [PassedOver(entry.path, entry.unusable) for entry in listed if entry.unusable]
     found = families([entry for entry in listed if not entry.unusable], pattern)
-    resume, written_at = None, float("-inf")
+    contenders: list[Contender] = []
     for family in found:
-        if resume is not None and family.newest <= written_at:
-            break  # families are sorted newest first, so none of the rest can have been written later
-        for entry in family.members:
-            inspection = inspect(entry)
+        if contenders and not _may_matter(family, contenders):
+            continue
+        for older, entry in enumerate(family.members, 1):
+            inspection = beside_older(entry, inspect(entry), map(glance or inspect, family.members[older : older + OLDER]))
             if inspection.complete:
-                if resume is None or or_oldest(inspection.written_at) > written_at:
-                    resume, written_at = _resume(entry, inspection, family, pattern), or_oldest(inspection.written_at)
+                contenders.append(Contender(family, entry, inspection))
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
                 passed_over.append(PassedOver(entry.path, inspection.reason, inspection.distrusted))
             # otherwise it is a directory such as "logs" and not worth reporting
-    return Choice(_of_several(resume, len(found)), tuple(passed_over))
+    if not contenders:
+        return Choice(None, tuple(passed_over))
+    best = kin.resolve([kin.Claim(*_claim(each, tracked)) for each in contenders])
+    if best.question:
+        return Choice(None, tuple(passed_over), best.question)
+    winner = contenders[best.index]
+    return Choice(_of_several(_resume(winner, pattern), len(found)), tuple(passed_over))
 
 
-def _resume(entry: Entry, inspection: Inspection, family: Family, pattern: str) -> Resume:
+def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection]) -> Inspection:
+    """Return the inspection; as incomplete if it lacks what the complete one before it has: ranks, or a directory's optimizer.
+
+    Ranks that are fewer from now on make one checkpoint look torn, and not the one after it.
+    """
+    bare = entry.is_dir and inspection.training is False
+    if not inspection.complete or (inspection.ranks is None and not bare):
+        return inspection
+    before = next((each for each in older if each.complete), inspection)
+    if bare and before.training:
+        return replace(inspection, complete=False, reason="the optimizer is missing that is in the one before it")
+    if (inspection.ranks or 0) >= (before.ranks or 0):
+        return inspection
+    counts = f"{inspection.ranks}, not {before.ranks}"
+    reason = f"it has fewer files of ranks than the one before it ({counts}): the save did not finish"
+    return replace(inspection, complete=False, reason=reason)
+
+
+def _may_matter(family: Family, contenders: Sequence[Contender]) -> bool:
+    """Return whether a family may still change the choice. Families come with the one first that may contain the newest."""
+    best = max(contenders, key=lambda each: each.written_at)
+    if family.newest > best.written_at:
+        return True
+    if best.inspection.training is False or kin.is_copy(best.family.pattern):  # it may have to give way
+        return True
+    return kin.are_kin(names_of(family), names_of(best.family)) and not kin.is_copy(family.pattern)
+
+
+def _claim(contender: Contender, tracked: Collection[str]) -> tuple[str, kin.Names, float, bool | None, int | None, bool]:
+    entry, found = contender.entry, contender.inspection
+    step = found.step if found.step is not None else step_of(entry.name)
+    return entry.name, names_of(contender.family), contender.written_at, found.training, step, entry.name in tracked
+
+
+def names_of(family: Family) -> kin.Names:
+    """Return what decides which other families belong together with this one."""
+    steps = frozenset(step for entry in family.members if (step := step_of(entry.name)) is not None)
+    times = [entry.mtime for entry in family.members if entry.mtime is not None]
+    known = (min(times), max(times)) if len(times) == len(family.members) > 1 else None
+    return kin.Names(family.pattern, unit_of(family.members[0].name), steps, known)
+
+
+def _resume(chosen: Contender, pattern: str) -> Resume:
+    entry, inspection, family = chosen.entry, chosen.inspection, chosen.family
     reason = f"newest complete of {len(family.members)} named {family.pattern}, {inspection.reason}"
     return Resume(entry.path, step_in(entry, inspection, pattern), inspection.format, reason)
 
 
-def _of_several(resume: Resume | None, family_count: int) -> Resume | None:
-    if resume is None or family_count == 1:
+def _of_several(resume: Resume, family_count: int) -> Resume:
+    if family_count == 1:
         return resume
-    return replace(resume, reason=f"{resume.reason}; written last among {family_count} families of names")
+    return replace(resume, reason=f"{resume.reason}; chosen among {family_count} families of names")
 
 
 def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The files beside the checkpoints of a directory, all below `.elastic_ext/`, a hidden name that is never a checkpoint.
+"""The files beside the checkpoints of a directory, all but UNFINISHED below `.elastic_ext/`: hidden, so never a checkpoint.
 Processes of one job, and of later jobs, use them to tell each other about checkpoints:
 
     quarantine/NAME.json         in the remote directory: do not resume from this checkpoint (`marks`)
@@ -15,3 +15,5 @@ ones. A mark that cannot be parsed counts as set.
 """
 
 MARKERS = ".elastic_ext"
+
+UNFINISHED = "-unfinished"  # NAME-unfinished beside a checkpoint: it is being written, copied or removed; NeMo's own mark, too

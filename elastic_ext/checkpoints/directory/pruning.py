@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from elastic_ext.checkpoints.directory.layout import UNFINISHED
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, OWN
-from elastic_ext.checkpoints.formats.manifest import order_or_oldest
-from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, OWN, UNKNOWN
+from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.checkpoints.storage import Entry, Storage
 
 # In these formats an incomplete checkpoint is certainly the leftover of a save. A file may have an unknown format.
 _CERTAIN_FORMATS = (OWN, DCP, HUGGING_FACE)
@@ -20,7 +21,11 @@ _CERTAIN_FORMATS = (OWN, DCP, HUGGING_FACE)
 
 @dataclass(frozen=True)
 class PruneCandidate:
-    """The properties of a checkpoint that pruning needs. family: checkpoints of different families do not compare."""
+    """The properties of a checkpoint that pruning needs.
+
+    family: checkpoints of different families do not compare. together: a name for several families whose checkpoints of one step
+    belong together (model, ema, optimizer); "" for none.
+    """
 
     name: str
     family: str
@@ -29,6 +34,7 @@ class PruneCandidate:
     complete: bool
     pinned: bool = False
     quarantined: bool = False
+    together: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,18 +49,26 @@ class PruneDecision:
 def plan_prune(newest_first: Iterable[PruneCandidate], keep_last: int, keep_every: int = 0) -> tuple[PruneDecision, ...]:
     """Decide which checkpoints to remove. Pure.
 
-    Pinned and quarantined ones stay. An incomplete one goes only if a newer one of its family is complete; otherwise it may still
-    be being written.
+    Pinned and quarantined ones stay, and what is of no known format. An incomplete one goes only if a newer one of its family is
+    complete; otherwise it may still be being written. Of families that belong together, a step counts once, if all is complete.
 
     Args:
         newest_first: all checkpoints, newest first within each family.
         keep_last: number of complete checkpoints to keep in each family; at least one stays, whatever this is.
         keep_every: keep checkpoints whose step is a multiple of this; 0: no such rule.
     """
+    listed = list(newest_first)
+    whole: dict[tuple[str, int], bool] = {}
+    for each in listed:
+        if each.together and each.step is not None:
+            key = each.together, each.step
+            whole[key] = whole.get(key, True) and each.complete and not each.quarantined
     newer_complete: dict[str, int] = {}
     decisions = []
-    for candidate in newest_first:
+    for candidate in listed:
         newer = newer_complete.get(candidate.family, 0)
+        if candidate.together and (step := candidate.step) is not None:
+            newer = sum(all_there and other > step for (group, other), all_there in whole.items() if group == candidate.together)
         decisions.append(_decide(candidate, newer, max(1, keep_last), keep_every))
         if candidate.complete and not candidate.quarantined:
             newer_complete[candidate.family] = newer + 1
@@ -71,6 +85,8 @@ def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: i
         return keep("quarantined: a person must inspect it")
     if candidate.pinned:
         return keep("pinned")
+    if candidate.format == UNKNOWN:
+        return keep("its format is unknown")
     if not candidate.complete:
         if candidate.format not in _CERTAIN_FORMATS:
             return keep("incomplete, but maybe not the leftover of a save")
@@ -112,5 +128,18 @@ def plan_local_prune(newest_first: Sequence[LocalCopy], newest_remote: tuple[int
 
 
 def delete(storage: Storage, name: str) -> None:
-    """Remove a checkpoint, commit files first, so that an interrupted removal leaves no checkpoint. Raises OSError."""
+    """Remove one of our own checkpoints, commit files first, so that an interrupted removal leaves none. Raises OSError."""
     storage.remove_tree(name, first=COMMIT_FILES)
+
+
+def delete_entry(storage: Storage, entry: Entry) -> None:
+    """Remove a checkpoint of any format. An interrupted removal leaves none: a mark lies beside a directory, and of files of
+    ranks the first goes first. Raises OSError.
+    """
+    for part in entry.parts or (entry,):
+        mark = f"{part.name}{UNFINISHED}" if part.is_dir and order_of(part.name) is None else ""
+        if mark:
+            storage.put(mark, b"")
+        storage.remove_tree(part.name, first=COMMIT_FILES)
+        if mark:
+            storage.remove(mark)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.checkpoints.directory.layout import UNFINISHED
 from elastic_ext.checkpoints.formats import own
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
 from elastic_ext.checkpoints.formats.files import checksum, files_of
@@ -87,18 +88,23 @@ def copy(
         OSError: a storage fails.
     """
     name, work = checkpoint.name, _Copy(source, target, throttle)
-    found = dict(files_of(source, name)) if checkpoint.is_dir else {"": checkpoint}
+    found = dict(files_of(source, name)) if checkpoint.is_dir else {part.name: part for part in checkpoint.parts or (checkpoint,)}
     there = _sizes(target, checkpoint)
     checksums = _checksums(source, target, name, found, there) if checkpoint.is_dir else {}
+    mark = f"{name}{UNFINISHED}" if len(found) > 1 and not any(map(_commit_rank, found)) else ""
+    if mark:  # nothing in such a checkpoint shows that its last file is there
+        target.put(mark, b"")
     total, done, sent = sum(entry.size for entry in found.values()), 0, 0
     for file in sorted(found, key=lambda file: (_commit_rank(file), file)):
-        path, size, expected = (f"{name}/{file}" if file else name), found[file].size, checksums.get(file, "")
+        path, size, expected = (f"{name}/{file}" if checkpoint.is_dir else file), found[file].size, checksums.get(file, "")
         if there.get(file) != size or not work.is_there(path, expected, by_content=_commit_rank(file) > 0):
             work.send(path, size, expected)
             sent += size
         done += size
         if progress is not None:
             progress(done, total)
+    if mark:
+        target.remove(mark)
     return sent
 
 
@@ -152,8 +158,8 @@ def _commit_rank(file: str) -> int:
 
 def _sizes(target: Storage, checkpoint: Entry) -> Mapping[str, int]:
     if not checkpoint.is_dir:
-        found = target.stat(checkpoint.name)
-        return {"": found.size} if found is not None else {}
+        there = {part.name: target.stat(part.name) for part in checkpoint.parts or (checkpoint,)}
+        return {name: found.size for name, found in there.items() if found is not None}
     try:
         return {file: entry.size for file, entry in files_of(target, checkpoint.name)}
     except FileNotFoundError:

@@ -16,8 +16,9 @@ A custom format is an object with the two methods of `Format`. An installed pack
             whole = storage.read(entry.name).endswith(b"END")
             return Inspection(whole, "mine", "it ends as it should" if whole else "its end is missing", entry.mtime)
 
-Each built-in format has its own module (`own`, `torch_save`, `dcp`, `lightning`, `huggingface`, `safetensors`); `detect` has the
-table that chooses among them. Nothing else in this package is public.
+A single file is of `torch_save` (older ones: `legacy_save`) or of `safetensors`. A directory is our own (`own`), of `dcp` or
+`lightning`, or one of the table in `layouts`, whose parts `trees` checks. `detect` chooses among them. `names` and `rank_files`
+read what names say. Nothing else in this package is public.
 """
 
 from elastic_ext.checkpoints.formats.inspection import Format, Inspection

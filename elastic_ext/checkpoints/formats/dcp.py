@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_ext.checkpoints.formats.inspection import DCP, Inspection, summary, total_size
+from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, Inspection, summary, total_size
 from elastic_ext.checkpoints.formats.peek import MAX_BYTES, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 METADATA = ".metadata"
 SHARD_SUFFIX = ".distcp"
+_OPTIMIZER = re.compile(r"optim|exp_avg|momentum|param_groups", re.IGNORECASE)  # in keys of a state with an optimizer's
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,14 @@ class Item:
     file: str
     offset: int
     length: int
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a `.metadata` says. items: none if a storage writer other than torch's own wrote it. keys: of the saved state."""
+
+    items: tuple[Item, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 def matches(name: str, names: Sequence[str]) -> bool:
@@ -42,36 +52,42 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
     if not shards:
         return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is missing")
     try:
-        needed = _least_sizes(items(storage, entry.name, metadata))
+        parsed = _metadata(storage, entry.name, metadata)
     except PeekError as error:
         return Inspection(False, DCP, f"{METADATA} is damaged: {error}")
+    needed = _least_sizes(parsed.items)
     faults = [
         f"{file} has {shards.get(file, 0)} bytes of {least}" for file, least in needed.items() if shards.get(file, 0) < least
     ]
     if faults:
         return Inspection(False, DCP, summary(faults))
-    reason = f"{METADATA} present, {len(shards)} shard files"
-    return Inspection(True, DCP, reason, metadata.mtime, size=total_size(content))
+    training = any(_OPTIMIZER.search(key) for key in parsed.keys) if parsed.keys else None
+    reason = f"{METADATA} present, {len(shards)} shard files" + f", {NO_OPTIMIZER}" * (training is False)
+    return Inspection(True, DCP, reason, metadata.mtime, size=total_size(content), training=training)
 
 
 def items(storage: Storage, folder: str, metadata: Entry) -> tuple[Item, ...]:
     """Return the items in a folder's `.metadata`; none if it is too large to read. Raises PeekError, OSError."""
-    if metadata.size > MAX_BYTES:
-        return ()
-    return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
+    return _metadata(storage, folder, metadata).items
 
 
-def parse_metadata(data: bytes) -> tuple[Item, ...]:
-    """Return the items in a `.metadata`; none if a storage writer other than torch's own wrote it. Raises PeekError."""
+def parse_metadata(data: bytes) -> Metadata:
+    """Parse a `.metadata`. Raises PeekError."""
     value = peek(data)
-    stored = value.field("storage_data") if isinstance(value, StandIn) else None
+    stored, keys = (value.field(name) if isinstance(value, StandIn) else None for name in ("storage_data", "state_dict_metadata"))
     found = []
     for info in stored.values() if isinstance(stored, dict) else ():
         if isinstance(info, StandIn):
             file, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
             if type(file) is str and is_count(offset) and is_count(length):
                 found.append(Item(file, offset, length))
-    return tuple(found)
+    return Metadata(tuple(found), tuple(key for key in keys if isinstance(key, str)) if isinstance(keys, dict) else ())
+
+
+def _metadata(storage: Storage, folder: str, metadata: Entry) -> Metadata:
+    if metadata.size > MAX_BYTES:
+        return Metadata()
+    return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
 
 
 def _least_sizes(found: Sequence[Item]) -> dict[str, int]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import dcp, huggingface, lightning, own, safetensors, torch_save
+from elastic_ext.checkpoints.formats import dcp, layouts, legacy_save, lightning, own, safetensors, torch_save
+from elastic_ext.checkpoints.formats.files import files_of, thread_pool
 from elastic_ext.checkpoints.formats.inspection import (
     DCP,
+    SAVED_MODEL,
     TORCH_SAVE,
     TORCH_SAVE_SUFFIXES,
     UNKNOWN,
@@ -22,6 +24,7 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 ENTRY_POINTS = "elastic_ext.formats"
+NOT_KNOWN = "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name"
 _ZIP = b"PK"  # the first bytes of every zip record
 
 
@@ -38,15 +41,17 @@ _DIRECTORY_FORMATS = (
     _DirectoryFormat(own.matches, own.check),
     _DirectoryFormat(lightning.matches, lightning.check),
     _DirectoryFormat(dcp.matches, dcp.check),
-    _DirectoryFormat(huggingface.matches, huggingface.check),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
-COMMIT_FILES = (MANIFEST, dcp.METADATA, huggingface.STATE)
+COMMIT_FILES = (MANIFEST, dcp.METADATA, layouts.STATE)
 
 
-def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Inspection:
-    """Check one candidate. An unreadable one is incomplete, with the reason. Raises UsageError if a plug-in fails."""
+def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = (), named: bool = False) -> Inspection:
+    """Check one candidate. An unreadable one is incomplete, with the reason. Raises UsageError if a plug-in fails.
+
+    named: the user's checkpoint_pattern names it, so that it counts although its format is unknown.
+    """
     format = DCP if entry.is_dir else TORCH_SAVE
     try:
         for plugin in plugins:
@@ -54,23 +59,52 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Ins
                 format = type(plugin).__name__
                 with _naming(plugin, entry):
                     return plugin.check(storage, entry)
-        return _check_directory(storage, entry) if entry.is_dir else _check_file(storage, entry)
+        found = _check_directory(storage, entry, named) if entry.is_dir else _check_files(storage, entry)
     except FileNotFoundError:
         return Inspection(False, format, "it disappeared after it was listed")
     except OSError as error:
         away = None if storage.means_damage(error) else error
         return Inspection(False, format, f"it cannot be read: {error.strerror or error}", unreadable=away)
+    return replace(found, complete=False, reason=entry.torn) if entry.torn and found.complete else found
 
 
-def _check_directory(storage: Storage, entry: Entry) -> Inspection:
+def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
     # Links to directories are not followed, see `files_of`. Unusable entries do not count.
     content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
     for format in _DIRECTORY_FORMATS:
         if format.matches(entry.name, names):
             return format.check(storage, entry, content)
-    signs = f"no {MANIFEST}, {dcp.METADATA} or {huggingface.STATE}"
-    return Inspection(False, UNKNOWN, f"{signs}: not a checkpoint of a known format")
+    layout = layouts.layout_of(entry.name, layouts.top_names(content))
+    found = layouts.check(storage, entry, content, layout) if layout is not None else None
+    if named and (found is None or (not found.complete and found.format in (UNKNOWN, SAVED_MODEL))):
+        return _unknown(dict(files_of(storage, entry.name)).values())
+    return found or Inspection(
+        False, UNKNOWN, "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name"
+    )
+
+
+def _unknown(files: Iterable[Entry]) -> Inspection:
+    """Return the result for what only the user knows to be a checkpoint."""
+    listed = list(files)
+    if not any(file.size for file in listed):
+        return Inspection(False, UNKNOWN, "it is empty")
+    times = [file.mtime for file in listed if file.mtime is not None]
+    size = sum(file.size for file in listed)
+    return Inspection(True, UNKNOWN, "not empty; its format is unknown", max(times, default=None), size=size)
+
+
+def _check_files(storage: Storage, entry: Entry) -> Inspection:
+    """Check a file, or the files of all ranks."""
+    if not entry.parts:
+        return _check_file(storage, entry)
+    with thread_pool() as pool:
+        found = list(pool.map(lambda part: _check_file(storage, part), entry.parts))
+    bad = next((index for index, each in enumerate(found) if not each.complete), None)
+    if bad is not None:
+        return replace(found[bad], reason=f"{entry.parts[bad].name}: {found[bad].reason}", ranks=len(found))
+    reason = f"the files of all {len(found)} ranks are there, {found[0].reason}"
+    return replace(found[0], reason=reason, written_at=entry.mtime, size=entry.size, ranks=len(found))
 
 
 def _check_file(storage: Storage, entry: Entry) -> Inspection:
@@ -79,10 +113,10 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
     with storage.open(entry.name) as file:
         if entry.name.endswith(safetensors.SUFFIX):
             return safetensors.check(entry, file)
-        if entry.name.endswith(TORCH_SAVE_SUFFIXES) or file.read(len(_ZIP)) == _ZIP:
+        start = file.read(legacy_save.START)
+        if entry.name.endswith(TORCH_SAVE_SUFFIXES) or start.startswith(_ZIP) or legacy_save.matches(start):
             return torch_save.check(entry, file)
-    # Only a file that matches the user's checkpoint_pattern gets here.
-    return Inspection(True, UNKNOWN, "not empty; its format is unknown", entry.mtime, size=entry.size)
+    return _unknown([entry])  # only a file that matches the user's checkpoint_pattern gets here
 
 
 def claimed(entry: Entry, plugins: Sequence[Format]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_ext.checkpoints.formats.names import step_of, words_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 OWN = "elastic_ext"
@@ -19,10 +20,20 @@ DCP = "torch.distributed.checkpoint"
 LIGHTNING = "Lightning"
 HUGGING_FACE = "Hugging Face Trainer"
 SAFETENSORS = "safetensors"
+SAVED_MODEL = "Hugging Face model"  # or what a Trainer that was killed has left
+ACCELERATE = "accelerate"
+DEEPSPEED = "DeepSpeed"
+MEGATRON = "Megatron"
+NEMO = "NeMo 2"
+NANOTRON = "nanotron"
+TORCHTUNE = "torchtune"
+FILES = "directory of files"  # of torch.save, of safetensors, of torch.distributed.checkpoint in folders
 UNKNOWN = "unknown"  # no sign of a known format
 
-TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pt.tar")
 TEMPORARY_SUFFIXES = (".tmp", ".part")
+NAMES = frozenset({"latest", "last", "current", "checkpoint", "ckpt", "final", "best"})  # words of checkpoints without a step
+NO_OPTIMIZER = "no optimizer is in it"
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class Inspection:
         size: bytes of all its files; None if unknown.
         distrusted: it looks complete, but must not be used.
         unreadable: why it could not be read; it may be complete. None: it was read.
+        training: whether it holds the state of an optimizer; None: not known.
+        ranks: how many ranks wrote files of their own; None: none did.
     """
 
     complete: bool
@@ -49,6 +62,8 @@ class Inspection:
     size: int | None = None
     distrusted: bool = False
     unreadable: OSError | None = None
+    training: bool | None = None
+    ranks: int | None = None
 
 
 class Format(Protocol):
@@ -80,8 +95,18 @@ class Content:
 
 
 def is_candidate(entry: Entry) -> bool:
-    """Return whether an entry may be a checkpoint: any directory, or a file with a known suffix, unless hidden or temporary."""
-    return not is_hidden(entry.name) and (entry.is_dir or entry.name.endswith(TORCH_SAVE_SUFFIXES))
+    """Return whether an entry may be a checkpoint: any directory, or a file with a known suffix, unless hidden or temporary.
+
+    Files of safetensors hold weights alone, and most .bin files hold weights or other things (training_args.bin). They count only
+    if their name gives a step, or for .bin says that it is a checkpoint.
+    """
+    if is_hidden(entry.name) or entry.is_dir:
+        return not is_hidden(entry.name)
+    if entry.name.endswith(".safetensors"):
+        return step_of(entry.name) is not None
+    if entry.name.endswith(".bin"):
+        return step_of(entry.name) is not None or not NAMES.isdisjoint(words_of(entry.name))
+    return entry.name.endswith(TORCH_SAVE_SUFFIXES)
 
 
 def is_hidden(name: str) -> bool:

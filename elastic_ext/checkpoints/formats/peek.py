@@ -13,6 +13,7 @@ import io
 import pickle
 import pickletools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from elastic_ext.base.errors import ElasticExtError
@@ -64,11 +65,36 @@ class StandIn:
         return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
 
 
+class StandInDict(dict[object, object]):
+    """An OrderedDict of a pickle, such as a state dict, without its attributes."""
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore the attributes."""
+
+
 class _Peeker(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type[StandIn]:
-        return StandIn
+    def find_class(self, module: str, name: str) -> type[StandIn | StandInDict]:
+        return StandInDict if (module, name) == ("collections", "OrderedDict") else StandIn
 
     def persistent_load(self, pid: object) -> StandIn:
+        return StandIn()
+
+
+class _StoragePeeker(_Peeker):
+    """Also gathers the storages of tensors: by key, the name of the class and the number of elements."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.storages: dict[str, tuple[str, int]] = {}
+
+    def find_class(self, module: str, name: str) -> type[StandIn | StandInDict]:
+        if module == "torch" and name.endswith("Storage"):
+            return type(name, (StandIn,), {})
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: object) -> StandIn:
+        if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], type) and is_count(pid[4]):
+            self.storages[str(pid[2])] = pid[1].__name__, pid[4]
         return StandIn()
 
 
@@ -98,8 +124,8 @@ def _table() -> list[int]:
 _INSTRUCTIONS = _table()
 
 
-def _walk(data: bytes) -> None:
-    """Raise PeekError if this is not a pickle, or asks for more than it contains.
+def _walk(data: bytes) -> int:
+    """Return the length of the pickle that the data begin with. Raise PeekError if it asks for more than it contains.
 
     Each memo entry takes at least two bytes, and pickles number the entries from 0. This bounds the index.
     """
@@ -117,7 +143,7 @@ def _walk(data: bytes) -> None:
             _check_index(int.from_bytes(data[at:end], "little"), at)
             at = end
         elif follows == _END:
-            return
+            return at
         elif follows == _NONE:
             raise PeekError(f"the pickle cannot be read: byte {at - 1} is not an instruction")
         else:
@@ -148,8 +174,34 @@ def peek(data: bytes) -> object:
     Raises PeekError for damaged bytes.
     """
     _walk(data)
+    return _load(_Peeker(io.BytesIO(data)))
+
+
+@dataclass(frozen=True)
+class Peeked:
+    """A pickle at the begin of some data.
+
+    Attributes:
+        value: with stand-ins for all objects.
+        length: in bytes.
+        storages: of its tensors: by key, the name of the class and the number of elements.
+    """
+
+    value: object
+    length: int
+    storages: Mapping[str, tuple[str, int]]
+
+
+def peek_first(data: bytes) -> Peeked:
+    """Return the pickle that the data begin with. Raises PeekError for damaged bytes."""
+    length = _walk(data)
+    peeker = _StoragePeeker(data[:length])
+    return Peeked(_load(peeker), length, peeker.storages)
+
+
+def _load(peeker: pickle.Unpickler) -> object:
     try:
-        value: object = _Peeker(io.BytesIO(data)).load()
+        value: object = peeker.load()
         return value
     except _DAMAGED as error:
         raise PeekError(f"the pickle cannot be read: {type(error).__name__}: {error}") from error

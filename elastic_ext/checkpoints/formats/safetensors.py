@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import IO
 
-from elastic_ext.checkpoints.formats.inspection import SAFETENSORS, Content, Inspection
+from elastic_ext.checkpoints.formats.inspection import NO_OPTIMIZER, SAFETENSORS, Content, Inspection
 from elastic_ext.checkpoints.storage import Entry
 
 SUFFIX = ".safetensors"
@@ -24,7 +24,8 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
     fault = _fault(entry.size, file)
     if fault:
         return Inspection(False, SAFETENSORS, fault)
-    return Inspection(True, SAFETENSORS, "header intact, size as expected", entry.mtime, size=entry.size)
+    reason = f"header intact, size as expected, weights only: {NO_OPTIMIZER}"
+    return Inspection(True, SAFETENSORS, reason, entry.mtime, size=entry.size, training=False)
 
 
 def read_content(size: int, file: IO[bytes]) -> Content:

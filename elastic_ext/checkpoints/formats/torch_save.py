@@ -1,4 +1,5 @@
-"""A `torch.save` file: an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors.
+"""A `torch.save` file: an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors. Before torch 1.6
+it was no archive: see `legacy_save`.
 
 The zip directory is written last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
 torch.serialization.set_crc32_options(False) was called. Lightning's `.ckpt` files have the same format.
@@ -6,21 +7,24 @@ torch.serialization.set_crc32_options(False) was called. Lightning's `.ckpt` fil
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
 from typing import IO
 
-from elastic_ext.checkpoints.formats.inspection import LIGHTNING, TORCH_SAVE, Content, Inspection
-from elastic_ext.checkpoints.formats.peek import PeekError, number, peek
+from elastic_ext.checkpoints.formats import legacy_save
+from elastic_ext.checkpoints.formats.inspection import LIGHTNING, NO_OPTIMIZER, TORCH_SAVE, Content, Inspection
+from elastic_ext.checkpoints.formats.peek import PeekError, StandIn, number, peek
 from elastic_ext.checkpoints.storage import Entry
 
 ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: the first bytes of every torch.save file since torch 1.6
 LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every Lightning checkpoint
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # where scripts keep the step, best first
 EPOCH_KEYS = ("epoch",)
+_OPTIMIZER_KEYS = {"state", "param_groups"}  # of torch.optim.Optimizer.state_dict
 
-MAX_PICKLE = 1 << 20  # bytes; a larger data.pkl is not searched for the step
+MAX_PICKLE = 4 << 20  # bytes; a larger data.pkl is not searched for the step
 MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
 _BLOCK = 512 << 10  # bytes per read of a record
 
@@ -42,28 +46,62 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
     try:
         archive = _open_zip(file)
     except _NOT_A_ZIP:
-        file.seek(0)
-        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-            reason = f"its zip directory, at the end of {entry.size} bytes, is missing or damaged"
-        else:
-            reason = "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later"
-        return Inspection(False, TORCH_SAVE, reason)
+        return _check_other(entry, file)
     names = archive.namelist()
     pickled = next((info for info in archive.infolist() if info.filename.endswith("/data.pkl")), None)
     if pickled is None:
         return Inspection(False, TORCH_SAVE, f"a zip archive of {len(names)} entries without data.pkl: not written by torch.save")
     try:
-        values = _plain_values(archive, pickled)
+        values = _saved(archive, pickled)
     except _DAMAGED as error:
         return Inspection(False, TORCH_SAVE, f"its data.pkl is damaged: {error}")
+    return _whole(entry, f"zip directory intact, {len(names)} entries", values)
+
+
+def _check_other(entry: Entry, file: IO[bytes]) -> Inspection:
+    """Check a file that cannot be opened as a zip archive."""
+    file.seek(0)
+    start = file.read(legacy_save.START)
+    if start.startswith(ZIP_MAGIC):
+        return Inspection(False, TORCH_SAVE, f"its zip directory, at the end of {entry.size} bytes, is missing or damaged")
+    if not legacy_save.matches(start):
+        return Inspection(False, TORCH_SAVE, "not a zip archive: damaged, or not written by torch.save")
+    found = legacy_save.read(file, entry.size)
+    if found.fault:
+        return Inspection(False, TORCH_SAVE, found.fault)
+    return _whole(entry, "all tensors are there, in the format before torch 1.6", found.saved)
+
+
+def _whole(entry: Entry, reason: str, saved: object) -> Inspection:
+    """Return the result for an intact file. saved: its plain values; None if they are not known."""
+    values = saved if isinstance(saved, Mapping) else {}
     format = LIGHTNING if LIGHTNING_VERSION in values else TORCH_SAVE
+    training = None if saved is None else holds_optimizer(values)
+    if training is False:
+        reason += ", the state of an optimizer alone" if values.keys() >= _OPTIMIZER_KEYS else f", {NO_OPTIMIZER}"
     step, epoch = number(values, *STEP_KEYS), number(values, *EPOCH_KEYS)
-    return Inspection(True, format, f"zip directory intact, {len(names)} entries", entry.mtime, step, epoch, entry.size)
+    return Inspection(True, format, reason, entry.mtime, step, epoch, entry.size, training=training)
+
+
+def holds_optimizer(values: Mapping[object, object]) -> bool:
+    """Return whether a saved dict holds an optimizer's state, beside what it trains."""
+    if values.keys() >= _OPTIMIZER_KEYS:  # of an optimizer alone
+        return False
+    optimizers = {key for key in values if "optim" in str(key).lower() or str(key).lower() in ("opt", "opt_state")}
+    rest = [value for key, value in values.items() if key not in optimizers]
+    if optimizers:
+        return any(isinstance(value, (Mapping, StandIn, list)) for value in rest)
+    return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
 
 
 def read_content(file: IO[bytes]) -> Content:
     """Read all records of a file and check their CRCs. Raises OSError."""
     unchecked = 0
+    file.seek(0)
+    if legacy_save.matches(file.read(legacy_save.START)):
+        fault = legacy_save.read(file, file.seek(0, os.SEEK_END)).fault
+        note = "a file of torch.save before 1.6 has no checksums: only its size was checked"
+        return Content(f"damaged: {fault}" if fault else "", note)
     file.seek(0)
     try:
         with _open_zip(file) as archive:
@@ -111,17 +149,16 @@ def _is_stored(info: zipfile.ZipInfo) -> bool:
     return info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
 
 
-def _plain_values(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Mapping[object, object]:
-    """Return the plain top-level values of the saved dict; empty if it is not a dict or is too large to read."""
+def _saved(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> object:
+    """Return what was saved, with stand-ins for all objects; None if it is too large to read."""
     if info.file_size > MAX_PICKLE or not _is_stored(info):
-        return {}
+        return None
     with _open_record(archive, info) as content:
         data = content.read()
     try:
-        values = peek(data)
+        return peek(data)
     except PeekError:  # the CRC is right, so the pickle is intact but does more than a stand-in can follow
-        return {}
-    return values if isinstance(values, dict) else {}
+        return None
 
 
 def _entry_fault(info: zipfile.ZipInfo) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from elastic_ext.checkpoints.formats import dcp, own, safetensors, torch_save
+from elastic_ext.checkpoints.formats import dcp, legacy_save, own, safetensors, torch_save
 from elastic_ext.checkpoints.formats.files import checksum, files_of, thread_pool
 from elastic_ext.checkpoints.formats.inspection import TORCH_SAVE_SUFFIXES, Content
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError
@@ -143,7 +143,9 @@ def verify(
 def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
     """Plan what to read. Raises ManifestError, PeekError, OSError."""
     if not checkpoint.is_dir:
-        return _Plan([_File("", checkpoint.size)], [], [])
+        return _Plan(
+            [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
+        )
     found = dict(files_of(storage, checkpoint.name))
     manifest = own.read_manifest(storage, checkpoint.name, found)
     return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
@@ -174,7 +176,7 @@ def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, E
 
 
 def _read_file(storage: Storage, checkpoint: Entry, file: _File, progress: _Progress) -> Content:
-    path = f"{checkpoint.name}/{file.name}" if file.name else checkpoint.name
+    path = f"{checkpoint.name}/{file.name}" if checkpoint.is_dir else file.name or checkpoint.name
     try:
         with storage.open(path) as opened:
             return _read_content(opened, file, path, progress)
@@ -196,7 +198,9 @@ def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress
         return safetensors.read_content(file.size, opened)
     if path.endswith(".json"):
         return _read_json(opened)
-    if path.endswith(TORCH_SAVE_SUFFIXES) or opened.read(len(torch_save.ZIP_MAGIC)) == torch_save.ZIP_MAGIC:
+    start = opened.read(legacy_save.START)
+    of_torch = start.startswith(torch_save.ZIP_MAGIC) or legacy_save.matches(start)
+    if of_torch or (path.endswith(TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")):  # other programs write .bin, too
         return torch_save.read_content(opened)
     return Content(note="no checksum is known: only the size was checked")
 

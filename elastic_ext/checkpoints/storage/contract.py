@@ -33,6 +33,8 @@ class Entry:
         unusable: why this can be neither a checkpoint nor part of one (a dangling link, a pipe); "" if it can.
         sibling: the name that this link points to, if it is in the same directory; else "".
         is_link: whether it is a symbolic link; the other attributes then describe its target.
+        parts: the files of all ranks, if each rank wrote its own; `name` then has a "*" for the rank. Empty: it is one entry.
+        torn: why its save did not finish, judging by the names beside it and by what else lies there; "" if nothing says so.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Entry:
     unusable: str = ""
     sibling: str = ""
     is_link: bool = False
+    parts: tuple[Entry, ...] = ()
+    torn: str = ""
 
 
 class Storage:

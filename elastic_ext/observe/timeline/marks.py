@@ -135,7 +135,9 @@ class Ends:
             rank, code = line.whole("culprit_rank"), line.whole("exit_code")
             rank = rank if rank is not None and rank >= 0 else None
             decision = line.text("decision") + (f", exit code {code}" if code is not None else "")
-            return self._culprit(best, rank), rank, line.text("kind"), decision, line.text("reason")
+            culprit = self._culprit(best, rank)
+            kind = NODE_LOST if rank is None and culprit in self._lost(index) else line.text("kind")
+            return culprit, rank, kind, decision, line.text("reason")
         if line.name == "failure":
             return best.agent, line.whole("rank"), line.text("kind"), goes_on, line.text("reason")
         if line.name in _SIGNALS:

@@ -19,6 +19,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
+from elastic_ext.base.printable import cut
 from elastic_ext.observe.timeline import axis, course, sheet
 from elastic_ext.observe.timeline.course import Course, Mark, Span
 from elastic_ext.observe.timeline.sheet import COLORS, FAINT, INK, PAPER, SOFT, WARN, WIDTH, Text
@@ -213,7 +214,7 @@ def _rows(drawing: _Drawing, top: float, height: float) -> None:
     for number, (row, spans) in enumerate(zip(rows, found, strict=True)):
         y = top + number * height
         if number % every == 0:
-            _label(drawing, y + height / 2, sheet.cut(row.label, 32), size=min(9.0, 7.0 + 8 * height))
+            _label(drawing, y + height / 2, cut(row.label, 32), size=min(9.0, 7.0 + 8 * height))
         gap = 0.12 * height if not many else 0.0
         if not many:
             _spans(drawing, f"row-{number}", spans, y + gap, height - 2 * gap, row.label)

@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.transforms import Transform
 
 from elastic_ext.base import goodput
+from elastic_ext.base.printable import cut
 from elastic_ext.observe.timeline import axis, course
 from elastic_ext.observe.timeline.course import Course, Mark
 
@@ -82,11 +83,6 @@ class Sheet:
     texts: tuple[Text, ...]
     boxes: tuple[Box, ...]
     height: float
-
-
-def cut(text: str, most: int) -> str:
-    """Return a text of at most so many characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def headline(of: Course) -> str:

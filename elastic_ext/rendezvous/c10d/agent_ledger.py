@@ -64,7 +64,7 @@ class AgentLedger:
             left: the host that ended the round by leaving; None if none did.
             store_host: id of the node that hosts the job's store; "" if none does.
         """
-        lost = (left,) if left is not None else ()
+        lost = (judgement.Lost(left, "has left"),) if left is not None else ()
         circumstances = judging.circumstances(
             self._settings, self.max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost
         )

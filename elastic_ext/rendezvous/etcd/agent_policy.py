@@ -10,7 +10,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import judgement, ledger
-from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous import drains, judging
 from elastic_ext.rendezvous.etcd.verdict import Judgement, RoundReports
 from elastic_ext.rendezvous.round_records import State
 
@@ -48,7 +48,8 @@ class AgentPolicy:
     def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
         """Return one judgement for all nodes."""
         given = {id_: judging.report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
-        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost, reaches=reports.reaches)
+        lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
+        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)
         window_s = self._settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)
@@ -70,7 +71,8 @@ class AgentPolicy:
 
         left_behind: the job has gone on without this node, which was lost. So its workers failed because the others' were gone.
         """
-        rules = replace(self._circumstances(1), lost=(node_id,) if left_behind else ())
+        behind = judgement.Lost(report.host, "was cut off, and the job has gone on without it", node_id)
+        rules = replace(self._circumstances(1), lost=(behind,) if left_behind else ())
         _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), rules, round_)
         return verdict
 

@@ -97,7 +97,7 @@ def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     decision = verdict.decision
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
     yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {decision.word}{ends}"
-    yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
+    yield f"  {f'rank {verdict.rank} on ' if verdict.rank >= 0 else ''}{verdict.host}: {decision.reason}"
     limit = "(no limit)" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
     yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts} {limit}"
     yield from (f"    {line}" for line in verdict.stacks.splitlines())

@@ -24,7 +24,7 @@ class RoundReports:
     Attributes:
         texts: records of `failures.ledger`, by node id.
         orders: etcd's revision of each, by node id.
-        lost: members of the round that are gone.
+        lost: what became of members of the round that are gone, by id.
         nodes: the current number of nodes.
         reaches: see `judgement.Circumstances`.
         charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
@@ -33,7 +33,7 @@ class RoundReports:
     round: int
     texts: Mapping[str, str]
     orders: Mapping[str, int]
-    lost: tuple[str, ...]
+    lost: Mapping[str, str]
     nodes: int
     reaches: Mapping[str, Reach]
     charges: int = 0

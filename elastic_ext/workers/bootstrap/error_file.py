@@ -4,7 +4,11 @@ The file is one JSON object. "message" holds what torch's @record writes, "elast
 
     type, message     type and message of the exception, truncated
     frames            ["file.py:line in function", ...], outermost first, truncated
+    bases             ["type", ...] of its base classes below Exception, nearest first, truncated
+    errno             of an OSError; null for any other
     causes            ["type: message", ...] of the exceptions that Python shows above it, nearest first, truncated
+    wrapped           [{"type", "message", "bases", "errno"}, ...] of what it was raised from, and of the members of a group,
+                      nearest first, truncated
     monotonic_ns      when the exception left the script
     first_step_done   whether an optimizer step was done; null if steps are not counted
 
@@ -27,6 +31,7 @@ CALLSTACK_CHARACTERS = 128 * 1024
 PRESENT_BYTES = 1 << 20
 FIRST_FRAMES, LAST_FRAMES = 8, 56
 CAUSES, CAUSE_CHARACTERS = 8, 2 * 1024
+BASES = 16
 
 
 def runpy_refusal(error: BaseException) -> "tuple[str, str] | None":
@@ -52,10 +57,12 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
     steps = traceback.walk_tb(None if refusal else trace)
     frames = [f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}" for frame, line in steps]
     account = {
+        **_account(error, MESSAGE_CHARACTERS),
         "type": kind,
         "message": _clip(message, MESSAGE_CHARACTERS),
         "frames": frames if len(frames) <= FIRST_FRAMES + LAST_FRAMES else frames[:FIRST_FRAMES] + frames[-LAST_FRAMES:],
         "causes": [] if refusal else _causes(error),
+        "wrapped": [] if refusal else [_account(each, CAUSE_CHARACTERS) for each in _wrapped(error)],
         "monotonic_ns": time.monotonic_ns(),
         "first_step_done": first_step_done,
     }
@@ -110,6 +117,31 @@ def _type_name(kind: "type[BaseException]") -> str:
     if kind.__name__ == "OutOfMemoryError" and str(kind.__module__).partition(".")[0] == "torch":
         return "torch.OutOfMemoryError"
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _account(error: BaseException, characters: int) -> "dict[str, object]":
+    bases = [_type_name(base) for base in type(error).__mro__[1:] if base not in (Exception, BaseException, object)]
+    return {
+        "type": _type_name(type(error)),
+        "message": _clip(text_of(error), characters),
+        "bases": bases[:BASES],
+        "errno": error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None,
+    }
+
+
+def _wrapped(error: BaseException) -> "list[BaseException]":
+    """Return what `error` stands for: what it was raised from, and the members of groups."""
+    found: list[BaseException] = []
+    seen = {id(error)}
+    waiting = [error]
+    while waiting and len(found) < CAUSES:
+        members = getattr(waiting[0], "exceptions", ()) if type(waiting[0]).__name__.endswith("ExceptionGroup") else ()
+        for each in (waiting.pop(0).__cause__, *members):
+            if isinstance(each, BaseException) and id(each) not in seen:
+                seen.add(id(each))
+                found.append(each)
+                waiting.append(each)
+    return found[:CAUSES]
 
 
 def _causes(error: BaseException) -> "list[str]":

@@ -171,7 +171,7 @@ def origin_of(module: object) -> "str | None":
 def _record(error: BaseException, row: "memoryview | None") -> bool:
     """Write the error file. Return True if it now describes the error, written by us or by torch's @record."""
     path = os.environ.get(error_file.ERROR_FILE_ENV)
-    if not path or (isinstance(error, SystemExit) and error_file.runpy_refusal(error) is None):
+    if not path or (isinstance(error, SystemExit) and not _says_why(error)):
         return False
     first_step_done = bool(row[layout.STEPS]) if row and row[layout.OPTIM_HOOKED] else None
     try:
@@ -180,6 +180,11 @@ def _record(error: BaseException, row: "memoryview | None") -> bool:
         reason = error_file.text_of(failure)
         _warn(f"cannot write the error file {path}: {reason}; the agent will see only the exit code")
         return False
+
+
+def _says_why(exit_: SystemExit) -> bool:
+    """Return whether the script left with a text, which Python prints: sys.exit("no data")."""
+    return error_file.runpy_refusal(exit_) is not None or not (exit_.code is None or isinstance(exit_.code, int))
 
 
 def _without_our_frames(trace: "TracebackType | None") -> "TracebackType | None":

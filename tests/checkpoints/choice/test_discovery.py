@@ -79,7 +79,8 @@ def test_step_and_pattern_of_a_name(name: str, step: int | None, pattern: str) -
         ([entry("epoch_9.pt", 3), entry("step_2.pt", 2)], "epoch_9.pt"),
         ([entry("last.pt", 2), entry("s_1.pt", 2)], "s_1.pt"),  # at the same time: the one that tells the step
         ([entry("last.pt", 3), entry("s_1.pt", 2)], "last.pt"),
-        ([entry("last.pt", None), entry("best.pt", None)], "best.pt"),  # no time at all: the same on every call
+        ([entry("last.pt", None), entry("best.pt", None)], "last.pt"),  # the best is a copy of what the last was once
+        ([entry("a.pt", None), entry("b.pt", None)], "a.pt"),  # no time at all: the same on every call
         ([entry("e_1_s_90.pt", 1), entry("e_2_s_95.pt", 1)], "e_2_s_95.pt"),
         ([entry("e_1_s_90.pt", 1), entry("e_2_s_5.pt", 2)], "e_2_s_5.pt"),  # the step begins again with each epoch
         ([entry("r_1_s_90.pt", 2), entry("r_2_s_5.pt", 1)], "r_1_s_90.pt"),  # two runs side by side
@@ -129,7 +130,15 @@ def test_a_directory_is_looked_at_whatever_its_own_time_says() -> None:
 
 
 def test_names_that_are_never_looked_at() -> None:
-    names = [".s_1.pt", "s_1.pt.tmp", "s_1.pt.part", "README.md", "events.out.tfevents.1", "s_1.safetensors"]
+    names = [
+        ".s_1.pt",
+        "s_1.pt.tmp",
+        "s_1.pt.part",
+        "README.md",
+        "events.out.tfevents.1",
+        "model.safetensors",
+        "training_args.bin",
+    ]
     entries = [entry(name) for name in names] + [entry(".git", is_dir=True), entry("step_5.tmp", is_dir=True)]
     looked: list[str] = []
     assert decide(entries, set(), looked) == Choice(None)
@@ -213,7 +222,9 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(b"")
     (tmp_path / "b.pt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "c.pt").write_bytes(os.urandom(100) + b"\0" * 5000)
-    torch.save({"a": 1}, tmp_path / "d.pt", _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(9)}, tmp_path / "d.pt", _use_new_zipfile_serialization=False)
+    older = (tmp_path / "d.pt").stat().st_size
+    os.truncate(tmp_path / "d.pt", older - 1)
     with zipfile.ZipFile(tmp_path / "e.pt", "w") as archive:
         archive.writestr("data.txt", "x")
     os.mkfifo(tmp_path / "f.pt")
@@ -224,8 +235,8 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
     assert said == {
         "a.pt": "the file is empty",
         "b.pt": f"its zip directory, at the end of {len(whole) // 2} bytes, is missing or damaged",
-        "c.pt": "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later",
-        "d.pt": "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later",
+        "c.pt": "not a zip archive: damaged, or not written by torch.save",
+        "d.pt": f"{older - 1} bytes, expected {older}: truncated or damaged",
         "e.pt": "a zip archive of 1 entries without data.pkl: not written by torch.save",
         "f.pt": "neither a file nor a directory",
         "g.pt": "a dangling link (No such file or directory)",
@@ -324,7 +335,7 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step_3" / ".metadata.tmp").write_bytes(b"x")
     assert reasons(tmp_path) == {
         "checkpoint-500": "no trainer_state.json, the save did not finish",
-        "run-600": "no manifest.json, .metadata or trainer_state.json: not a checkpoint of a known format",
+        "run-600": "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name",
         "step_3": "no .metadata, the save did not finish",
     }
 

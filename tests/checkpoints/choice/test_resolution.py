@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.exchange import SingleNode
@@ -65,6 +66,19 @@ def test_the_newest_and_what_workers_are_told(tmp_path):
     found = chosen(tmp_path)
     assert (found.path, found.step, found.at) == (str(path), 7, 7)
     assert found.variables == {"ELASTIC_EXT_RESUME_FROM": str(path), "ELASTIC_EXT_RESUME_STEP": "7"}
+
+
+def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(tmp_path):
+    (tmp_path / "state_10").mkdir()
+    (tmp_path / "state_10" / "weights.of_ours").write_bytes(b"1")
+    assert (chosen(tmp_path).path, chosen(tmp_path).at) == ("", None)
+    assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), chosen(tmp_path)).step is None
+    assert "1 passed over" in chosen(tmp_path).reason
+    assert chosen(tmp_path, resume_from="none").at == 0
+    sent = messages.read_agreement(messages.encode(messages.Agreement("", passed_over=True)))  # the other nodes hear of it
+    assert sent.passed_over
+    save(tmp_path, 7)
+    assert chosen(tmp_path).at == 7
 
 
 @pytest.mark.parametrize("told", ["5", "step_5.pt", "checkpoint_epoch_5.pt", "none"])
@@ -118,6 +132,47 @@ def test_what_is_quarantined(tmp_path):
     assert (tmp_path / "step_7.pt").exists()
     assert quarantined(tmp_path, "") is None
     assert quarantined(tmp_path, str(tmp_path / "gone.pt")) is None
+
+
+def test_what_may_not_be_to_blame_stays_if_it_is_the_only_one(tmp_path):
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    path = save(tmp_path, 5)
+    assert blame.quarantine(settings, str(path), False, "it failed twice", surely=False) is None
+    save(tmp_path, 3)
+    assert blame.quarantine(settings, str(path), False, "it failed twice", surely=False) == "step_5.pt"
+    (tmp_path / "other").mkdir()
+    only = save(tmp_path / "other", 7)
+    assert blame.quarantine(Settings(checkpoint_dir=str(tmp_path / "other")), str(only), False, "cut short") == "step_7.pt"
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "marked", "resume_from", "expected"),
+    [
+        ((5, 7), (), (), "", 7),
+        ((7,), (), (), "", None),  # the only one: the cause may be newer
+        ((), (), (), "", None),
+        ((5, 7), (), (5,), "", None),
+        ((7,), (), (), "/elsewhere/step_3", 7),  # that is the one before it
+        ((5,), (7,), (), "", 7),  # on its way to the remote tier
+        ((), (7,), (), "", None),
+        ((), (5, 7), (), "", 7),
+        ((5,), (5,), (), "", None),
+        ((7,), (5,), (5,), "", None),
+    ],
+)
+def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote, local, marked, resume_from, expected):
+    tiers = {"remote": remote, "local": local}
+    for tier, steps in tiers.items():
+        (tmp_path / tier).mkdir()
+        for step in steps:
+            save_part([tmp_path / tier], step)
+    storage = open_storage(str(tmp_path / "remote"))
+    for step in marked:
+        marks.quarantine(storage, directory_name(step, 1), "bad")
+    settings = Settings(checkpoint_dir=str(tmp_path / "remote"), local_dir=str(tmp_path / "local"), resume_from=resume_from)
+    name = None if expected is None else directory_name(expected, 1)
+    assert blame.quarantine(settings, "", True, "NaN") == name
+    assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
 def test_one_written_later_under_the_same_name_is_another(tmp_path):

@@ -33,6 +33,7 @@ from elastic_ext.checkpoints.formats import detect, peek
 from elastic_ext.checkpoints.formats.dcp import parse_metadata
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
+from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 
@@ -150,6 +151,53 @@ def test_the_step_of_the_content_comes_before_that_of_the_name(tmp_path: Path) -
     assert resume.step == 1234
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_a_file_in_the_format_before_torch_1_6(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its pickles tell how long it must be: views, shared storages and an optimizer's state too."""
+    weights = torch.ones(7, 3).to(dtype)
+    saved = {"model": {"w": weights, "view": weights[2:]}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}, "step": 9}
+    torch.save(saved, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    found = inspected(tmp_path, "a.pt")
+    assert (found.complete, found.format, found.step, found.training) == (True, TORCH_SAVE, 9, True), found.reason
+    whole = (tmp_path / "a.pt").read_bytes()
+    entry = next(open_storage(str(tmp_path)).entries())
+    assert verify(open_storage(str(tmp_path)), entry).sound
+    for length in (len(whole) - 1, len(whole) // 2, 40, 20):
+        (tmp_path / "a.pt").write_bytes(whole[:length])
+        assert not inspected(tmp_path, "a.pt").complete, length
+        entry = next(open_storage(str(tmp_path)).entries())
+        assert not verify(open_storage(str(tmp_path)), entry).sound, length
+
+
+@pytest.mark.parametrize(
+    ("saved", "training"),
+    [
+        ({"model": {}, "optimizer": {}}, True),
+        ({"state_dict": {}, "optimizer_states": []}, True),
+        ({"state": {"model": {}, "optimizers": {}}, "rng": []}, True),
+        ({"model": {}, "epoch": 3}, False),
+        (torch.nn.Linear(2, 2).state_dict(), False),
+        (torch.optim.SGD([torch.ones(2)]).state_dict(), False),
+        ({"optimizer": {}, "epoch": 3}, False),  # and nothing that it trains
+        ([torch.ones(2)], False),
+        ({}, False),
+    ],
+)
+def test_whether_an_optimizer_is_in_it(tmp_path: Path, saved: Any, training: bool | None) -> None:
+    torch.save(saved, tmp_path / "a.pt")
+    found = inspected(tmp_path, "a.pt")
+    assert (found.complete, found.training) == (True, training)
+    assert ("no optimizer is in it" in found.reason or "an optimizer alone" in found.reason) is (training is False)
+
+
+def test_an_optimizer_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    dcp.save(
+        {"model.w": torch.ones(2), "optimizer.state.w.exp_avg": torch.ones(2)}, checkpoint_id=tmp_path / "step_1", no_dist=True
+    )
+    dcp.save({"model.w": torch.ones(2)}, checkpoint_id=tmp_path / "step_2", no_dist=True)
+    assert (inspected(tmp_path, "step_1").training, inspected(tmp_path, "step_2").training) == (True, False)
+
+
 def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
@@ -245,7 +293,7 @@ def test_flipped_bits_of_a_pickle_cost_no_memory(protocol: int) -> None:
     stored = {MetadataIndex("w", torch.Size((i, 0)), i): _StorageInfo(f"__{i}_0.distcp", i * 1000, 1000) for i in range(9)}
     tensors = {"w": TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((9, 9)), chunks)}
     whole = pickle.dumps(Metadata(tensors, {"plain": [1, "two", b"three", (2**70, 1.5)]}, stored), protocol)
-    assert len(parse_metadata(whole)) == 9
+    assert len(parse_metadata(whole).items) == 9
     chance = random.Random(protocol)
     for _ in range(FLIPS // 5):
         data = bytearray(whole)
@@ -273,7 +321,7 @@ def test_numbers_that_cannot_be_printed(tmp_path: Path) -> None:
     """Of a million digits: no step, and no size of a file."""
     assert peek.number({"step": 1 << 3_000_000, "iteration": 7}, "step", "iteration") == 7
     info = _StorageInfo("__0_0.distcp", 0, 1 << 3_000_000)
-    assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))) == ()
+    assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))).items == ()
 
 
 def test_a_damaged_zip_directory_is_not_read_as_a_whole(tmp_path: Path) -> None:
@@ -356,7 +404,7 @@ def test_a_trainers_checkpoint_without_a_part(tmp_path: Path, part: str) -> None
         assert (found.complete, found.format) == (False, HUGGING_FACE)
         assert part in found.reason, length
     path.unlink()
-    assert not inspected(tmp_path, "checkpoint-5").complete
+    assert inspected(tmp_path, "checkpoint-5").complete is (part == "rng_state.pth")  # which a load can do without
 
 
 def test_a_trainers_checkpoint_of_the_model_only(tmp_path: Path) -> None:
@@ -394,6 +442,17 @@ def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path) -> None:
     assert inspected(tmp_path, "checkpoint-5").complete
     (path / "optimizer_0" / ".metadata").unlink()
     assert inspected(tmp_path, "checkpoint-5").reason == "optimizer_0: no .metadata, the save did not finish"
+
+
+def test_a_trainers_checkpoint_with_all_state_in_a_distributed_one(tmp_path: Path) -> None:
+    path = save_trainer(tmp_path / "checkpoint-5")
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (path / name).unlink()
+    assert inspected(tmp_path, "checkpoint-5").reason == "no model weights, the save did not finish"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=path / "distributed", no_dist=True)
+    assert inspected(tmp_path, "checkpoint-5").complete
+    os.truncate(path / "distributed" / "__0_0.distcp", 5)
+    assert "distributed: __0_0.distcp has 5 bytes" in inspected(tmp_path, "checkpoint-5").reason
 
 
 def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path) -> None:

@@ -61,6 +61,16 @@ def test_a_lost_node_costs_a_step_at_most(server, tmp_path, unbroken):
 
 
 @pytest.mark.full
+def test_nan_goes_back_by_one_on_both_nodes_whichever_has_the_verdict(server, tmp_path, unbroken):
+    """Checkpoints of 3 and 6, NaN in 8, in the first two rounds: copies, those of the other node too, and then the one of 6."""
+    act, often = json.dumps({"at": "nan", "step": 8, "times": 2}), [*SCRIPT[:2], "3"]
+    with start(server, tmp_path, often, 1, ACT=act) as one, start(server, tmp_path, often, 1, ACT=act) as two:
+        done = together([job.finish() for job in (one, two)])
+    check(done, unbroken)
+    assert [(step, where) for step, _, where in loaded(done)] == [(0, "none"), (6, "checkpoints"), (3, "checkpoints")]
+
+
+@pytest.mark.full
 def test_workers_that_outlive_their_agent_do_not_spoil_the_last_copy(server, tmp_path):
     """The reaper is late. Without the agent the parts of its workers are on no other node, so none of their copies may count."""
     endless = [SCRIPT[0], "100000", "100000"]  # nothing is saved to disk

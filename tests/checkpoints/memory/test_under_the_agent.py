@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.rank_groups import RankGroups
 from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, wait_gone
 from tests.until import LIMIT_S, until
@@ -21,7 +24,7 @@ SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS), "5"]
 MEMORY = r"(?m)^memory (/\S+)$"  # the agents' logs, too, have words that follow "memory"
 
 
-def start(tmp_path: Path, act: dict | None = None, **variables: str) -> Job:
+def start(tmp_path: Path, act: dict | None = None, save_every: int = 5, **variables: str) -> Job:
     settings = {
         "ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
         "ELASTIC_EXT_MEMORY_EVERY": "1",
@@ -29,7 +32,9 @@ def start(tmp_path: Path, act: dict | None = None, **variables: str) -> Job:
         "PYTHONPATH": str(SCRIPTS.parents[1]),
         "ACT": json.dumps(act or {}),
     }
-    return Job([*AGENT, "--nproc-per-node=2", "--max-restarts=3", *SCRIPT], tmp_path, **{**settings, **variables})
+    return Job(
+        [*AGENT, "--nproc-per-node=2", "--max-restarts=3", *SCRIPT[:2], str(save_every)], tmp_path, **{**settings, **variables}
+    )
 
 
 def loaded(job: Job | Finished) -> list[tuple[int, str, str]]:
@@ -63,6 +68,22 @@ def test_killed_in_mid_copy_one_step_is_lost(tmp_path, unbroken):
     assert not memory.parent.exists()
     check(done, unbroken)
     assert loaded(done) == [(0, unbroken[0], "none"), (7, unbroken[7], "memory")]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_nan_goes_back_from_copies_to_the_newest_checkpoint_and_then_to_the_one_before(tmp_path, unbroken, times):
+    """Checkpoints of 3 and 6, NaN in 8 and in the copy of 8; copies of 7 and 8 are refused, too."""
+    with start(tmp_path, {"at": "nan", "step": 8, "times": times}, save_every=3) as job:
+        done = job.finish()
+    check(done, unbroken)
+    assert [(step, where) for step, _, where in loaded(done)] == [(0, "none"), (6, "checkpoints"), (3, "checkpoints")][
+        : times + 1
+    ]
+    newest = r"refused, and the newest checkpoint \(step 6\) is tried"
+    assert len(re.findall(rf"elastic_ext: restart: .*the copies in memory \(up to step [78]\) are {newest}", done.err)) == 1
+    assert done.err.count("the newest checkpoint (step 6) was tried before, so the one before it is tried") == times - 1
+    marked = marks.quarantined_names(open_storage(str(tmp_path / "checkpoints")))
+    assert [order_of(name)[1] for name in marked] == [6] * (times - 1)
 
 
 def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):

@@ -278,7 +278,6 @@ def job_of_three(tmp_path: Path, backend: str) -> Iterator[tuple[Network, dict[i
             command = [*host.inside, *TORCHRUN, *where, *how, SCRIPTS / "hang_job.py"]
             env = {
                 "STOP": str(tmp_path / "stop"),
-                "GLOO_SOCKET_IFNAME": "net0",
                 "ELASTIC_EXT_HANG": "on",
                 "ELASTIC_EXT_NODE_NAME": f"h{number}",
                 "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{number}"),
@@ -313,6 +312,7 @@ def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_
         done = finished(tmp_path, stay)
     pair = rf"rank \d on (h{one}|h{other}) gets no answer from (h{one}|h{other}), the host of rank \d"
     for each in (left, *done):
+        assert each.err.count("the workers get GLOO_SOCKET_IFNAME=net0, the interface of 10.213.") == 1, each.err
         assert len(re.findall(r"is over: .* gets no answer from (node h\d|another one)", each.err)) == 2, each.err
         assert re.search(f"restart: {pair}.*restart 1 of 3", each.err), each.err
         assert re.search(f"{pair}.*; h{other} leaves", each.err), each.err

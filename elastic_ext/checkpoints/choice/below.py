@@ -1,0 +1,124 @@
+"""What lies in a directory that has no checkpoint to resume from: some further down, or of an unknown format.
+
+A job that begins from nothing beside them loses work, so it says where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice.discovery import Wanted
+from elastic_ext.checkpoints.formats import dcp, detect, layouts
+from elastic_ext.checkpoints.formats.files import files_of
+from elastic_ext.checkpoints.formats.inspection import UNKNOWN, is_candidate, is_hidden
+from elastic_ext.checkpoints.formats.names import step_of, words_of
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+
+MAX_DEPTH = 4
+MAX_FOLDERS = 50  # listed at most
+MAX_NAMES = 2000  # in one of them: a directory with more is one of data
+MAX_SHOWN = 3
+FROM_SCRATCH = "a script that trusts resume_from() begins from scratch"
+
+# What other files of a job are called. No checkpoint has such a suffix.
+_OTHERS = (
+    *(".txt", ".log", ".out", ".err", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".csv", ".tsv", ".md", ".py", ".sh"),
+    *(".png", ".svg", ".pdf", ".html", ".lock", ".pid", ".gz", ".parquet"),
+)
+_WORDS = frozenset({"checkpoint", "checkpoints", "ckpt", "model", "state", "weights", "latest", "last"})
+
+
+def seen_in(storage: Storage, pattern: str = "") -> str:
+    """Return what lies there, with paths, and what to set, for people; "" if nothing looks like a checkpoint.
+
+    For a directory in which nothing was chosen. Reads names, and of candidates below it what a check reads.
+    """
+    try:
+        listed = discovery.list_entries(storage)
+        itself = _itself(storage, listed)
+        if itself:
+            return itself
+        below = _below(storage, listed, pattern)
+        unread = [path for path in _unread(storage, listed) if not any(each.startswith(f"{path}/") for each in below)]
+        unknown = [*unread, *_unknown(listed)]
+    except (OSError, UsageError) as error:
+        return f"what lies there cannot be looked at: {error}"
+    said = []
+    if below:
+        said.append(f"checkpoints lie further down: {_shown(below)}; set checkpoint_dir to the directory that holds them")
+    if unknown:
+        said.append(f"of an unknown format: {_shown(unknown)}; if they are checkpoints, set checkpoint_pattern to their names")
+    return "; ".join(said)
+
+
+def _itself(storage: Storage, listed: Sequence[Entry]) -> str:
+    layout = layouts.layout_of("", layouts.top_names([each for each in listed if not each.unusable]))
+    if layout is None:
+        return ""
+    what = f"{storage.address} looks like a checkpoint of {layout.format} itself"
+    return f"{what}: set checkpoint_dir to the directory above it"
+
+
+def _unknown(listed: Sequence[Entry]) -> list[str]:
+    """Return the paths of files that are no candidates of a known format, but by their names may be checkpoints."""
+
+    def may_be(entry: Entry) -> bool:
+        if is_hidden(entry.name) or is_candidate(entry) or entry.unusable or not entry.size:
+            return False
+        if entry.name.endswith(_OTHERS) or "tfevents" in entry.name:
+            return False
+        return step_of(entry.name) is not None or not _WORDS.isdisjoint(words_of(entry.name))
+
+    return [entry.path for entry in listed if may_be(entry)]
+
+
+def _unread(storage: Storage, listed: Sequence[Entry]) -> list[str]:
+    """Return the paths of directories with a step in their names and files of no known format."""
+    named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
+    unknown = (entry for entry in named if detect.check(storage, entry, detect.plugins()).format == UNKNOWN)
+    return [entry.path for entry in unknown if next(files_of(storage, entry.name), None) is not None]
+
+
+def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> list[str]:
+    """Return the paths of checkpoints below the directories in a directory, the newest of each, what was written last first."""
+    found: list[tuple[float, str]] = []
+    for folder, content in _folders(storage, listed):
+        try:
+            resume = discovery.newest_in(open_storage(storage.path(folder)), Wanted(pattern=pattern)).resume
+        except (OSError, UsageError):
+            continue  # only what can be read is worth a hint
+        if resume is not None:
+            times = {entry.path: entry.mtime or 0.0 for entry in content}
+            found.append((-times.get(resume.path, 0.0), resume.path))
+    return [path for _, path in sorted(found)]
+
+
+def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield path and content of the directories below that are no checkpoints themselves, those nearer to the top first."""
+    waiting = [(entry.name, 1) for entry in listed if _may_hold(entry)]
+    for _ in range(MAX_FOLDERS):
+        if not waiting:
+            return
+        folder, depth = waiting.pop(0)
+        try:
+            content = list(islice(storage.entries(folder), MAX_NAMES))
+        except (FileNotFoundError, PermissionError):
+            continue
+        names = layouts.top_names(content)
+        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or dcp.matches(folder, names):
+            continue
+        yield folder, content
+        if depth < MAX_DEPTH:
+            waiting += [(f"{folder}/{entry.name}", depth + 1) for entry in content if _may_hold(entry)]
+
+
+def _may_hold(entry: Entry) -> bool:
+    return entry.is_dir and not (entry.is_link or is_hidden(entry.name) or entry.unusable)
+
+
+def _shown(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - MAX_SHOWN} more" if len(paths) > MAX_SHOWN else ""
+    return ", ".join(paths[:MAX_SHOWN]) + more

@@ -1,0 +1,112 @@
+"""Files of which each rank wrote its own: which belong together, and whether one is missing. Pure, but for `stat`.
+
+A checkpoint of a file per rank is one entry, whose name has a "*" for the rank: ckpt_step100_rank*.pt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from elastic_ext.checkpoints.formats.names import ANY, RankName, family_of, rank_name
+from elastic_ext.checkpoints.storage import Entry, Storage
+
+MAX_RANKS = 1 << 20  # a grid with more is a mistake in a name
+
+# States of random number generators: a load can do without one.
+_OF_RANDOM = ("rng_state", "rng_states", "random_state", "random_states")
+
+
+def grouped(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries, with one in place of all files that the ranks wrote for the same checkpoint.
+
+    A single file that names a rank stays as it is, unless another checkpoint of its family has several: rank 0 wrote for all.
+    """
+    listed = list(entries)
+    groups: defaultdict[str, list[tuple[Entry, RankName]]] = defaultdict(list)
+    for entry in listed:
+        found = None if entry.is_dir or entry.unusable else rank_name(entry.name)
+        if found is not None:
+            groups[found.pattern].append((entry, found))
+    several = {family_of(pattern) for pattern, members in groups.items() if len(members) > 1}
+    joined = {pattern: members for pattern, members in groups.items() if family_of(pattern) in several}
+    alone = {entry.name for members in joined.values() for entry, _ in members}
+    return [entry for entry in listed if entry.name not in alone] + [_join(*each) for each in joined.items()]
+
+
+def _join(pattern: str, members: Sequence[tuple[Entry, RankName]]) -> Entry:
+    in_order = sorted(members, key=lambda each: each[1].ranks)
+    parts = tuple(entry for entry, _ in in_order)
+    times = [part.mtime for part in parts if part.mtime is not None]
+    path = parts[0].path.removesuffix(parts[0].name) + pattern
+    size, missing = sum(part.size for part in parts), missing_rank([name for _, name in in_order])
+    torn = f"the file of rank {missing} is missing: {len(parts)} are there" if missing else ""
+    return Entry(pattern, path, False, size, max(times, default=None), parts=parts, torn=torn)
+
+
+def missing_rank(names: Sequence[RankName]) -> str:
+    """Return the first rank whose file is missing among those of one checkpoint, for people; "" if none is seen to be.
+
+    A last rank that is missing shows only if the names say how many there are.
+    """
+    seen = {name.ranks for name in names}
+    axes = [_axis(names, number) for number in range(len(names[0].ranks))]
+    if not all(axes) or math.prod(map(len, axes)) > MAX_RANKS:
+        return ""
+    gap = next((ranks for ranks in itertools.product(*axes) if ranks not in seen), ())
+    return ", ".join(map(str, gap))
+
+
+def _axis(names: Sequence[RankName], number: int) -> Sequence[int]:
+    """Return all values that one number of the rank must take."""
+    values = {name.ranks[number] for name in names}
+    totals = {name.totals[number] for name in names if name.totals[number] is not None}
+    # A stage of a pipeline writes what only it has: its files lie beside those of other stages under other names.
+    if len(values) == 1 and names[0].words[number].startswith("pp"):
+        return sorted(values)
+    total = max((total for total in totals if total is not None), default=max(values) + 1)
+    from_one = names[0].words[number] == "of" and 0 not in values  # model-00001-of-00002
+    return range(1, total + 1) if from_one else range(max(total, max(values) + 1))
+
+
+def by_pattern(paths: Iterable[str]) -> dict[str, list[RankName]]:
+    """Return the names of files below a directory that name a rank, those of the same pattern together."""
+    groups: defaultdict[str, list[RankName]] = defaultdict(list)
+    for path in paths:
+        found = rank_name(path)
+        if found is not None:
+            groups[found.pattern].append(found)
+    return dict(groups)
+
+
+def rank_count(groups: Iterable[Sequence[RankName]]) -> int | None:
+    """Return how many ranks wrote files, by the largest group; None if no file names a rank."""
+    counts = [len({name.ranks for name in names}) for names in groups if not set(names[0].words) <= {*_OF_RANDOM, "of"}]
+    return max(counts, default=None)
+
+
+def stat(storage: Storage, name: str) -> Entry | None:
+    """Return the current entry of a checkpoint, also of one with a file per rank; None if it does not exist. Raises OSError."""
+    found = storage.stat(name)
+    if found is not None or ANY not in name:
+        return found
+    try:
+        return next((entry for entry in grouped(storage.entries()) if entry.name == name), None)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
+    """Return by rank the paths of a checkpoint's files; none if it is one entry, or if no file is that of one rank.
+
+    The files of a grid, as by tp and pp, and the numbered parts of one model are not. Raises OSError.
+    """
+    entry = stat(storage, name) if ANY in name else None
+    named = [(rank_name(part.name), part.path) for part in entry.parts] if entry is not None else []
+    return {found.ranks[0]: path for found, path in named if found is not None and _is_of_one_rank(found)}
+
+
+def _is_of_one_rank(name: RankName) -> bool:
+    return len(name.ranks) == 1 and (name.words[0].endswith("rank") or name.words[0] == "shard")

@@ -1,0 +1,176 @@
+"""Directories as widespread tools write them, built of small files without torch. `T0` is the time of the oldest file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+T0 = 1_700_000_000
+
+TRAINING = {"model": {}, "optimizer": {}}
+WEIGHTS = {"model": {}}
+OPTIMIZER = {"state": {}, "param_groups": []}
+
+
+def saved(path: Path, value: object = None, at: float = 0.0) -> Path:
+    """A file of torch.save."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(TRAINING if value is None else value, 2))
+        archive.writestr("archive/version", "3\n")
+        for info in archive.infolist():
+            info.external_attr = 0  # as torch leaves it
+    return put(path, data.getvalue(), at)
+
+
+def saved_before_1_6(path: Path, value: object, at: float = 0.0) -> Path:
+    parts = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, value, [])
+    return put(path, b"".join(pickle.dumps(part, 2) for part in parts), at)
+
+
+def tensors(path: Path, at: float = 0.0) -> Path:
+    """A file of safetensors."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    return put(path, len(header).to_bytes(8, "little") + header + bytes(8), at)
+
+
+def text(path: Path, value: object, at: float = 0.0) -> Path:
+    return put(path, (value if isinstance(value, str) else json.dumps(value)).encode(), at)
+
+
+class Metadata:
+    """Stands for torch's own classes in a pickle: only the names of the fields count."""
+
+    def __init__(self, **fields: object) -> None:
+        self.__dict__.update(fields)
+
+
+def shards(path: Path, *keys: str) -> Path:
+    """A directory of torch.distributed.checkpoint. keys: of what it holds."""
+    put(path / "__0_0.distcp", b"PK" * 50)
+    item = Metadata(relative_path="__0_0.distcp", offset=0, length=100)
+    put(path / ".metadata", pickle.dumps(Metadata(state_dict_metadata=dict.fromkeys(keys), storage_data={"w": item})))
+    return path
+
+
+def put(path: Path, data: bytes, at: float = 0.0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    os.utime(path, (T0 + at, T0 + at))
+    return path
+
+
+def half(path: Path) -> Path:
+    """Cut a file short, as a kill does."""
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    return path
+
+
+# Each tool's checkpoint.
+
+
+def trainer(path: Path, step: int) -> Path:
+    """Of Hugging Face's Trainer."""
+    tensors(path / "model.safetensors", step)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        saved(path / name, {"state": {}}, step)
+    text(path / "trainer_state.json", {"global_step": step, "epoch": 1.5}, step)
+    return path
+
+
+def trainer_of_deepspeed(path: Path, step: int) -> Path:
+    saved(path / "scheduler.pt", {})
+    deepspeed(path / f"global_step{step}", step)
+    text(path / "latest", f"global_step{step}")
+    text(path / "trainer_state.json", {"global_step": step})
+    return path
+
+
+def trainer_of_fsdp(path: Path, step: int) -> Path:
+    for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
+        saved(path / name, {})
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shards(path / folder)
+    text(path / "trainer_state.json", {"global_step": step})
+    return path
+
+
+def accelerate(path: Path, ranks: int = 1, weights: str = "model.safetensors") -> Path:
+    """Of accelerate's save_state; diffusers has the weights in folders."""
+    tensors(path / weights)
+    for name in ("optimizer.bin", "scheduler.bin", *(f"random_states_{rank}.pkl" for rank in range(ranks))):
+        saved(path / name, {"step": 3})  # the step of random_states counts from the last save
+    return path
+
+
+def accelerate_of_deepspeed(path: Path) -> Path:
+    deepspeed(path / "pytorch_model", 7)
+    text(path / "latest", "pytorch_model")
+    saved(path / "random_states_0.pkl", {"step": 3})
+    return path
+
+
+def kohya(path: Path, step: int) -> Path:
+    accelerate(path)
+    text(path / "train_state.json", {"current_epoch": 2, "current_step": step})
+    return path
+
+
+def deepspeed(path: Path, step: int, ranks: int = 2) -> Path:
+    saved(path / "mp_rank_00_model_states.pt", {"module": {}, "global_steps": step})
+    for rank in range(ranks):
+        saved(path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {}})
+    return path
+
+
+def lightning_of_deepspeed(path: Path, step: int) -> Path:
+    deepspeed(path / "checkpoint", step)
+    text(path / "latest", "checkpoint")
+    return path
+
+
+def megatron(path: Path, step: int, tensor: int = 2, pipeline: int = 2) -> Path:
+    for rank in range(tensor):
+        for stage in range(pipeline):
+            saved(path / f"mp_rank_{rank:02}_{stage:03}" / "model_optim_rng.pt", {"iteration": step, "model": {}})
+    return path
+
+
+def nemo(path: Path) -> Path:
+    shards(path / "weights")
+    saved(path / "weights" / "common.pt", {})
+    text(path / "weights" / "metadata.json", {"sharded_backend": "torch_dist"})
+    text(path / "context" / "io.json", {})
+    return path
+
+
+def nanotron(path: Path, step: int) -> Path:
+    for stage in range(2):  # each stage of the pipeline has parameters of its own
+        name = f"model_weight_pp-rank-{stage}-of-2_tp-rank-0-of-1.safetensors"
+        tensors(path / "model" / "model" / f"layer{stage}" / name)
+    for data in range(2):
+        for stage in range(2):
+            saved(path / "optimizer" / f"optimizer_pp-{stage}-of-2_dp-{data}-of-2_tp-0-of-1_exp-0-of-1.pt", {})
+    saved(path / "random" / "tp-0-of-1_dp-0-of-1_pp-0-of-1.pt", {})
+    text(path / "model_config.json", {})
+    text(path / "checkpoint_metadata.json", {"version": "1.4", "metas": {"last_train_step": step}})
+    return path
+
+
+def torchtune(path: Path) -> Path:
+    for number in (1, 2):
+        tensors(path / f"model-{number:05}-of-00002.safetensors")
+    text(path / "model.safetensors.index.json", {"weight_map": {"w": "model-00001-of-00002.safetensors"}})
+    text(path / "torchtune_config.yaml", "lr: 1")
+    return path
+
+
+def verl(path: Path) -> Path:
+    for rank in range(2):
+        for part in ("model", "optim", "extra_state"):
+            saved(path / "actor" / f"{part}_world_size_2_rank_{rank}.pt", {})
+    return path

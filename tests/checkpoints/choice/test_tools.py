@@ -1,0 +1,404 @@
+"""What a job resumes from, what is torn and what is said, in directories as widespread tools write them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.selection import Choice
+from tests.checkpoints.choice import scenes
+from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, half, saved, tensors, text
+
+
+def chosen(directory: Path, pattern: str = "") -> tuple[str, int | None] | None:
+    """The name and the step of what a job resumes from."""
+    resume = newest_complete(str(directory), Wanted(pattern=pattern)).resume
+    return (Path(resume.path).name, resume.step) if resume is not None else None
+
+
+def reasons(choice: Choice) -> dict[str, str]:
+    return {Path(passed.path).name: passed.reason for passed in choice.passed_over}
+
+
+# Directories of tools: the newest of two is chosen, with its step; a part that is gone or cut short makes it torn.
+
+Make = Callable[[Path, int], Path]
+
+TOOLS: dict[str, tuple[str, Make, str, str]] = {
+    # By tool: the name of the directory, what makes it, the format, and a part of it.
+    "trainer": ("checkpoint-{}", scenes.trainer, "Hugging Face Trainer", "optimizer.pt"),
+    "trainer-deepspeed": (
+        "checkpoint-{}",
+        scenes.trainer_of_deepspeed,
+        "Hugging Face Trainer",
+        "global_step200/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ),
+    "trainer-fsdp": ("checkpoint-{}", scenes.trainer_of_fsdp, "Hugging Face Trainer", "optimizer_0/.metadata"),
+    "accelerate": ("checkpoint_{}", lambda path, step: scenes.accelerate(path), "accelerate", "optimizer.bin"),
+    "accelerate-deepspeed": ("step_{}", lambda path, step: scenes.accelerate_of_deepspeed(path), "accelerate", "latest"),
+    "diffusers": (
+        "checkpoint-{}",
+        lambda path, step: scenes.accelerate(path, weights="unet/diffusion_pytorch_model.safetensors"),
+        "accelerate",
+        "random_states_0.pkl",
+    ),
+    "kohya": ("lora-{:06}-state", scenes.kohya, "accelerate", "train_state.json"),
+    "deepspeed": ("global_step{}", scenes.deepspeed, "DeepSpeed", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "lightning-deepspeed": ("epoch=0-step={}.ckpt", scenes.lightning_of_deepspeed, "DeepSpeed", "latest"),
+    "megatron": ("iter_{:07}", scenes.megatron, "Megatron", "mp_rank_00_001/model_optim_rng.pt"),
+    "nemo": (
+        "gpt--val_loss=1.5-step={}-consumed_samples=800.0",
+        lambda path, step: scenes.nemo(path),
+        "NeMo 2",
+        "weights/__0_0.distcp",
+    ),
+    "nanotron": ("{}", scenes.nanotron, "nanotron", "optimizer/optimizer_pp-1-of-2_dp-0-of-2_tp-0-of-1_exp-0-of-1.pt"),
+    "torchtune": ("epoch_{}", lambda path, step: scenes.torchtune(path), "torchtune", "model-00002-of-00002.safetensors"),
+    "verl": ("global_step_{}", lambda path, step: scenes.verl(path), "directory of files", "actor/optim_world_size_2_rank_1.pt"),
+    "cosmos": (
+        "iter_{:09}",
+        lambda path, step: scenes.shards(scenes.shards(path / "model").parent / "optim").parent,
+        "directory of files",
+        "optim/.metadata",
+    ),
+    "own script": ("step_{}", lambda path, step: saved(path / "all.pt").parent, "directory of files", "all.pt"),
+}
+
+
+@pytest.fixture(params=TOOLS)
+def tool(request: pytest.FixtureRequest) -> tuple[str, Make, str, str]:
+    return TOOLS[request.param]
+
+
+def test_the_newest_of_each_tool(tmp_path: Path, tool: tuple[str, Make, str, str]) -> None:
+    name, make, format, _ = tool
+    for step in (9, 100, 200):
+        make(tmp_path / name.format(step), step)
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert (Path(resume.path).name, resume.step, resume.format) == (name.format(200), 200, format)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, half, lambda path: path.write_bytes(b"")], ids=["gone", "half", "empty"])
+def test_a_torn_one_of_each_tool_is_passed_over(
+    tmp_path: Path, tool: tuple[str, Make, str, str], damage: Callable[[Path], object]
+) -> None:
+    name, make, _, part = tool
+    for step in (100, 200):
+        make(tmp_path / name.format(step), step)
+    path = tmp_path / name.format(200) / part
+    if (path.name == "latest" and damage is not Path.unlink) or (path.suffix == ".json" and damage is Path.unlink):
+        pytest.skip("only that it is there counts, or only what it holds")
+    if (path.name, damage) == ("all.pt", Path.unlink):
+        (path.parent / "note.txt").write_text("nothing else")
+    damage(path)
+    choice = newest_complete(str(tmp_path))
+    assert chosen(tmp_path) == (name.format(100), 100), reasons(choice)
+    assert name.format(200) in reasons(choice)
+
+
+def test_what_is_said_of_torn_ones(tmp_path: Path) -> None:
+    """Of what the tool itself writes last, never of another tool's file."""
+    written_last = {
+        "accelerate": "random_states_0.pkl",
+        "nanotron": "checkpoint_metadata.json",
+        "trainer": "trainer_state.json",
+    }
+    for tool, part in written_last.items():
+        name, make, _, _ = TOOLS[tool]
+        (make(tmp_path / tool / name.format(5), 5) / part).unlink()
+        (reason,) = reasons(newest_complete(str(tmp_path / tool))).values()
+        assert reason == f"no {part}, the save did not finish"
+    for tool in ("accelerate", "diffusers", "kohya", "torchtune"):
+        name, make, _, part = TOOLS[tool]
+        half(make(tmp_path / "torn" / tool / name.format(5), 5) / part)
+        (reason,) = reasons(newest_complete(str(tmp_path / "torn" / tool))).values()
+        assert "trainer_state" not in reason
+
+
+# What lies beside them.
+
+
+@pytest.mark.parametrize(
+    ("tracker", "names", "name", "make"),
+    [
+        ("latest", "{name}", "global_step{}", scenes.deepspeed),
+        ("latest_checkpointed_iteration.txt", "{step}", "iter_{:07}", scenes.megatron),
+        ("latest_checkpointed_iteration.txt", "{step}", "global_step_{}", lambda path, step: scenes.verl(path)),
+        ("latest.txt", "{step}", "{}", scenes.nanotron),
+        ("last_checkpoint", "/elsewhere/run/{name}", "epoch_{}", lambda path, step: saved(path / "a.pt")),
+    ],
+)
+def test_what_is_newer_than_its_tracker_is_not_whole(tmp_path: Path, tracker: str, names: str, name: str, make: Make) -> None:
+    for step in (100, 200, 300):
+        make(tmp_path / name.format(step), step)
+    text(tmp_path / tracker, names.format(name=name.format(200), step=200) + "\n")
+    assert chosen(tmp_path) == (name.format(200), 200)
+    assert reasons(newest_complete(str(tmp_path))) == {
+        name.format(300): f"{tracker} still names {name.format(200)}: the save did not finish"
+    }
+    shutil.rmtree(tmp_path / name.format(200))  # then it says nothing
+    assert chosen(tmp_path) == (name.format(300), 300)
+
+
+def test_a_single_file_that_is_newer_than_its_tracker_is_whole(tmp_path: Path) -> None:
+    for step in (4999, 9999):
+        saved(tmp_path / f"model_{step:07}.pth")
+    text(tmp_path / "last_checkpoint", "model_0004999.pth")
+    assert chosen(tmp_path) == ("model_0009999.pth", 9999)
+
+
+def test_a_tracker_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    scenes.deepspeed(tmp_path / "global_step5", 5)
+    for value in (b"", b"\xff\xfe", b"9" * 5000, b"no such", b"9" * 30):
+        (tmp_path / "latest").write_bytes(value)
+        assert chosen(tmp_path) == ("global_step5", 5)
+
+
+def test_a_mark_of_an_unfinished_save(tmp_path: Path) -> None:
+    for step in (100, 200):
+        scenes.nemo(tmp_path / f"gpt--step={step}")
+    text(tmp_path / "gpt--step=200-unfinished", "")
+    assert chosen(tmp_path) == ("gpt--step=100", 100)
+    assert reasons(newest_complete(str(tmp_path))) == {
+        "gpt--step=200": "gpt--step=200-unfinished is there: the save did not finish"
+    }
+
+
+def test_the_last_of_nemo_is_a_copy(tmp_path: Path) -> None:
+    """Of the same step as another: either will do, and nobody is asked."""
+    for name in ("gpt--step=100", "gpt--step=200", "gpt--step=200-last"):
+        scenes.nemo(tmp_path / name)
+    found = chosen(tmp_path)
+    assert found is not None
+    assert found[1] == 200
+
+
+def test_a_model_that_a_trainer_left_in_the_root(tmp_path: Path) -> None:
+    scenes.trainer(tmp_path / "checkpoint-200", 200)
+    for name in ("training_args.bin", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "adapter_model.bin"):
+        saved(tmp_path / name, {}, 900)
+    saved(tmp_path / "mm_projector.bin", [], 900)
+    saved(tmp_path / "dataset.pt", [1, 2], 900)
+    tensors(tmp_path / "model.safetensors", 900)
+    tensors(tmp_path / "final" / "model.safetensors", 900)
+    text(tmp_path / "trainer_state.json", {"global_step": 200}, 900)
+    assert chosen(tmp_path) == ("checkpoint-200", 200)
+    (tmp_path / "dataset.pt").unlink()
+    shutil.rmtree(tmp_path / "checkpoint-200")
+    assert chosen(tmp_path) is None
+
+
+def test_torchtunes_recipe_state_is_none(tmp_path: Path) -> None:
+    scenes.torchtune(tmp_path / "epoch_0")
+    scenes.torchtune(tmp_path / "epoch_1")
+    saved(tmp_path / "recipe_state" / "recipe_state.pt", {"optimizer": {}, "epoch": 2}, 900)
+    assert chosen(tmp_path) == ("epoch_1", 1)
+
+
+# Files.
+
+
+def test_files_of_image_classifiers(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint.pth.tar", {"epoch": 3, "state_dict": {}, "optimizer": {}}, 20)
+    saved(tmp_path / "model_best.pth.tar", {"epoch": 2, "state_dict": {}, "optimizer": {}}, 30)
+    assert chosen(tmp_path) == ("checkpoint.pth.tar", None)
+
+
+def test_a_file_of_an_older_torch(tmp_path: Path) -> None:
+    scenes.saved_before_1_6(tmp_path / "step_3.pt", {"step": 3, **TRAINING})
+    assert chosen(tmp_path) == ("step_3.pt", 3)
+    scenes.saved_before_1_6(tmp_path / "step_4.pt", {"step": 4, **TRAINING})
+    for length in range((tmp_path / "step_4.pt").stat().st_size):
+        data = scenes.saved_before_1_6(tmp_path / "step_4.pt", {"step": 4, **TRAINING}).read_bytes()
+        (tmp_path / "step_4.pt").write_bytes(data[:length])
+        assert chosen(tmp_path) == ("step_3.pt", 3), length
+
+
+def test_safetensors_are_said_to_be_weights_only(tmp_path: Path) -> None:
+    for step in (100, 200):
+        tensors(tmp_path / f"step_{step}.safetensors", step)
+    tensors(tmp_path / "model.safetensors", 900)  # gives no step: what a job begins with
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert (Path(resume.path).name, resume.step) == ("step_200.safetensors", 200)
+    assert "weights only: no optimizer is in it" in resume.reason
+    half(tmp_path / "step_200.safetensors")
+    assert chosen(tmp_path) == ("step_100.safetensors", 100)
+
+
+# A file per rank.
+
+
+def ranks(directory: Path, name: str, count: int, step: int = 0, start: int = 0) -> None:
+    for rank in range(start, count):
+        saved(directory / name.format(rank), TRAINING, step + rank / 100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "last"),
+    [
+        ("ep0-ba100-rank{}.pt", "ep0-ba200-rank{}.pt", 200),
+        ("ckpt_step100_rank{:03}.pt", "ckpt_step200_rank{:03}.pt", 200),
+        ("rank{}_100.pt", "rank{}_200.pt", 200),
+        ("model-100-shard{}.pt", "model-200-shard{}.pt", 200),
+        ("step_100_tp{}_pp0.pt", "step_200_tp{}_pp0.pt", 200),
+        ("step_100_rank_{}_of_4.pt", "step_200_rank_{}_of_4.pt", 200),
+        ("step_100/rank_{}.pt", "step_200/rank_{}.pt", 200),
+        ("step_100/rank_{}/state.pt", "step_200/rank_{}/state.pt", 200),
+    ],
+)
+def test_a_checkpoint_of_a_file_per_rank(tmp_path: Path, old: str, new: str, last: int) -> None:
+    ranks(tmp_path, old, 4)
+    for missing in (0, 2, 3):
+        ranks(tmp_path, new, 4, 9)
+        whole = chosen(tmp_path)
+        assert whole is not None
+        assert whole[1] == 200, reasons(newest_complete(str(tmp_path)))
+        gone = tmp_path / new.format(missing)
+        gone.unlink()
+        if gone.parent.name == f"rank_{missing}":
+            gone.parent.rmdir()
+        found = chosen(tmp_path)
+        assert found is not None
+        assert found[1] == 100, missing
+        half(saved(gone, TRAINING, 9))
+        found = chosen(tmp_path)
+        assert found is not None
+        assert found[1] == 100, missing
+
+
+def test_what_is_said_of_a_missing_rank(tmp_path: Path) -> None:
+    ranks(tmp_path, "s_1_rank{}.pt", 4)
+    ranks(tmp_path, "s_2_rank{}.pt", 3)
+    ranks(tmp_path, "s_3_rank{}.pt", 4, start=1)
+    assert reasons(newest_complete(str(tmp_path))) == {
+        "s_3_rank*.pt": "the file of rank 0 is missing: 3 are there",
+        "s_2_rank*.pt": "it has fewer files of ranks than the one before it (3, not 4): the save did not finish",
+    }
+
+
+def test_fewer_ranks_from_now_on(tmp_path: Path) -> None:
+    """The job has shrunk: its first checkpoint looks torn, its second does not."""
+    for step, count in ((1, 4), (2, 4), (3, 2)):
+        ranks(tmp_path, f"s_{step}_rank{{}}.pt", count)
+    assert chosen(tmp_path) == ("s_2_rank*.pt", 2)
+    ranks(tmp_path, "s_4_rank{}.pt", 2)
+    assert chosen(tmp_path) == ("s_4_rank*.pt", 4)
+    ranks(tmp_path, "s_5_rank{}.pt", 8)
+    assert chosen(tmp_path) == ("s_5_rank*.pt", 5)
+
+
+def test_rank_0_that_writes_for_all(tmp_path: Path) -> None:
+    for step in (100, 200):
+        saved(tmp_path / f"ep0-ba{step}-rank0.pt")
+    assert chosen(tmp_path) == ("ep0-ba200-rank0.pt", 200)
+
+
+@pytest.mark.parametrize("named", ["200", "s_200_rank*.pt", "s_200_rank1.pt"])
+def test_one_that_is_asked_for(tmp_path: Path, named: str) -> None:
+    for step in (200, 300):
+        ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
+    resume = newest_complete(str(tmp_path), Wanted(resume_from=named)).resume
+    assert resume is not None
+    assert resume.step == 200
+
+
+# Families that belong together.
+
+
+BY_TIME = {"last.pt", "last.ckpt", "epoch_9.pt", "epoch=0-step=9.ckpt"}  # where the order of time counts
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"model_9.pt": TRAINING, "ema_9.pt": WEIGHTS}, "model_9.pt"),
+        ({"ema_9.pt": WEIGHTS, "model_9.pt": TRAINING, "optimizer_9.pt": OPTIMIZER}, "model_9.pt"),
+        ({"model_latest.pt": TRAINING, "model_best.pt": WEIGHTS}, "model_latest.pt"),
+        ({"model_latest.pt": WEIGHTS, "model_best.pt": TRAINING}, "model_best.pt"),
+        ({"checkpoint_last.pt": TRAINING, "checkpoint_best.pt": TRAINING}, "checkpoint_last.pt"),
+        ({"latest.pt": WEIGHTS, "best.pt": WEIGHTS}, "latest.pt"),
+        (
+            {"last.ckpt": {"global_step": 5, **TRAINING}, "best.ckpt": {"global_step": 9, **TRAINING}},
+            "best.ckpt",
+        ),  # it is further
+        ({"step_9.pt": TRAINING, "final.pt": WEIGHTS}, "step_9.pt"),
+        ({"step_9.pt": TRAINING, "last.pt": TRAINING}, "last.pt"),  # written last
+        ({"step_9.pt": TRAINING, "step_9.safetensors": None}, "step_9.pt"),
+        ({"epoch_9.pt": TRAINING, "step_9.pt": TRAINING}, "step_9.pt"),  # they do not compare
+        ({"model_9.pt": OPTIMIZER, "model.pt": TRAINING}, "model.pt"),
+        ({"epoch=0-step=9.ckpt": TRAINING, "epoch=0-step=9-v1.ckpt": TRAINING}, "epoch=0-step=9-v1.ckpt"),
+        ({"step_9.pt": TRAINING, "step_9_backup.pt": TRAINING}, "step_9.pt"),
+        # It stays open.
+        ({"model_9.pt": WEIGHTS, "ema_9.pt": WEIGHTS}, None),
+        ({"model000009.pt": WEIGHTS, "ema_0.9999_000009.pt": WEIGHTS, "opt000009.pt": OPTIMIZER}, None),
+        ({"model_9.pt": WEIGHTS, "optimizer_9.pt": OPTIMIZER}, None),
+        ({"model.pt": WEIGHTS, "optimizer.pt": OPTIMIZER}, None),
+        ({"g_9.pt": TRAINING, "d_9.pt": TRAINING}, None),
+        ({"latest_net_G.pth": WEIGHTS, "latest_net_D.pth": WEIGHTS}, None),
+        ({"step9-seed1.pt": TRAINING, "step9-seed2.pt": TRAINING}, None),
+    ],
+)
+def test_families_that_belong_together(tmp_path: Path, files: dict[str, object], expected: str | None) -> None:
+    for turn in range(2):  # in either order of time, where time does not count
+        for at, (name, value) in enumerate(files.items()):
+            path = tmp_path / str(turn) / name
+            later = len(files) - at if turn and BY_TIME.isdisjoint(files) else at
+            saved(path, value, later) if value is not None else tensors(path, later)
+        choice = newest_complete(str(tmp_path / str(turn)))
+        assert (choice.resume and Path(choice.resume.path).name) == expected
+        assert bool(choice.question) is (expected is None)
+        if expected is None:
+            assert all(name in choice.question for name in files)
+            assert "set checkpoint_pattern" in choice.question
+
+
+def test_two_runs_one_after_the_other_do_not_belong_together(tmp_path: Path) -> None:
+    for at, name in enumerate(("a_1", "a_2", "b_1", "b_2")):
+        saved(tmp_path / f"{name}.pt", TRAINING, at)
+    assert chosen(tmp_path) == ("b_2.pt", 2)
+    saved(tmp_path / "b_1.pt", TRAINING, 0.5)  # written between those of the other
+    assert chosen(tmp_path) is None
+
+
+def test_the_answer_to_the_question(tmp_path: Path) -> None:
+    for name in ("model_9.pt", "ema_9.pt"):
+        saved(tmp_path / name, WEIGHTS)
+    question = newest_complete(str(tmp_path)).question
+    assert question == (
+        "ema_9.pt, model_9.pt belong together, and none is known to hold both an optimizer and what it trains: set "
+        "checkpoint_pattern to the names to resume from, e.g. checkpoint_pattern=model_{step}.pt"
+    )
+    assert chosen(tmp_path, "model_{step}.pt") == ("model_9.pt", 9)
+
+
+def test_what_a_tracker_names_needs_no_question(tmp_path: Path) -> None:
+    for name in ("g_9.pt", "d_9.pt"):
+        saved(tmp_path / name)
+    text(tmp_path / "last_checkpoint", "d_9.pt")
+    assert chosen(tmp_path) == ("d_9.pt", 9)
+
+
+# A pattern, and formats that nobody knows.
+
+
+def test_a_pattern_makes_directories_of_unknown_formats_count(tmp_path: Path) -> None:
+    for step in (9, 10):
+        text(tmp_path / f"state-{step}" / "deep" / "weights.npz", "data")
+    (tmp_path / "state-11").mkdir()
+    assert chosen(tmp_path) is None
+    assert chosen(tmp_path, "state-{step}") == ("state-10", 10)
+    half(saved(tmp_path / "step_12" / "a.pt"))  # what is understood is held to its format
+    assert chosen(tmp_path, "st*") == ("state-10", 10)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "data", "wandb", "run-20240501_120000", "version_1", "fold_3"])
+def test_directories_that_are_none(tmp_path: Path, name: str) -> None:
+    tensors(tmp_path / name / "model.safetensors")
+    saved(tmp_path / name / "vocab.pt")
+    assert chosen(tmp_path) is None

@@ -1,0 +1,127 @@
+"""What names say: the step, the family, and the rank that wrote a part. Pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ext.checkpoints.formats.names import family_of, rank_name, says_step, step_of
+from elastic_ext.checkpoints.formats.rank_files import grouped, missing_rank, rank_count
+from elastic_ext.checkpoints.storage import Entry
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "family"),
+    [
+        # The number after step, iter, ba, global_step, iteration, epoch.
+        ("ep0-ba200-rank1.pt", 200, "ep#-ba#-rank1.pt"),
+        ("global_step100", 100, "global_step#"),
+        ("iter_0001000", 1000, "iter_#"),
+        ("iteration-30.pt", 30, "iteration-#.pt"),
+        ("checkpoint_epoch_5_lr_1.pt", 5, "checkpoint_epoch_#_lr_1.pt"),
+        ("step_7_epoch_2.pt", 7, "step_#_epoch_#.pt"),
+        ("model--val_loss=1.23-step=100-consumed_samples=800.0", 100, "model--val_loss=#.#-step=#-consumed_samples=#.#"),
+        # No word says so.
+        ("checkpoint_1_500.pt", 500, "checkpoint_#_#.pt"),
+        ("model_0004999.pth", 4999, "model_#.pth"),
+        ("ema_0.9999_000100.pt", 100, "ema_#.#_#.pt"),
+        ("opt000100.pt", 100, "opt#.pt"),
+        ("100", 100, "#"),
+        # Never the rank, the seed, tp, pp.
+        ("step1000-seed42.pt", 1000, "step#-seed42.pt"),
+        ("seed42.pt", None, "seed42.pt"),
+        ("100-seed-7.pt", 100, "#-seed-7.pt"),
+        ("optim_000100_rank3.pt", 100, "optim_#_rank3.pt"),
+        ("rank3.pt", None, "rank3.pt"),
+        ("iter_50_tp2_pp4.pt", 50, "iter_#_tp2_pp4.pt"),
+        ("50_tp_2_pp_4.pt", 50, "#_tp_2_pp_4.pt"),
+        ("mp_rank_00_001", None, "mp_rank_00_001"),
+        ("world_size_8_rank_0.pt", None, "world_size_8_rank_0.pt"),
+        ("300-lora_rank_16.pt", 300, "#-lora_rank_16.pt"),
+        # Nor a size.
+        ("llama-7b.pt", None, "llama-7b.pt"),
+        ("llama-7b-step100.pt", 100, "llama-7b-step#.pt"),
+        ("step100-llama-7B.pt", 100, "step#-llama-7B.pt"),
+        ("mixtral-8x7b-300.pt", 300, "mixtral-8x7b-#.pt"),
+        ("300-opt-350m", 300, "#-opt-350m"),
+        ("100-bf16.pt", 100, "#-bf16.pt"),
+        ("100-4bit.pt", 100, "#-4bit.pt"),
+        # Nor a date.
+        ("model-2024-05-01.pt", None, "model-#-#-#.pt"),
+        ("2024-05-01_12-30-00.pt", None, "#-#-#_#-#-#.pt"),
+        ("20240501_123000_step_300.pt", 300, "#_#_step_#.pt"),
+        ("300-20240501.pt", 300, "#-#.pt"),
+        ("step_20240501.pt", 20240501, "step_#.pt"),
+    ],
+)
+def test_the_step_and_the_family(name: str, step: int | None, family: str) -> None:
+    assert (step_of(name), family_of(name)) == (step, family)
+
+
+def test_names_that_say_that_they_are_of_a_step() -> None:
+    assert all(map(says_step, ("step_3", "epoch=1", "iter_0000007", "40", "checkpoint-5", "ckpt_9.pt")))
+    assert not any(map(says_step, ("fold_3", "exp1", "run-600", "llama-7b", "version_1", "step", "latest", "2024-05-01")))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "ranks", "totals"),
+    [
+        ("s_5_rank3.pt", "s_5_rank*.pt", (3,), (None,)),
+        ("rank_03_s_5.pt", "rank_*_s_5.pt", (3,), (None,)),
+        ("s_5_rank_1_of_4.pt", "s_5_rank_*_of_4.pt", (1,), (4,)),
+        ("s_5_shard-1-of-4.pt", "s_5_shard-*-of-4.pt", (1,), (4,)),
+        ("w-00001-of-00002.bin", "w-*-of-00002.bin", (1,), (2,)),
+        ("model_world_size_8_rank_0.pt", "model_world_size_8_rank_*.pt", (0,), (8,)),
+        ("mp_rank_01_003/a.pt", "mp_rank_*_*/a.pt", (1, 3), (None, None)),
+        ("zero_pp_rank_1_mp_rank_00_states.pt", "zero_pp_rank_*_mp_rank_*_states.pt", (1, 0), (None, None)),
+        ("s_5_tp1_pp0.pt", "s_5_tp*_pp*.pt", (1, 0), (None, None)),
+        ("random_states_2.pkl", "random_states_*.pkl", (2,), (None,)),
+    ],
+)
+def test_the_rank_in_a_name(name: str, pattern: str, ranks: tuple[int, ...], totals: tuple[int | None, ...]) -> None:
+    found = rank_name(name)
+    assert found is not None
+    assert (found.pattern, found.ranks, found.totals) == (pattern, ranks, totals)
+
+
+@pytest.mark.parametrize("name", ["step_5.pt", "step5-seed3.pt", "lora_rank_8.pt", "ranking_3.pt", "franks5.pt", "tensor_3.pt"])
+def test_names_without_a_rank(name: str) -> None:
+    assert rank_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["a_rank0", "a_rank1"], ""),
+        (["a_rank0", "a_rank2"], "1"),
+        (["a_rank1"], "0"),
+        (["a_rank0_of_3", "a_rank1_of_3"], "2"),
+        (["w-1-of-2", "w-2-of-2"], ""),
+        (["w-2-of-2"], "1"),
+        (["w-0-of-2", "w-1-of-2"], ""),
+        (["x_tp0_pp0", "x_tp0_pp1", "x_tp1_pp0"], "1, 1"),
+        (["x_pp-1-of-2_tp-0-of-1"], ""),  # a stage of a pipeline has names of its own
+        (["x_dp-1-of-2_tp-0-of-1"], "0, 0"),
+        (["a_rank999999", "a_rank0"], "1"),
+        (["x_tp999999_dp999999"], ""),  # no grid
+    ],
+)
+def test_which_rank_is_missing(names: list[str], missing: str) -> None:
+    found = [each for each in map(rank_name, names) if each is not None]
+    assert len(found) == len(names)
+    assert missing_rank(found) == missing
+    assert rank_count([found]) == (None if names[0].startswith("w-") else len(names))
+
+
+def test_files_of_all_ranks_are_one_entry() -> None:
+    def entry(name: str, mtime: float | None = 0.0, unusable: str = "", is_dir: bool = False) -> Entry:
+        return Entry(name, f"/c/{name}", is_dir, 10, mtime, unusable)
+
+    names = ["b_2_rank1", "b_2_rank0", "b_1_rank0", "alone_rank0", "other"]
+    listed = [entry(name, at) for at, name in enumerate(names)] + [entry("b_3_rank0", None), entry("rank_7", is_dir=True)]
+    found = {each.name: each for each in grouped([*listed, entry("b_4_rank0", unusable="a pipe")])}
+    assert set(found) == {"b_1_rank*", "b_2_rank*", "b_3_rank*", "alone_rank0", "other", "rank_7", "b_4_rank0"}
+    two = found["b_2_rank*"]
+    assert (two.path, two.size, two.mtime, two.torn) == ("/c/b_2_rank*", 20, 1, "")
+    assert [part.name for part in two.parts] == ["b_2_rank0", "b_2_rank1"]
+    assert found["b_3_rank*"].mtime is None
+    assert found["alone_rank0"].parts == ()

@@ -36,8 +36,13 @@ AGENT = [sys.executable, "-m", "elastic_ext.agent"]
 PATIENT_AGENT = [sys.executable, str(SCRIPTS / "patient_agent.py")]  # where a limit of less than a second matters
 
 # Of every job here. Standbys import torch beside the workers; on two cores that would double the time of hundreds of short jobs,
-# so what is about them turns them on.
-DEFAULTS = {"OMP_NUM_THREADS": "1", "ELASTIC_EXT_METRICS_PORT": "0", "ELASTIC_EXT_STANDBY": "off"}
+# so what is about them turns them on. The waits between tries are pure cases.
+DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "ELASTIC_EXT_BACKOFF": "0.02",
+    "ELASTIC_EXT_METRICS_PORT": "0",
+    "ELASTIC_EXT_STANDBY": "off",
+}
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -19,7 +19,6 @@ from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
-from elastic_ext.failures.rules import BROKEN_CHECKPOINT
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.progress import Progress
 
@@ -120,8 +119,7 @@ class ResumePoint(Companion):
                 copies.refuse_all()
             if blamed and not blamed_copy:
                 reason = f"{decision.kind} failure in round {verdict.round}: {decision.rule}"
-                numeric, surely = decision.kind == kinds.NUMERIC, decision.rule in BROKEN_CHECKPOINT
-                blame.quarantine(self._settings, self.checkpoint.path, numeric, reason, surely)
+                blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
             logger.warning("what is blamed for the failure could not be refused or quarantined: %s", error)
 

@@ -141,7 +141,8 @@ class RunningRound:
         stacks = "\n".join(text[:share] for text in self._stacks)
         reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
         newest = self.resume.newest_steps(self.workers.read_progress())
-        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path), reach, *newest)
+        path, ranks = redacted(self.resume.checkpoint.path), tuple(self.workers.ranks.values())
+        return Report(node, diagnosis, self.resume.step, stacks, path, reach, *newest, ranks)
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""

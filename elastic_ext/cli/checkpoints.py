@@ -149,10 +149,11 @@ def _resumes_from(choice: Choice, storage: Storage, pattern: str) -> str:
 
 
 def _as_json(row: ListedCheckpoint, chosen: bool) -> dict[str, Any]:
-    record = {key: value for key, value in asdict(row).items() if key not in ("entry", "family", "together")}
+    record = {key: value for key, value in asdict(row).items() if key not in _UNSHOWN}
     return {"name": row.name, "path": row.entry.path, **record, "resume": chosen}
 
 
+_UNSHOWN = ("entry", "family", "together", "apart", "compared")
 HEADER = ("", "name", "step", "epoch", "gen", "size", "format", "marks", "state")
 
 
@@ -244,7 +245,9 @@ def _remove_marks(args: argparse.Namespace, lift: Callable[[Storage, str], None]
 def _prune(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
-    plan = pruning.plan_prune((row.prune_candidate for row in rows.values()), args.keep_last, args.keep_every)
+    choices = [discovery.newest_in(storage, discovery.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
+    resumed = [row.name for row in rows.values() for each in choices if each.resume and each.resume.path == row.entry.path]
+    plan = pruning.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
     for each in plan:
         print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]

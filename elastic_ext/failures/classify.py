@@ -10,7 +10,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.kinds import CASCADE, CODE, NETWORK, USER_STOP, Kind, Response
+from elastic_ext.base.errors import EX_TRY_AGAIN
+from elastic_ext.base.kinds import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETWORK, USER_STOP, Kind, Response
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
@@ -25,7 +26,7 @@ from elastic_ext.failures.matching import (
     Rule,
     SearchText,
 )
-from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
+from elastic_ext.failures.rules import ACCESS, COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
@@ -37,7 +38,7 @@ _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
-_BESIDE_AN_EXCEPTION = tuple(rule for rule in _BY_TIER[PROGRAM_OUTPUT] if not rule.survivable)
+_OF_THE_DYING = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Diagnosis:
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
     """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
-    recorded = evidence.exception is not None
+    # Who leaves with a text has printed what went before.
+    recorded = evidence.exception is not None and evidence.exception.type != "SystemExit"
     evidence = _completed(evidence)
     rule = _first_match(evidence, recorded, user_rules)
     return Diagnosis(
@@ -123,15 +125,29 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
     # What is inside counts: a wrapper says what the script was doing. But a bug in handling an error is a bug.
     matches = [match for seen in chain if (match := _first(seen, _BY_TIER[PROGRAM_OUTPUT]))]
     if matches:
-        return ([rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
+        refused = [rule for rule in matches if rule.name in ACCESS]  # the client of a server that refuses has errors of its own
+        return (refused or [rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
     # Then what was being handled when it was raised, and the rest of stderr.
     if exception and exception.causes and (found := _first(view(frozenset(), *exception.causes), _BY_TIER[PROGRAM_OUTPUT])):
         return found
     if tail or not exception:
-        rules = _BESIDE_AN_EXCEPTION if recorded else _BY_TIER[PROGRAM_OUTPUT]
-        if found := _first(replace(everything, exception_names=frozenset()), rules):
+        printed_too = replace(everything, exception_names=frozenset())
+        if found := _first(printed_too, _printed_by_the_dying(evidence, recorded)):
             return found
     return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
+
+
+def _printed_by_the_dying(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
+    """Return the rules that what was printed can match. Scripts print much that they survive, so it alone stops no job.
+
+    recorded: see `_first_match`.
+    """
+    ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
+    for rule in _BY_TIER[PROGRAM_OUTPUT]:
+        of_evidence = not (rule.texts or rule.survivable)  # whatever was printed
+        meant = rule.kind in _OF_THE_DYING if ended_otherwise else not (recorded and rule.survivable)
+        if of_evidence or (meant and rule.response is not Response.STOP):
+            yield rule
 
 
 def _first(view: EvidenceView, rules: Iterable[Rule]) -> Rule | None:

@@ -15,10 +15,10 @@ from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.evidence import CERTAIN
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
-from elastic_ext.failures.rules import HANG_RULE, REPLAY
+from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY
 
 VICTIM = 120  # characters of a victim's message
-_RANK = re.compile(r"\brank (\d{1,9})\b", re.IGNORECASE)
+_RANK = re.compile(r"(?<!local )\brank (\d{1,9})\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         now = history.record(cause, report.resumed_at, report.resumed_from)
         past = history.precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
         return _cut_off(reports, found, [each.lasting_cut for each in past])
-    if circumstances.lost and report.follows:
+    if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
         return _of_lost(circumstances.lost, cause, report)
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
@@ -175,7 +175,7 @@ def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _C
         return _Cause(cause, report, node, report.host, cause.evidence.rank)
     rank = int(named[1])
     for id_, each in reports.items():
-        if each.diagnosis.evidence.rank == rank:
+        if rank == each.diagnosis.evidence.rank or rank in each.ranks:
             return _Cause(cause, report, id_, each.host, rank)
     reason = f"{cause.reason}; the node of rank {rank} has reported no failure, so none is replaced"
     return _Cause(replace(cause, response=Response.RESTART, reason=reason), report, node, report.host, rank)

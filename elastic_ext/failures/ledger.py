@@ -48,6 +48,7 @@ class Report:
         reach: the hosts that did not answer its workers when the job hung.
         copied_at: step of the newest copy in its memory; None: there is none.
         saved_at: step of the newest checkpoint that it knows of; 0: there is none, None: unknown.
+        ranks: of its workers.
     """
 
     host: NameOrEmpty
@@ -58,6 +59,7 @@ class Report:
     reach: Reach = NOTHING_KNOWN
     copied_at: int | None = None
     saved_at: int | None = None
+    ranks: tuple[Rank, ...] = ()
 
     @property
     def follows(self) -> bool:

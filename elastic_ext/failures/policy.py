@@ -25,12 +25,13 @@ from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
 from elastic_ext.failures.matching import USER_RULES
-from elastic_ext.failures.rules import ILL_STORAGE, INTERFACE, NETWORK_RULE, NO_EVIDENCE, SERVICE, TRY_AGAIN
+from elastic_ext.failures.rules import ACCESS, ILL_STORAGE, INTERFACE, NETWORK_RULE, NO_EVIDENCE, SERVICE, TRY_AGAIN
 
 NO_LIMIT = -1
 # Waits before the second and the third try, before the first step: what is down may be back in two minutes, and a bug is not.
 # Seconds at backoff=1, by rule; longer by up to half, at random.
 SPREAD_S = {NO_EVIDENCE: (30.0, 90.0), SERVICE: (30.0, 90.0), NETWORK_RULE: (0.0, 90.0), INTERFACE: (0.0, 90.0)}
+SPREAD_S |= dict.fromkeys(("storage-client", "storage-busy", "storage-load"), (0.0, 90.0))
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
 REPEATED, SAME_NODE, CEILING, IN_A_ROW = "repeated", "same-node", "ceiling", "in-a-row"
@@ -251,7 +252,9 @@ def decide(
         max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART else 0,
         max(
             backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
-            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged else 0.0,
+            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2)
+            if charged or outcome.rule == SAME_NODE
+            else 0.0,
         ),
         cold=charged and _warm_start_to_blame(diagnosis, outcome.kind),
     )
@@ -303,7 +306,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     node = diagnosis.evidence.node
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     alone = node is not None and not nodes.only_one and not diagnosis.evidence.cut  # for a cut, see `_in_all_cuts`
-    same_node = alone and bool(same) and all(earlier.node == node for earlier in same)
+    outage = diagnosis.rule in SPREAD_S and diagnosis.rule != NO_EVIDENCE and diagnosis.evidence.first_step_done is False
+    same_node = alone and not outage and bool(same) and all(earlier.node == node for earlier in same)
     surely_stuck = sum(earlier.progress is False for earlier in same)
     unknown_at_start = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
@@ -317,7 +321,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
-        exit_code = EX_TRY_AGAIN if diagnosis.rule in ILL_STORAGE else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
+        away = diagnosis.rule in (*ILL_STORAGE, SERVICE)
+        exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
     row = [earlier for earlier in past if earlier.charged and earlier.progress is False]
@@ -367,6 +372,7 @@ def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
 
 
 _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
+_NOT_OF_A_CHECKPOINT = ILL_STORAGE | ACCESS | {"device-memory-held"}
 
 
 def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence[Precedent]) -> bool:
@@ -374,7 +380,8 @@ def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence
 
     Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another.
     """
-    outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind == CASCADE or diagnosis.rule in ILL_STORAGE
+    outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind in (CASCADE, DATA) or diagnosis.rule in _NOT_OF_A_CHECKPOINT
+    outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM")
     if outside or diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
         return False
     same = [

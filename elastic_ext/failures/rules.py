@@ -49,7 +49,7 @@ HANG_RULE = "hang"
 SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
 TRY_AGAIN = "try-again"  # the script has ended with 75
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
-BROKEN_CHECKPOINT = frozenset({"checkpoint-broken", "checkpoint-checksum"})
+ACCESS = frozenset({"access-expired", "access-refused-at-start", "access-refused"})
 ILL_STORAGE = frozenset(
     {"shared-object", "import-file-system", "disk-full", "file-system-ill", "storage-client", "storage-busy", "storage-load",
      "storage-reset"}
@@ -83,7 +83,7 @@ COUNTS_AS = {
         ("YAMLError", "ScannerError", "ParserError", "ReaderError", "ComposerError", "ConstructorError", "TOMLDecodeError"),
         "JSONDecodeError",
     ),
-    "_ArrayMemoryError": "MemoryError",  # numpy
+    **dict.fromkeys(("_ArrayMemoryError", "ArrowMemoryError"), "MemoryError"),  # of numpy and pyarrow
     "BadZipfile": "BadZipFile",
     "RendezvousConnectionError": "DistNetworkError",
 }  # fmt: skip
@@ -91,30 +91,40 @@ COUNTS_AS = {
 # Errors that any call may raise on a network file system in trouble.
 _FILE_SYSTEM_ILL: tuple[Text, ...] = (
     "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
-    "read-only file system",
+    "read-only file system", "disk i/o error",
 )  # fmt: skip
 _FILE_SYSTEM_ERRNOS = frozenset({errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS})
+_FILE_SYSTEM_ERRNOS |= {errno.EBUSY, errno.ENOLCK, errno.EHOSTDOWN, errno.ENOTEMPTY}
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
     "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.",
 )  # fmt: skip
 _STORAGE_NAMES = tuple(package.strip(".") for package in _STORAGE_PACKAGES)
-_HTTP_WORDS = ("http {}", "status code {}", "status code: {}", "http error {}", "{} server error", "{} client error")
+_HTTP_WORDS = (
+    "http {}", "status code {}", "status code: {}", "http error {}", "{} server error", "{} client error", "error '{}",
+    "error {}:", "{}, message=", "{} forbidden",
+)  # fmt: skip
 _BUSY_SERVER: tuple[Text, ...] = (
-    "slowdown",
-    "slow down",
+    "(slowdown)", ("please", "slow down"), ("reduce", "request rate"), "rate limit", "ratelimitexceeded", "too many requests",
+    "rate exceeded", "server is busy", "s3 client error", "reqwest error", "consistency check failed", "aws error network",
     *(words.format(code) for code in (429, 500, 502, 503, 504) for words in _HTTP_WORDS),
-)
+)  # fmt: skip
 
 # What is refused is refused again: credentials, a name, an address.
 _REFUSED = _names(
     "NoCredentialsError PartialCredentialsError DefaultCredentialsError ClientAuthenticationError AuthenticationError Forbidden "
     "Unauthorized GatedRepoError DisabledRepoError RepositoryNotFoundError RevisionNotFoundError DatasetNotFoundError "
-    "HFValidationError MissingSchema InvalidSchema InvalidURL UnsupportedProtocol"
+    "HFValidationError MissingSchema InvalidSchema InvalidURL UnsupportedProtocol ParamValidationError NoRegionError NotFound "
+    "ProfileNotFound UnauthorizedSSOTokenError NoSuchBucket NoSuchKey Unauthenticated PermissionDenied ResourceNotFoundError"
 )
 _REFUSED_TEXTS: tuple[Text, ...] = (
     *(words.format(code) for code in (401, 403) for words in (*_HTTP_WORDS, "an error occurred ({})")),
-    "404 client error", "accessdenied", "access denied", "invalidaccesskeyid", "signaturedoesnotmatch", "authenticationfailed",
+    "an error occurred (400)", "an error occurred (404)",
+    "404 client error", "client error '404", "http error 404", "404, message=", "400 client error", "access_denied",
+    "nosuchbucket", "nosuchkey", "invalidbucketname", "permanentredirect", "invalidtoken", "unrecognizedclientexception",
+    "authorizationpermissionmismatch",
+    "permission denied (", "do not have permission", "statuscode.unauthenticated", "statuscode.permission_denied",
+    "accessdenied", "access denied", "invalidaccesskeyid", "signaturedoesnotmatch", "authenticationfailed",
     "unable to locate credentials", "no credentials", "credentials were not found", "determine credentials",
     "anonymous caller does not have", "gated repo", "repository not found", "not a valid model identifier",
     "does not appear to have a file named", "invalid username or password", "api_key not configured", "no api key configured",
@@ -126,9 +136,11 @@ _EXPIRED: tuple[Text, ...] = ("expiredtoken", ("token", "expired"), ("credential
 # Hubs, trackers and other servers of HTTP or gRPC.
 _SERVICES = _names(
     "CommError HfHubHTTPError LocalEntryNotFoundError ChunkedEncodingError IncompleteRead ClientPayloadError ServerTimeoutError "
-    "SSLEOFError URLError"
+    "SSLError SSLEOFError URLError NoBrokersAvailable"
 )
-_SERVICE_PACKAGES = ("requests.", "urllib3.", "urllib.error.", "http.client.", "aiohttp.", "httpx.", "httpcore.", "grpc.")
+_SERVICE_PACKAGES = (
+    "requests.", "urllib3.", "urllib.error.", "http.client.", "aiohttp.", "httpx.", "httpcore.", "grpc.", "google.auth.",
+)  # fmt: skip
 _SERVICE_TEXTS: tuple[Text, ...] = (
     "check your connection", "check your internet connection", "couldn't connect to", "couldn't reach", "max retries exceeded",
     "connection broken", "incompleteread", "remote end closed connection", "server disconnected", "read timed out",
@@ -214,7 +226,7 @@ def _peer_connection(view: EvidenceView) -> bool:
 _PREEMPTED = (
     "PREEMPT", "NODE_FAIL", "NODE FAILURE", "TIME LIMIT",  # Slurm
     "DELETIONBYTAINTMANAGER", "EVICTIONBYEVICTIONAPI", "DELETIONBYPODGC", "TERMINATIONBYKUBELET",  # of DisruptionTarget
-    "EVICTED", "NODESHUTDOWN", "NODELOST",  # of a pod
+    "EVICTED", "NODESHUTDOWN", "NODELOST", "TERMINATED", "SHUTDOWN", "DEADLINE", "REVOKED", "BOOT_FAIL",  # of a pod; of Slurm
 )  # fmt: skip
 
 
@@ -228,8 +240,8 @@ def _cancelled(view: EvidenceView) -> bool:
 
 # Debian's name for a host itself is 127.0.1.1; in a job on one machine, 127.0.0.1 is right.
 _NOT_CONNECTED: tuple[Text, ...] = (
-    "connectfullmesh failed", ("unable to find", "address for:"), "no socket interface found",
-    ("connect", "refused", "127.0.1.1"),
+    "connectfullmesh failed", ("unable to find", "address for:"), ("unable to find", "interface for"),
+    "no socket interface found", ("connect", "refused", "127.0.1.1"),
 )  # fmt: skip
 
 _PREEMPTED_BECAUSE = "the platform is taking the allocation away, so a restart inside it would not help"
@@ -274,7 +286,8 @@ TIER_2 = (
          "the kernel killed it because memory ran out, which almost always happens again", "P D",
          when=lambda view: (view.evidence.oom_kills or 0) > 0 or _platform_says("OOMKILLED", "OUT_OF_MEMORY")(view)),
     _hardware("gpu-dead", HARDWARE, REPLACE_NODE, "the GPU or its link is broken", "U D",
-         texts=("uncorrectable ecc", "uncorrectable nvlink", "fallen off the bus", ("nvlink", "fatal"),
+         texts=("uncorrectable ecc error encountered", "uncorrectable nvlink error", "fallen off the bus", "gpu is lost",
+                ("nvlink: fatal", "error"),
                 "cuda_error_ecc_uncorrectable",
                 "error code is 507035")),
     _hardware("hardware-exit", HARDWARE, REPLACE_NODE,
@@ -289,15 +302,24 @@ _ALWAYS = _names(
     "NotImplementedError"
 )
 _ARGUMENTS = _names(
-    "TypeError ValueError KeyError IndexError AssertionError ZeroDivisionError RecursionError MisconfigurationException "
-    "PanicException"
+    "TypeError ValueError KeyError IndexError LookupError AssertionError ZeroDivisionError OverflowError RecursionError "
+    "MisconfigurationException DeepSpeedConfigError PanicException PicklingError"
 )
 _SHAPES: tuple[Text, ...] = (
     "size mismatch", "shape mismatch", "shapes cannot be multiplied", "must match the size of tensor",
     "sizes of tensors must match",
     ("is invalid for input of size", "shape"), "expected all tensors to be on the same device",
     ("expected", "scalar type"), ("expected", "dtype"), ("input type", "weight type"), "not implemented for '",
-    "does not require grad", "backward through the graph a second time", "modified by an inplace operation",
+    "must have the same dtype", "view size is not compatible", "equal size, but got", "scalar outputs",
+    "cannot re-initialize cuda in forked", "cuda_home", "error compiling objects", "detected cuda version",
+    "weights only load failed", "missing key in checkpoint state_dict", "can't load tokenizer", "can't load the configuration",
+    "error no file named", "does not require grad", "backward through the graph a second time", "in-place operation",
+    "modified by an inplace operation", "default process group has not been initialized",
+    "doesn't have nccl built in", "no backend type associated",
+    "tensors must be", "attempting to deserialize object on", "is only supported on", "only supports", "status_bad_param",
+    ("expected input", "channels"), "must match the existing size", "out of bounds for dimension", "same number of dimensions",
+    "target tensor expected", "an attempt has been made to start a new process before", "generator raised stopiteration",
+    "does not match the version torch was compiled", "has already been called on this optimizer",
     "error building extension", "ninja: build stopped", "ninja is required", ("ninja", "non-zero exit status"),
     "cannot find a working triton",
 )  # fmt: skip
@@ -313,6 +335,10 @@ _STATE_DICT: tuple[Text, ...] = (
 )  # fmt: skip
 _NO_DEVICE_MEMORY: tuple[Text, ...] = ("cuda out of memory", "error: out of memory", ("out of memory", "tried to allocate"))
 _CRASHES = ("segmentation fault", "sigsegv", "aborted", "sigabrt", "illegal instruction", "sigill", "floating point", "sigfpe")
+_CUT_SHORT: tuple[Text, ...] = (
+    "pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file",
+    "error while deserializing header", "pickle data was truncated", "storage has wrong byte size",
+)  # fmt: skip
 _AT_START = "before the first optimizer step: it would recur on every try"
 _LATER = "one more try shows whether it happens again"
 
@@ -341,9 +367,13 @@ TIER_3 = (
                 "error while creating shared memory segment", "insufficient shared memory")),
     _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot", ("pytorchstreamwriter", "failed writing"),
-                ("unexpected pos", "vs")), errnos=frozenset({errno.ENOSPC, errno.EDQUOT})),
+                ("unexpected pos", "vs"), "disk is full", "basic_ios::clear"), errnos=frozenset({errno.ENOSPC, errno.EDQUOT})),
     _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL,
          errnos=_FILE_SYSTEM_ERRNOS),
+    _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
+         exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
+    _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
+         survivable=True),
     _program("access-expired", CODE, CONFIRM, "the credentials have expired; one more try may get new ones", texts=_EXPIRED,
          survivable=True),
     _program("access-refused-at-start", CODE, STOP, "a server or its client refuses the request, " + _AT_START,
@@ -351,18 +381,13 @@ TIER_3 = (
     _program("access-refused", CODE, CONFIRM, "a server or its client refuses the request; " + _LATER,
          exceptions=_REFUSED, texts=_REFUSED_TEXTS, survivable=True),
     _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
-    _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
-         survivable=True),
-    _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
-         exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
     _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
          texts=("connection reset",), when=_in_a_storage_client, survivable=True),
     _program(SERVICE, NETWORK, RESTART, "a server could not be reached", exceptions=_SERVICES, packages=_SERVICE_PACKAGES,
          texts=_SERVICE_TEXTS, survivable=True),
     _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the previous one is tried",
-         exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
-         texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file",
-                "error while deserializing header")),
+         exceptions=_names("BadZipFile"), checkpoints_back=1,
+         when=lambda view: _eof_of_data(view) and _not_after_first_step(view), texts=_CUT_SHORT, survivable=True),
     _program("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the previous one is tried",
          texts=(("checksum", "mismatch"), "ran out of input", "invalid magic number", "invalid load key"), when=_loading,
          checkpoints_back=1),
@@ -371,13 +396,16 @@ TIER_3 = (
          when=lambda view: held_by_another_process(view.text.ascii) is not None),
     _program("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU ran out of memory",
          exceptions=_names("OutOfMemoryError"),
-         texts=(*_NO_DEVICE_MEMORY, "cublas_status_alloc_failed", "cublas_status_not_initialized")),
+         texts=(*_NO_DEVICE_MEMORY, "cublas_status_alloc_failed", "cublas_status_not_initialized", "cudnn_status_alloc_failed",
+                "[cuda]: out of memory", "'out of memory'", "resource_exhausted", "unable to find a valid cudnn algorithm")),
     _program("host-limit", HOST_MEMORY, CONFIRM, "a limit of the host is reached: open files, threads or locked memory (ulimit)",
          texts=("too many open files", "can't start new thread", "resource temporarily unavailable", "memlock",
+                "received 0 items of ancdata",
                 ("ibv_", "cannot allocate memory")),
          errnos=frozenset({errno.EMFILE, errno.ENFILE}), survivable=True),
     _program("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
-         texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"),
+         texts=(("defaultcpuallocator:", "allocate memory"), ("defaultcpuallocator:", "not enough memory"), "oom_kill event",
+                ("dataloader worker", "killed by signal: killed"),
                 ("terminated with signal", "sigkill"), "std::bad_alloc", "cannot allocate memory"),
          errnos=frozenset({errno.ENOMEM})),
     _program("child-crash", CRASH, CONFIRM, "native code crashed in a process that the script had started",
@@ -392,20 +420,31 @@ TIER_3 = (
                 "found nan in", "found inf in", "loss scale already at minimum", "minimum loss scale",
                 *(("not finite", what) for what in ("loss", "grad", "norm")),
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
-                "inf in gradient", "nan/inf", "inf/nan", "nan or inf", "inf or nan")),
+                "inf in gradient", ("nan/inf", "loss"), ("inf/nan", "loss"), "nan or inf", "inf or nan", "nan and/or inf",
+                "returned in `training_step` is nan", "unexpected result nan", "not positive-definite",
+                "ill-conditioned", "either `inf`, `nan`",
+                "cannot convert float infinity", "cannot convert float nan"), survivable=True),
     _program("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
-         texts=("unspecified launch failure", "cudnn_status_internal_error", "cublas_status_execution_failed",
-                "cublas_status_internal_error", ("unhandled cuda error", "nccl"))),
+         texts=("unspecified launch failure", "cudnn_status_internal_error", "cudnn_status_execution_failed",
+                "cublas_status_execution_failed", "cublas_status_internal_error", "cusolver_status_internal_error",
+                "cufft_internal_error", "hw exception by gpu", "hsa_status_error", "nvlink or a hardware error",
+                "cudnn_status_mapping_error", "error containment", "device_lost", "507018",
+                ("unhandled cuda error", "nccl")), when=lambda view: not _illegal_access(view)),
     _program("gpu-not-ready", HARDWARE, RESTART, "the GPU is held by another process, or its driver is not ready",
-         texts=("is/are busy or unavailable", "no cuda-capable device is detected", "no cuda gpus are available",
-                "system not yet initialized", "failed to initialize nvml", "cuda error: unknown error")),
+         texts=("is/are busy or unavailable", "no cuda-capable device is detected", "no rocm-capable device is detected",
+                "no cuda gpus are available", "no hip gpus are available", "found no nvidia driver", "system not yet initialized",
+                "error 804", "mps client failed", "nvml/rm version mismatch", "failed to initialize nvml",
+                "cuda error: unknown error", "cuda unknown error",
+                "exclusive-thread device already in use"), survivable=True),
     _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
-         texts=("an illegal memory access", "device-side assert triggered", "cuda error:", "hip error:")),
+         texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
+                "cuda driver error:", "triton error [cuda]", "'an illegal memory access")),
     _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
          texts=("ncclinvalidusage", "ncclinvalidargument", "duplicate gpu detected", "mismatch between collectives",
                 "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
-                ("params", "appears not to match"), "same model across all ranks")),
+                ("params", "appears not to match"), "same model across all ranks", "mismatched nccl version",
+                "op.preamble.length")),
     _program(INTERFACE, CASCADE, Response.FOLLOW,
          "if no other worker failed, the workers cannot connect to each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
          "to the interface of the "
@@ -414,7 +453,8 @@ TIER_3 = (
          exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
-                ("remote process exited", "nccl"))),
+                ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
+                "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection, survivable=True),
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
@@ -422,17 +462,22 @@ TIER_3 = (
     _program(NETWORK_RULE, NETWORK, RESTART, "the network failed",
          exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
          texts=("name or service not known", "temporary failure in name resolution", "address already in use",
-                "connection refused", "connection timed out", "no route to host", "network is unreachable"), survivable=True),
+                "connection refused", "connection timed out", "no route to host", "network is unreachable", "socket timeout",
+                "cannot assign requested address"), survivable=True),
     _program("data-broken", DATA, CONFIRM, "a file of the data cannot be read; " + _LATER,
-         exceptions=_names("UnidentifiedImageError BadGzipFile ArrowInvalid"),
+         exceptions=_names("UnidentifiedImageError BadGzipFile BadZipFile ArrowInvalid LZMAError ZstdError InvalidDataError "
+                           "zlib.error tarfile.ReadError DECORDError TiffFileError LibsndfileError DecompressionBombError"),
          texts=("image file is truncated", "cannot identify image file", "broken data stream", "parquet magic bytes not found",
-                ("jpeg", "truncated"), "arrowinvalid"), survivable=True),
+                ("jpeg", "truncated"), "arrowinvalid", "end-of-stream marker", "deserializing page header", "_src.empty()",
+                *_CUT_SHORT), when=_eof_of_data, survivable=True),
     _program("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
-         when=_before_first_step),
-    _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT),
+         when=_before_first_step, survivable=True),
+    _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT,
+         survivable=True),
     _program("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
-         packages=_LIBRARY_PACKAGES, when=_before_first_step),
-    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES, packages=_LIBRARY_PACKAGES),
+         packages=_LIBRARY_PACKAGES, when=_before_first_step, survivable=True),
+    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES, packages=_LIBRARY_PACKAGES,
+         survivable=True),
     _program("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
          when=_before_first_step),
     _program("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),

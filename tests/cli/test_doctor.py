@@ -103,7 +103,8 @@ def test_another_user_who_may_not_write(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o755)
     code = (
-        "import os, sys, encodings.idna, fsspec.implementations.local, elastic_ext.workers.standby.import_checks\n"
+        "import os, sys, encodings.ascii, encodings.idna, encodings.latin_1\n"
+        "import fsspec.implementations.local, elastic_ext.workers.standby.import_checks\n"
         "from elastic_ext.cli import main as cli\n"
         "from elastic_ext.cli import doctor\n"
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

@@ -342,6 +342,35 @@ def test_the_causes_of_an_exception_that_no_rule_knows(causes, rule):
     assert classify(known).rule == "arguments"
 
 
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"signal": "SIGKILL", "stderr_tail": "offline mode is enabled"}, "killed"),
+        ({"signal": "SIGKILL", "stderr_tail": "size mismatch for head.fc.weight"}, "killed"),
+        ({"signal": "SIGKILL", "stderr_tail": "loss is nan, skipping step"}, "killed"),
+        ({"signal": "SIGSEGV", "stderr_tail": "Retrying ... Read timed out."}, "crash"),
+        ({"exit_code": 75, "stderr_tail": "offline mode is enabled"}, "try-again"),
+        ({"signal": "SIGKILL", "stderr_tail": "DefaultCPUAllocator: can't allocate memory"}, "host-memory"),
+        ({"exit_code": 1, "stderr_tail": "offline mode is enabled"}, "access-refused"),  # confirm, not stop
+        ({"exit_code": 2, "stderr_tail": "usage: train.py"}, "argparse"),
+        ({"exit_code": 1, "exception": RaisedException("my.Trouble", "m"), "stderr_tail": "loss is nan"}, "no-evidence"),
+        ({"exit_code": 1, "exception": RaisedException("TypeError", "m"), "stderr_tail": "uncorrectable ECC count 0"},
+         "arguments-at-start"),
+        ({"exit_code": 1, "exception": RaisedException("SystemExit", "failed: 'x'"), "stderr_tail": TRACEBACK}, "no-evidence"),
+    ],
+)  # fmt: skip
+def test_what_was_only_printed_stops_no_job_and_explains_no_signal(more, rule):
+    assert classify(Evidence(0, first_step_done=False, **more)).rule == rule
+
+
+def test_who_refuses_is_heard_through_the_errors_of_its_client():
+    inner = Wrapped("httpx.HTTPStatusError", "Client error '401 Unauthorized' for url 'https://huggingface.co/x'")
+    gated = RaisedException("huggingface_hub.errors.GatedRepoError", "401 Client Error.", wrapped=(inner,))
+    assert classify(Evidence(0, 1, exception=gated, first_step_done=False)).rule == "access-refused-at-start"
+    limited = raised("urllib.error.HTTPError", "HTTP Error 403: rate limit exceeded", first_step_done=False)
+    assert classify(limited).rule == "storage-busy"
+
+
 PEER_LOST = Wrapped("RuntimeError", PEER)
 
 

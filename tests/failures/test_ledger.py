@@ -107,11 +107,15 @@ def test_a_lost_node_is_the_culprit_and_its_victim_comes_second(lost, begins):
         ("rank 5: replay of step 812 differs", "replace_node", "b", 5),
         ("the replay differs on Rank 3", "replace_node", "a", 3),
         ("the replay differs", "replace_node", "a", 3),
+        ("local rank 3 computes wrongly: global rank 4", "replace_node", "b", 4),
         ("rank 7: replay of step 812 differs", "restart", "a", 7),
     ],
 )
 def test_the_node_of_the_rank_that_computes_wrongly_is_replaced_and_no_other(message, decision, node, rank):
-    told = {"a": report("ha", "x.SDCReplayMismatch", message, rank=3), "b": report("hb", **PEER, rank=5)}
+    told = {
+        "a": report("ha", "x.SDCReplayMismatch", message, rank=3),
+        "b": dataclasses.replace(report("hb", **PEER, rank=5), ranks=(4, 5)),
+    }
     _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, nodes=3, min_nodes=2), 1)
     assert (verdict.decision.response.value, verdict.node, verdict.rank) == (decision, node, rank)
 

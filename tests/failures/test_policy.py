@@ -285,7 +285,7 @@ def test_storage_that_stays_away_ends_the_job_with_try_again():
 
 
 def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
-    broken = of("RuntimeError", "PytorchStreamReader failed reading zip archive")
+    broken = of("RuntimeError", "PytorchStreamReader failed reading zip archive", first_step_done=False)
     assert decide(broken).checkpoints_back == 1
     assert decide(broken, Budget(3, 3)).checkpoints_back == 0
     assert decide(NETWORK).checkpoints_back == 0

@@ -318,6 +318,16 @@ def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: W
     assert worker.error["elastic_ext"]["causes"] == causes
 
 
+@pytest.mark.seam
+def test_the_error_file_has_what_was_handled_when_the_script_left_with_a_text(tmp_path: Path, worker: Worker) -> None:
+    script = "import sys\ntry:\n    {}['x']\nexcept KeyError as error:\n    sys.exit(f'training failed: {error}')\n"
+    code, _, err = run_text(tmp_path, script, worker.environ)
+    assert (code, err) == (1, "training failed: 'x'\n")
+    ours = worker.error["elastic_ext"]
+    assert (ours["type"], ours["message"]) == ("SystemExit", "training failed: 'x'")
+    assert [each["type"] for each in ours["wrapped"]] == ["KeyError"]
+
+
 RAISES_GROUP = """
 class Odd(KeyError):
     __module__ = "pkg"

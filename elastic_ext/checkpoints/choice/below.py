@@ -5,8 +5,9 @@ A job that begins from nothing beside them loses work, so it says where they are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice import discovery
@@ -14,7 +15,7 @@ from elastic_ext.checkpoints.choice.discovery import Wanted
 from elastic_ext.checkpoints.formats import dcp, detect, layouts
 from elastic_ext.checkpoints.formats.files import files_of
 from elastic_ext.checkpoints.formats.inspection import UNKNOWN, is_candidate, is_hidden
-from elastic_ext.checkpoints.formats.names import step_of, words_of
+from elastic_ext.checkpoints.formats.names import numbers_of, says_step, step_of, words_of
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 MAX_DEPTH = 4
@@ -41,9 +42,10 @@ def seen_in(storage: Storage, pattern: str = "") -> str:
         itself = _itself(storage, listed)
         if itself:
             return itself
-        below = _below(storage, listed, pattern)
-        unread = [path for path in _unread(storage, listed) if not any(each.startswith(f"{path}/") for each in below)]
-        unknown = [*unread, *_unknown(listed)]
+        below, unknown_below = _below(storage, listed, pattern)
+        seen = (*below, *unknown_below)
+        unread = [path for path in _unread(storage, listed) if not any(each.startswith(f"{path}/") for each in seen)]
+        unknown = [*unread, *_unknown(listed), *unknown_below]
     except (OSError, UsageError) as error:
         return f"what lies there cannot be looked at: {error}"
     said = []
@@ -56,7 +58,10 @@ def seen_in(storage: Storage, pattern: str = "") -> str:
 
 def _itself(storage: Storage, listed: Sequence[Entry]) -> str:
     layout = layouts.layout_of("", layouts.top_names([each for each in listed if not each.unusable]))
-    if layout is None:
+    if layout is None or layout.needs is None or any(is_candidate(each) and says_step(each.name) for each in listed):
+        return ""  # a tool leaves some of these files above its checkpoints, too
+    below = (f"{each.name}/{path}" for each in listed if _may_hold(each) for path, _ in files_of(storage, each.name))
+    if not any(re.fullmatch(layout.needs[1], path) for path in chain((each.name for each in listed), below)):
         return ""
     what = f"{storage.address} looks like a checkpoint of {layout.format} itself"
     return f"{what}: set checkpoint_dir to the directory above it"
@@ -82,18 +87,28 @@ def _unread(storage: Storage, listed: Sequence[Entry]) -> list[str]:
     return [entry.path for entry in unknown if next(files_of(storage, entry.name), None) is not None]
 
 
-def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> list[str]:
-    """Return the paths of checkpoints below the directories in a directory, the newest of each, what was written last first."""
+def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> tuple[list[str], list[str]]:
+    """Return the paths of checkpoints below the directories in a directory, the newest of each, what was written last first.
+
+    The second list has those of an unknown format, of directories without others. Only names that say a step count there.
+    """
     found: list[tuple[float, str]] = []
+    unknown: list[str] = []
     for folder, content in _folders(storage, listed):
         try:
-            resume = discovery.newest_in(open_storage(storage.path(folder)), Wanted(pattern=pattern)).resume
+            choice = discovery.newest_in(open_storage(storage.path(folder)), Wanted(pattern=pattern))
         except (OSError, UsageError):
             continue  # only what can be read is worth a hint
-        if resume is not None:
-            times = {entry.path: entry.mtime or 0.0 for entry in content}
-            found.append((-times.get(resume.path, 0.0), resume.path))
-    return [path for _, path in sorted(found)]
+        times = {entry.path: entry.mtime or 0.0 for entry in content}
+        if choice.resume is not None:
+            found.append((-times.get(choice.resume.path, 0.0), choice.resume.path))
+        elif choice.question:
+            newest = max((entry.path for entry in content if is_candidate(entry)), key=lambda path: (times[path], path))
+            found.append((-times[newest], newest))
+        else:
+            named = [entry for entry in content if not entry.is_dir and says_step(entry.name)]
+            unknown += _unknown(sorted(named, key=lambda entry: numbers_of(entry.name)))[-1:]
+    return [path for _, path in sorted(found)], unknown
 
 
 def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:

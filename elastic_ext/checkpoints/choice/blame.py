@@ -17,14 +17,15 @@ from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, 
 logger = logging.getLogger(__name__)
 
 
-def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str, surely: bool = True) -> str | None:
+def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str) -> str | None:
     """Quarantine the checkpoint that a failure is blamed on; return its name, or None if no checkpoint is to blame.
 
     Args:
         resumed_from: path of the checkpoint that the failed round resumed from; "" if none.
         newest: blame the last saved checkpoint (for numbers that left their range) instead of `resumed_from`.
         reason: for people.
-        surely: it cannot be read. Else it stays if no other one could be used: the cause may be newer than it, or the code.
+
+    It stays if no other one could be used: the cause may be newer than it, or the code, or a file of the data.
 
     Raises OSError, UsageError.
     """
@@ -35,7 +36,7 @@ def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str,
     if not resumed_from:
         return None
     storage, name = open_parent(resumed_from)
-    if not surely and not _another(open_storage(settings.checkpoint_dir), settings, name):
+    if not _another(open_storage(settings.checkpoint_dir), settings, name):
         return None
     return _quarantine_in(storage, name, reason)
 

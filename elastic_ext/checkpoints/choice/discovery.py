@@ -67,6 +67,8 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     listed = list_entries(storage)
     trackers = evidence.read_trackers(storage, listed)
     found = evidence.judged(candidates(listed, wanted.pattern, detect.plugins()), listed, trackers)
+    if wanted.resume_from and not any(wanted.resume_from == each.name for entry in found for each in (entry, *entry.parts)):
+        found += [each for each in listed if each.name == wanted.resume_from and not (each.unusable or is_hidden(each.name))]
     found = [each for each in found if each.name != wanted.without]
     if wanted.since is not None:
         found = [entry for entry in found if entry.mtime is None or entry.mtime > wanted.since]
@@ -133,7 +135,8 @@ class Inspector:
             UsageError: a plug-in fails, or this user may not read the candidate.
             OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
         """
-        found = detect.check(self.storage, entry, detect.plugins(), is_named(entry, self.wanted.pattern))
+        named = entry.name == self.wanted.resume_from or is_named(entry, self.wanted.pattern)
+        found = detect.check(self.storage, entry, detect.plugins(), named)
         if found.unreadable is not None:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:

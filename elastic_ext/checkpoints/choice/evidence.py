@@ -20,13 +20,16 @@ _TRACKER = re.compile(r"(latest|last)([-_.](checkpoint|checkpointed|ckpt|iterati
 
 
 def read_trackers(storage: Storage, listed: Iterable[Entry]) -> dict[str, str]:
-    """Return by name the text of the files in which a tool names its newest checkpoint. Raises OSError."""
+    """Return by name the text of the files in which a tool names its newest checkpoint. One that may not be read says nothing.
+
+    Raises OSError.
+    """
     found = {}
     for entry in listed:
         if _TRACKER.fullmatch(entry.name) and not (entry.is_dir or entry.unusable) and 0 < entry.size <= MAX_TRACKER:
             try:
                 found[entry.name] = storage.read(entry.name).decode().strip()
-            except (FileNotFoundError, UnicodeDecodeError):
+            except (FileNotFoundError, PermissionError, UnicodeDecodeError):
                 continue
     return found
 

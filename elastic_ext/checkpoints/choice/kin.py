@@ -56,6 +56,7 @@ class Claim:
         training: whether it holds the state of an optimizer; None if unknown.
         step: None if unknown.
         tracked: a tool's own file names it as the newest.
+        full: a file of Lightning, which holds all that training needs.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Claim:
     training: bool | None = None
     step: int | None = None
     tracked: bool = False
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def resolve(claims: Sequence[Claim]) -> Best:
     left = list(range(len(claims)))
     if any(claims[index].training for index in left):
         left = [index for index in left if claims[index].training is not False]
+    left = [index for index in left if not _is_aside(claims[index])] or left
     others = [index for index in left if not is_copy(claims[index].names.pattern)]
     if others and not _is_further(claims, left, others):
         left = others
@@ -91,6 +94,8 @@ def resolve(claims: Sequence[Claim]) -> Best:
     for better in ([index for index in family if claims[index].training], [index for index in family if claims[index].tracked]):
         family = better or family
     lines = {_line(claims[index].names.pattern) for index in family}
+    if len(lines) > 1 and len({numbers for _, numbers in lines}) == 1 and all(claims[index].full for index in family):
+        return Best(max(family, key=lambda index: (_or_before_all(claims[index].step), claims[index].written_at)))
     if len(lines) > 1:
         return Best(last, _question([claims[index] for index in family]))
     return Best(last if last in family else max(family, key=lambda index: claims[index].written_at))
@@ -113,6 +118,11 @@ def are_kin(one: Names, other: Names) -> bool:
     if one.steps or other.steps:
         return one.unit == other.unit and not one.steps.isdisjoint(other.steps)
     return words_of(one.pattern) ^ words_of(other.pattern) <= _ROLES
+
+
+def _is_aside(claim: Claim) -> bool:
+    """Return whether it is known to hold no optimizer, and its name has no step and no word of a checkpoint: args.pt."""
+    return claim.training is False and not claim.names.steps and _ROLES.isdisjoint(words_of(claim.name))
 
 
 def _or_before_all(step: int | None) -> int:

@@ -14,7 +14,7 @@ from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import NO_OPTIMIZER, UNKNOWN, Format, Inspection
 from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import step_of
+from elastic_ext.checkpoints.formats.names import family_of, step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 THREADS = 16  # concurrent checks; each mostly waits for the storage
@@ -35,6 +35,8 @@ class ListedCheckpoint:
         size: bytes; None if unknown.
         pinned, quarantined: whether it has this mark.
         together: names the families that belong together, if its own is one of several; else "".
+        apart: one of these that the pattern leaves out; "" for none.
+        compared: it is incomplete only by comparison with what lies beside it.
     """
 
     entry: Entry
@@ -49,6 +51,8 @@ class ListedCheckpoint:
     pinned: bool
     quarantined: bool
     together: str = ""
+    apart: str = ""
+    compared: bool = False
 
     @property
     def name(self) -> str:
@@ -58,8 +62,11 @@ class ListedCheckpoint:
     @property
     def prune_candidate(self) -> PruneCandidate:
         """The input for `plan_prune`."""
-        marks = self.pinned, self.quarantined
-        return PruneCandidate(self.name, self.family, self.step, self.format, self.complete, *marks, self.together)
+        family, step = self.family, self.step
+        if self.together:  # what they have in common are the steps in their names, whatever a pattern says
+            family, step = family_of(self.name), step_of(self.name)
+        others = self.pinned, self.quarantined, self.together, self.apart, self.compared
+        return PruneCandidate(self.name, family, step, self.format, self.complete, *others)
 
 
 def list_checkpoints(
@@ -73,12 +80,17 @@ def list_checkpoints(
     """
     listed = discovery.list_entries(storage)
     plugins = detect.plugins()
-    candidates = evidence.judged(discovery.candidates(listed, pattern, plugins), listed, evidence.read_trackers(storage, listed))
+    trackers = evidence.read_trackers(storage, listed)
+    candidates = evidence.judged(discovery.candidates(listed, pattern, plugins), listed, trackers)
+    tracked = evidence.tracked(candidates, trackers)
     marked = any(entry.name == MARKERS for entry in listed)
     pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
     quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
     by_family = families(candidates, pattern)
-    together = _together(by_family)
+    names = {entry.name for entry in candidates}
+    others = [entry for entry in discovery.candidates(listed, "", plugins) if entry.name not in names] if pattern else []
+    together = _together(families([*candidates, *others]))
+    apart = {together[each]: each for each in {family_of(entry.name) for entry in others} if each in together}
     ordered = [(entry, family) for family in by_family for entry in family.members]
     inspections: list[Inspection] = []
     with ThreadPoolExecutor(THREADS) as pool:
@@ -90,11 +102,13 @@ def list_checkpoints(
     for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
         if inspection.format != UNKNOWN or inspection.complete or step_of(entry.name, pattern) is not None:
             after = range(at + 1, min(at + 1 + OLDER, len(ordered)))
-            seen = beside_older(entry, inspection, (inspections[each] for each in after if ordered[each][1] is family))
+            before = (inspections[each] for each in after if ordered[each][1] is family)
+            seen = beside_older(entry, inspection, before, entry.name in tracked)
             row = _listed(
                 entry, family.pattern, seen, step_in(entry, seen, pattern), entry.name in pinned, entry.name in quarantined
             )
-            found.append(replace(row, together=together.get(family.pattern, "")))
+            group = together.get(family_of(entry.name), "")
+            found.append(replace(row, together=group, apart=apart.get(group, ""), compared=seen.compared))
     return tuple(found)
 
 
@@ -105,10 +119,10 @@ def _inspect(storage: Storage, entry: Entry, pattern: str, plugins: tuple[Format
 
 
 def _together(found: Sequence[Family]) -> dict[str, str]:
-    """Return a name for each set of families that have steps in common, by their patterns."""
+    """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
     sets: list[list[kin.Names]] = []
     for names in map(names_of, found):
-        if names.steps:
+        if names.steps and not kin.is_copy(names.pattern):
             near = [each for each in sets if any(kin.are_kin(names, other) for other in each)]
             sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
     return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}

@@ -1,7 +1,7 @@
 """Choose the newest complete checkpoint among listed entries: how to order them, and how far to look.
 
 Pure: a check, which costs I/O, is a callable, called only if its result can still change the choice. A healthy directory of
-10,000 checkpoints costs one check.
+10,000 checkpoints costs one check, or two where the one before it shows what a whole one has.
 
 Our own checkpoints are ordered by generation and step, which name and manifest both give. Others are ordered by the numbers in
 their names, or by time if the names have no numbers or do not compare.
@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.choice import kin
-from elastic_ext.checkpoints.formats.inspection import UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.inspection import LIGHTNING, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import family_of, is_exact, numbers_of, step_of, unit_of
+from elastic_ext.checkpoints.formats.rank_files import lacks
 from elastic_ext.checkpoints.storage import Entry
 
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
@@ -122,7 +123,8 @@ def choose(
         if contenders and not _may_matter(family, contenders):
             continue
         for older, entry in enumerate(family.members, 1):
-            inspection = beside_older(entry, inspect(entry), map(glance or inspect, family.members[older : older + OLDER]))
+            before = map(glance or inspect, family.members[older : older + OLDER])
+            inspection = beside_older(entry, inspect(entry), before, entry.name in tracked)
             if inspection.complete:
                 contenders.append(Contender(family, entry, inspection))
                 break
@@ -138,22 +140,22 @@ def choose(
     return Choice(_of_several(_resume(winner, pattern), len(found)), tuple(passed_over))
 
 
-def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection]) -> Inspection:
-    """Return the inspection; as incomplete if it lacks what the complete one before it has: ranks, or a directory's optimizer.
+def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection], tracked: bool = False) -> Inspection:
+    """Return the inspection; as incomplete if it lacks what the complete one before it has: ranks, files, or the optimizer.
 
-    Ranks that are fewer from now on make one checkpoint look torn, and not the one after it.
+    Ranks that are fewer from now on make one checkpoint look torn, and not the one after it. tracked: a tool's own file names it
+    as its newest, so no rank or file is missing, however few there are.
     """
     bare = entry.is_dir and inspection.training is False
-    if not inspection.complete or (inspection.ranks is None and not bare):
+    parts = {} if tracked else inspection.parts
+    if not inspection.complete or not (parts or bare):
         return inspection
     before = next((each for each in older if each.complete), inspection)
     if bare and before.training:
-        return replace(inspection, complete=False, reason="the optimizer is missing that is in the one before it")
-    if (inspection.ranks or 0) >= (before.ranks or 0):
-        return inspection
-    counts = f"{inspection.ranks}, not {before.ranks}"
-    reason = f"it has fewer files of ranks than the one before it ({counts}): the save did not finish"
-    return replace(inspection, complete=False, reason=reason)
+        reason = "the optimizer is missing that is in the one before it"
+    else:
+        reason = lacks(parts, before.parts) if parts else ""
+    return replace(inspection, complete=False, reason=reason, compared=True) if reason else inspection
 
 
 def _may_matter(family: Family, contenders: Sequence[Contender]) -> bool:
@@ -166,10 +168,11 @@ def _may_matter(family: Family, contenders: Sequence[Contender]) -> bool:
     return kin.are_kin(names_of(family), names_of(best.family)) and not kin.is_copy(family.pattern)
 
 
-def _claim(contender: Contender, tracked: Collection[str]) -> tuple[str, kin.Names, float, bool | None, int | None, bool]:
+def _claim(contender: Contender, tracked: Collection[str]) -> tuple[str, kin.Names, float, bool | None, int | None, bool, bool]:
     entry, found = contender.entry, contender.inspection
+    full = found.format == LIGHTNING and found.training is True
     step = found.step if found.step is not None else step_of(entry.name)
-    return entry.name, names_of(contender.family), contender.written_at, found.training, step, entry.name in tracked
+    return entry.name, names_of(contender.family), contender.written_at, found.training, step, entry.name in tracked, full
 
 
 def names_of(family: Family) -> kin.Names:

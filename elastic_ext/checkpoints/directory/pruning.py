@@ -1,18 +1,19 @@
 """Decide which checkpoints to remove from a directory or the local tier, and remove them.
 
-The last copy is never removed. A directory keeps the newest complete checkpoint of each family. The local tier also keeps each
-checkpoint that is newer than all complete ones in the remote directory.
+The last copy is never removed, nor what a job would resume from. A directory keeps the newest complete checkpoint of each family.
+The local tier also keeps each checkpoint that is newer than all complete ones in the remote directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.checkpoints.directory.layout import UNFINISHED
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, OWN, UNKNOWN
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 # In these formats an incomplete checkpoint is certainly the leftover of a save. A file may have an unknown format.
@@ -24,7 +25,8 @@ class PruneCandidate:
     """The properties of a checkpoint that pruning needs.
 
     family: checkpoints of different families do not compare. together: a name for several families whose checkpoints of one step
-    belong together (model, ema, optimizer); "" for none.
+    belong together (model, ema, optimizer); "" for none. apart: one of these families that a pattern leaves out; "" for none.
+    compared: it is incomplete only by comparison with what lies beside it.
     """
 
     name: str
@@ -35,6 +37,8 @@ class PruneCandidate:
     pinned: bool = False
     quarantined: bool = False
     together: str = ""
+    apart: str = ""
+    compared: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,33 +50,59 @@ class PruneDecision:
     reason: str
 
 
-def plan_prune(newest_first: Iterable[PruneCandidate], keep_last: int, keep_every: int = 0) -> tuple[PruneDecision, ...]:
+def plan_prune(
+    newest_first: Iterable[PruneCandidate], keep_last: int, keep_every: int = 0, resumed: Collection[str] = ()
+) -> tuple[PruneDecision, ...]:
     """Decide which checkpoints to remove. Pure.
 
     Pinned and quarantined ones stay, and what is of no known format. An incomplete one goes only if a newer one of its family is
-    complete; otherwise it may still be being written. Of families that belong together, a step counts once, if all is complete.
+    complete; otherwise it may still be being written. Of families that belong together, a step counts once, if each that has an
+    older one has it, and all is complete.
 
     Args:
         newest_first: all checkpoints, newest first within each family.
         keep_last: number of complete checkpoints to keep in each family; at least one stays, whatever this is.
         keep_every: keep checkpoints whose step is a multiple of this; 0: no such rule.
+        resumed: names of what a job would resume from: these stay, and what other families have of the same step.
     """
     listed = list(newest_first)
-    whole: dict[tuple[str, int], bool] = {}
-    for each in listed:
-        if each.together and each.step is not None:
-            key = each.together, each.step
-            whole[key] = whole.get(key, True) and each.complete and not each.quarantined
+    whole = _whole_steps(listed)
+    of_pinned = {(each.together, each.step) for each in listed if each.pinned and each.together}
+    of_resumed = {step_of(each.name): each.family for each in listed if each.name in resumed}
     newer_complete: dict[str, int] = {}
     decisions = []
     for candidate in listed:
         newer = newer_complete.get(candidate.family, 0)
         if candidate.together and (step := candidate.step) is not None:
-            newer = sum(all_there and other > step for (group, other), all_there in whole.items() if group == candidate.together)
-        decisions.append(_decide(candidate, newer, max(1, keep_last), keep_every))
+            newer = sum(other > step for group, other in whole if group == candidate.together)
+        decision = _decide(candidate, newer, max(1, keep_last), keep_every)
+        step = step_of(candidate.name)
+        if candidate.name in resumed:
+            decision = PruneDecision(candidate.name, False, "a job would resume from it")
+        elif step is not None and of_resumed.get(step, candidate.family) != candidate.family:
+            decision = PruneDecision(candidate.name, False, "of the step that a job would resume from")
+        elif (candidate.together, candidate.step) in of_pinned and not candidate.pinned:
+            decision = PruneDecision(candidate.name, False, "of a step that is pinned")
+        decisions.append(decision)
         if candidate.complete and not candidate.quarantined:
             newer_complete[candidate.family] = newer + 1
     return tuple(decisions)
+
+
+def _whole_steps(listed: Sequence[PruneCandidate]) -> set[tuple[str, int]]:
+    """Return the steps of which all is there and complete, each with the name of the families that belong together."""
+    groups: dict[str, dict[str, dict[int, bool]]] = {}  # whether each is good, by `together`, family and step
+    for each in listed:
+        if each.together and each.step is not None:
+            good = each.complete and not each.quarantined
+            of_family = groups.setdefault(each.together, {}).setdefault(each.family, {})
+            of_family[each.step] = good and of_family.get(each.step, True)
+    return {
+        (group, step)
+        for group, found in groups.items()
+        for step in {step for of_family in found.values() for step in of_family}
+        if all(of_family.get(step, step < min(of_family)) for of_family in found.values())
+    }
 
 
 def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: int) -> PruneDecision:
@@ -87,8 +117,10 @@ def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: i
         return keep("pinned")
     if candidate.format == UNKNOWN:
         return keep("its format is unknown")
+    if candidate.apart:
+        return keep(f"it belongs together with {candidate.apart}, which the pattern leaves out")
     if not candidate.complete:
-        if candidate.format not in _CERTAIN_FORMATS:
+        if candidate.compared or candidate.format not in _CERTAIN_FORMATS:
             return keep("incomplete, but maybe not the leftover of a save")
         if not newer:
             return keep("incomplete and newer than every complete one: a save may still be writing it")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import dcp, layouts, legacy_save, lightning, own, safetensors, torch_save
+from elastic_ext.checkpoints.formats import dcp, layouts, legacy_save, lightning, own, safetensors, torch_save, trees
 from elastic_ext.checkpoints.formats.files import files_of, thread_pool
 from elastic_ext.checkpoints.formats.inspection import (
     DCP,
@@ -21,10 +21,12 @@ from elastic_ext.checkpoints.formats.inspection import (
     Inspection,
 )
 from elastic_ext.checkpoints.formats.manifest import MANIFEST
+from elastic_ext.checkpoints.formats.rank_files import parts_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 ENTRY_POINTS = "elastic_ext.formats"
 NOT_KNOWN = "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name"
+SEVERAL = "it holds checkpoints of several steps: to resume from the newest of them, set checkpoint_dir to it"
 _ZIP = b"PK"  # the first bytes of every zip record
 
 
@@ -40,7 +42,7 @@ class _DirectoryFormat:
 _DIRECTORY_FORMATS = (
     _DirectoryFormat(own.matches, own.check),
     _DirectoryFormat(lightning.matches, lightning.check),
-    _DirectoryFormat(dcp.matches, dcp.check),
+    _DirectoryFormat(dcp.matches, trees.check_shards),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
@@ -65,7 +67,7 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = (), named:
     except OSError as error:
         away = None if storage.means_damage(error) else error
         return Inspection(False, format, f"it cannot be read: {error.strerror or error}", unreadable=away)
-    return replace(found, complete=False, reason=entry.torn) if entry.torn and found.complete else found
+    return replace(found, complete=False, reason=entry.torn, compared=True) if entry.torn and found.complete else found
 
 
 def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
@@ -79,9 +81,8 @@ def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
     found = layouts.check(storage, entry, content, layout) if layout is not None else None
     if named and (found is None or (not found.complete and found.format in (UNKNOWN, SAVED_MODEL))):
         return _unknown(dict(files_of(storage, entry.name)).values())
-    return found or Inspection(
-        False, UNKNOWN, "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name"
-    )
+    several = layouts.holds_several(entry.name, layouts.top_names(content))
+    return found or Inspection(False, UNKNOWN, SEVERAL if several else NOT_KNOWN)
 
 
 def _unknown(files: Iterable[Entry]) -> Inspection:
@@ -102,9 +103,11 @@ def _check_files(storage: Storage, entry: Entry) -> Inspection:
         found = list(pool.map(lambda part: _check_file(storage, part), entry.parts))
     bad = next((index for index, each in enumerate(found) if not each.complete), None)
     if bad is not None:
-        return replace(found[bad], reason=f"{entry.parts[bad].name}: {found[bad].reason}", ranks=len(found))
+        return replace(found[bad], reason=f"{entry.parts[bad].name}: {found[bad].reason}")
     reason = f"the files of all {len(found)} ranks are there, {found[0].reason}"
-    return replace(found[0], reason=reason, written_at=entry.mtime, size=entry.size, ranks=len(found))
+    return replace(
+        found[0], reason=reason, written_at=entry.mtime, size=entry.size, parts=parts_of(part.name for part in entry.parts)
+    )
 
 
 def _check_file(storage: Storage, entry: Entry) -> Inspection:
@@ -114,8 +117,11 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
         if entry.name.endswith(safetensors.SUFFIX):
             return safetensors.check(entry, file)
         start = file.read(legacy_save.START)
-        if entry.name.endswith(TORCH_SAVE_SUFFIXES) or start.startswith(_ZIP) or legacy_save.matches(start):
-            return torch_save.check(entry, file)
+        by_suffix = entry.name.endswith(TORCH_SAVE_SUFFIXES)
+        if by_suffix or start.startswith(_ZIP) or legacy_save.matches(start):
+            found = torch_save.check(entry, file)
+            if by_suffix or found.format != UNKNOWN:
+                return replace(found, format=TORCH_SAVE) if found.format == UNKNOWN else found
     return _unknown([entry])  # only a file that matches the user's checkpoint_pattern gets here
 
 

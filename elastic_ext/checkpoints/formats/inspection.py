@@ -7,8 +7,9 @@ raise for a damaged checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_ext.checkpoints.formats.names import step_of, words_of
@@ -32,6 +33,10 @@ UNKNOWN = "unknown"  # no sign of a known format
 
 TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pt.tar")
 TEMPORARY_SUFFIXES = (".tmp", ".part")
+# But temp_0.7 is a temperature.
+_TEMPORARY = re.compile(
+    r"(?<![a-z])(tmp|temp(?![-_=]?[0-9]+\.[0-9])|partial|incomplete|unfinished|trash|deleting)(?![a-z])", re.IGNORECASE
+)
 NAMES = frozenset({"latest", "last", "current", "checkpoint", "ckpt", "final", "best"})  # words of checkpoints without a step
 NO_OPTIMIZER = "no optimizer is in it"
 
@@ -50,7 +55,8 @@ class Inspection:
         distrusted: it looks complete, but must not be used.
         unreadable: why it could not be read; it may be complete. None: it was read.
         training: whether it holds the state of an optimizer; None: not known.
-        ranks: how many ranks wrote files of their own; None: none did.
+        parts: what a save may have left out, see `rank_files.parts_of`; none if it is known to be whole.
+        compared: it is incomplete only by what lies beside it.
     """
 
     complete: bool
@@ -63,7 +69,8 @@ class Inspection:
     distrusted: bool = False
     unreadable: OSError | None = None
     training: bool | None = None
-    ranks: int | None = None
+    parts: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
+    compared: bool = False
 
 
 class Format(Protocol):
@@ -111,7 +118,7 @@ def is_candidate(entry: Entry) -> bool:
 
 def is_hidden(name: str) -> bool:
     """Return whether a name is hidden or temporary."""
-    return name.startswith(".") or name.endswith(TEMPORARY_SUFFIXES)
+    return name.startswith(".") or name.endswith(TEMPORARY_SUFFIXES) or _TEMPORARY.search(name) is not None
 
 
 def summary(faults: Sequence[str]) -> str:

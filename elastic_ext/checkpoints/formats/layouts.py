@@ -7,6 +7,7 @@ what is missing if the save did not finish.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +22,15 @@ from elastic_ext.checkpoints.formats.inspection import (
     NEMO,
     NO_OPTIMIZER,
     SAVED_MODEL,
+    TORCH_SAVE_SUFFIXES,
     TORCHTUNE,
     UNKNOWN,
     Inspection,
+    is_hidden,
 )
-from elastic_ext.checkpoints.formats.names import says_step, step_of, words_of
+from elastic_ext.checkpoints.formats.names import family_of, says_step, step_of, words_of
 from elastic_ext.checkpoints.formats.peek import is_count
+from elastic_ext.checkpoints.formats.safetensors import SUFFIX
 from elastic_ext.checkpoints.formats.trees import Parts, TornCheckpoint, Tree, check_parts, read_tree
 from elastic_ext.checkpoints.storage import Entry, Storage
 
@@ -129,7 +133,8 @@ LAYOUTS = (
         needs=("random_states_0.pkl", r"random_states_\d+\.pkl"),
     ),
     Layout(DEEPSPEED, (r".*_states\.pt",), needs=_MODEL_STATES),
-    Layout(DEEPSPEED, ("latest", rf"checkpoint/|pytorch_model/|{_DEEPSPEED_FOLDER}"), r".+", needs=_MODEL_STATES),
+    Layout(DEEPSPEED, ("latest", r"checkpoint/|pytorch_model/"), r".+", needs=_MODEL_STATES),
+    Layout(DEEPSPEED, ("latest", _DEEPSPEED_FOLDER), r".*(step|epoch|iter|checkpoint|ckpt).*\d.*", needs=_MODEL_STATES),
     Layout(MEGATRON, (r"mp_rank_\d{2,3}(_\d{3})*/",), needs=("model_optim_rng.pt", r".*/model(_optim)?_rng\.pt")),
     Layout(NEMO, ("weights/", "context/"), needs=("file in weights", r"weights/.+")),
     Layout(
@@ -155,8 +160,25 @@ def is_part(name: str) -> bool:
 
 def layout_of(name: str, top: Sequence[str]) -> Layout | None:
     """Return the layout of a directory with these names directly in it; None if it is no checkpoint of a known layout."""
+    if holds_several(name, top):
+        return None
     found = next((layout for layout in LAYOUTS if layout.claims(name, top)), None)
     return found or (STEP_DIRECTORY if top and (says_step(name) or not NAMES.isdisjoint(words_of(name))) else None)
+
+
+def holds_several(name: str, top: Iterable[str]) -> bool:
+    """Return whether a directory holds checkpoints of several steps, by the names directly in it: then it is none itself.
+
+    Numbers alone do not say so in the checkpoint of a step, nor where they begin as those of parts do (agent_0.pt, agent_1.pt).
+    """
+    steps: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)
+    for each in top:
+        inner = each.rstrip("/")
+        if each.endswith(("/", SUFFIX, *TORCH_SAVE_SUFFIXES)) and not (is_hidden(inner) or is_part(inner)):
+            step = step_of(inner)
+            if step is not None:
+                steps[family_of(inner), says_step(inner) and not inner.isdigit()].add(step)
+    return any(len(found) > 1 and (said or (min(found) > 1 and not says_step(name))) for (_, said), found in steps.items())
 
 
 def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layout) -> Inspection:
@@ -169,6 +191,8 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
         parts = check_parts(storage, tree, tuple(_STATES))
+        if not parts.known and layout is STEP_DIRECTORY:
+            return Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
         missing = layout.missing(tree, parts)
         if missing:
             raise TornCheckpoint(missing)
@@ -183,7 +207,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
     if STATE in parts.states:
         reason, written_at = f"{STATE} says step {step}, all parts are complete", tree.files[STATE].mtime
     reason += f", {NO_OPTIMIZER}" * (training is False)
-    return Inspection(True, layout.format, reason, written_at, step, epoch, parts.size, training=training, ranks=parts.ranks)
+    return Inspection(True, layout.format, reason, written_at, step, epoch, parts.size, training=training, parts=parts.parts)
 
 
 def _check_folders(tree: Tree) -> None:

@@ -14,6 +14,7 @@ from elastic_ext.checkpoints.formats.peek import MAX_BYTES, Peeked, PeekError, p
 
 START = 32  # bytes of the file that `matches` needs
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_BEGIN = b"\x80\x02\x8a\x0a" + _MAGIC
 _FIRST_READ = 1 << 20  # bytes
 
 # Bytes of an element; 1 for all others, which are quantized or untyped.
@@ -32,8 +33,8 @@ class LegacyFile:
 
 
 def matches(start: bytes) -> bool:
-    """Return whether a file that begins with these bytes is of this format."""
-    return start[:1] == b"\x80" and _MAGIC in start
+    """Return whether a file that begins with these bytes is of this format, whole or cut short."""
+    return start[:1] == b"\x80" and (_MAGIC in start or _BEGIN.startswith(start))
 
 
 def read(file: IO[bytes], size: int) -> LegacyFile:

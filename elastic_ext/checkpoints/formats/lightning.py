@@ -17,7 +17,7 @@ META = "meta.pt"  # lightning/fabric/strategies/fsdp.py, _METADATA_FILENAME
 
 def matches(name: str, names: Sequence[str]) -> bool:
     """Return whether Lightning wrote a directory with these names, complete or not."""
-    return META in names and dcp.matches(name, names)
+    return (META in names or ("=" in name and name.endswith(".ckpt"))) and dcp.matches(name, names)
 
 
 def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
@@ -25,7 +25,9 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
     shards = dcp.check(storage, entry, content)
     if not shards.complete:
         return replace(shards, format=LIGHTNING)
-    meta = next(item for item in content if item.name == META)
+    meta = next((item for item in content if item.name == META), None)
+    if meta is None:
+        return replace(shards, complete=False, format=LIGHTNING, reason=f"no {META}, the save did not finish")
     with storage.open(f"{entry.name}/{META}") as file:
         rest = torch_save.check(meta, file)
     if not rest.complete:

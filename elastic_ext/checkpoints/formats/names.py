@@ -15,7 +15,7 @@ OWN_FAMILY = "step_#.g# of elastic_ext"
 
 # What the word before a number says that it counts. `global_step` ends with `step`. A number after any other word may be a step
 # where no word says so: model_100.pt.
-STEP, EPOCH, OTHER = "step", "epoch", "other"
+STEP, EPOCH, OTHER, MODEL = "step", "epoch", "other", "model"
 _UNITS = {
     STEP: "step steps globalstep iter iters iteration iterations it ba batch batches update updates",
     EPOCH: "epoch epochs ep",
@@ -26,7 +26,11 @@ _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split
 
 # The two halves of 0.25 belong to a value (a loss, a learning rate) and are never a step.
 _INTEGER = re.compile(r"(?P<word>[A-Za-z]*)(?P<between>[-_=. (]*)(?<![0-9])(?<![0-9]\.)(?P<digits>[0-9]+)(?![0-9])(?!\.[0-9])")
-_SIZE = re.compile(r"([x.][0-9]+)*(?:b|m|k|bit|gb|bn|shot|gpu)(?![a-z])", re.IGNORECASE)  # after the number: llama-7b, 8x7b, 4bit
+_SIZE = re.compile(r"([x.][0-9]+)*(?:b|m|bit|gb|bn|shot|gpus?|nodes?)(?![a-z])", re.IGNORECASE)  # after it: llama-7b, 8x7b, 4bit
+_THOUSAND = re.compile(r"k(?![a-z])", re.IGNORECASE)  # after it: step_90k
+# Before it, as in resnet50.
+_MODEL = re.compile(r"(res|dense|mobile|shuffle|reg)net|resne[sx]t|vgg|vit|[a-z]*bert|gpt|qwen|llama|yolov?", re.IGNORECASE)
+_EPOCH_AFTER = re.compile(r"(?<![a-z])ep(och)?s?[-_=]?[0-9]", re.IGNORECASE)
 _DIGITS = re.compile(r"[0-9]+")
 _WORD = re.compile(r"[^\W\d_]+")
 _SUFFIX = re.compile(r"(\.(pt|pth|bin|ckpt|tar|pkl|safetensors))+$")
@@ -34,13 +38,14 @@ _SUFFIX = re.compile(r"(\.(pt|pth|bin|ckpt|tar|pkl|safetensors))+$")
 # 2024-05-01, 20240501, 2024_05_01T12-30-00. Digits after `step` are never taken for one.
 _DATE = re.compile(
     r"(?<![0-9])(?:19|20)[0-9]{2}([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12][0-9]|3[01])"
-    r"(?:[-_T ]*(?:[01][0-9]|2[0-3])[-_:.h]?[0-5][0-9](?:[-_:.m]?[0-5][0-9])?)?(?![0-9])"
+    r"(?:[-_T+ ]*(?:[01][0-9]|2[0-3])[-_:.h]?[0-5][0-9](?:[-_:.m]?[0-5][0-9](?:\+[0-9]{2})?)?)?(?![0-9])"
 )
 
 # The rank in a name: rank3, mp_rank_00, mp_rank_00_001, tp-0-of-2, shard_1, model_00001-of-00004. `of` gives the number of ranks.
 _RANK = re.compile(
-    r"(?<![A-Za-z])(?<!lora[-_])(?:(?P<mp>mp_rank_)(?P<first>[0-9]{2,3})(?P<others>(?:_[0-9]{3})+)(?![0-9])"
-    r"|(?P<word>(?:tp|pp|dp|cp|ep|exp)?[-_]?[A-Za-z]*rank|tp|pp|dp|mp|cp|shard|part|worker|rng_states?|random_states?)[-_=.]?"
+    r"(?<![A-Za-z])(?<!lora[-_])(?<!adapter[-_])(?:(?P<mp>mp_rank_)(?P<first>[0-9]{2,3})(?P<others>(?:_[0-9]{3})+)(?![0-9])"
+    r"|(?P<word>(?:tp|pp|dp|mp|cp|ep|exp|local|global|zero_pp)?[-_]?[A-Za-z]*rank|tp|pp|dp|mp|cp|shard|part|worker|(?<![0-9])node"
+    r"|rng_states?|random_states?)[-_=.]?"
     r"(?P<rank>[0-9]{1,6})(?![0-9])(?:[-_]?of[-_]?(?P<total>[0-9]{1,6}))?"
     r"|(?P<number>[0-9]{1,6})[-_]of[-_](?P<count>[0-9]{1,6}))",
     re.IGNORECASE,
@@ -69,7 +74,7 @@ class RankName:
 
 @dataclass(frozen=True)
 class _Number:
-    """A number in a name. unit: STEP, EPOCH, OTHER, or "" if no word says what it counts. start, end: where it is."""
+    """A number in a name. unit: STEP, EPOCH, OTHER, MODEL, or "" if no word says what it counts. start, end: where it is."""
 
     value: int
     unit: str
@@ -183,10 +188,17 @@ def _numbers(name: str) -> list[_Number]:
     found = []
     for match in _INTEGER.finditer(name):
         start, end = match.span("digits")
-        unit = _UNIT_OF.get(match["word"].lower(), "")
+        word = match["word"].lower()
+        unit = _UNIT_OF.get(word, "")
+        if unit == OTHER and name[: match.start()][-1:].isdigit():  # the word is of the number before it: 8gpu_100
+            unit = ""
+        elif word.startswith("batch") and _EPOCH_AFTER.search(name, end):
+            unit = OTHER
+        elif _MODEL.fullmatch(word) and not match["between"]:
+            unit = MODEL
         if unit != STEP:
             inside = any(first <= start < last for first, last in (*dates, *ranks) if unit != EPOCH or (first, last) in dates)
             if inside or _SIZE.match(name, end):
                 unit = OTHER
-        found.append(_Number(int(match["digits"]), unit, start, end))
+        found.append(_Number(int(match["digits"]) * (1000 if _THOUSAND.match(name, end) else 1), unit, start, end))
     return found

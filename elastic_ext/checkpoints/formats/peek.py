@@ -76,7 +76,7 @@ class _Peeker(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[StandIn | StandInDict]:
         return StandInDict if (module, name) == ("collections", "OrderedDict") else StandIn
 
-    def persistent_load(self, pid: object) -> StandIn:
+    def persistent_load(self, pid: object) -> object:
         return StandIn()
 
 
@@ -92,9 +92,11 @@ class _StoragePeeker(_Peeker):
             return type(name, (StandIn,), {})
         return super().find_class(module, name)
 
-    def persistent_load(self, pid: object) -> StandIn:
+    def persistent_load(self, pid: object) -> object:
         if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], type) and is_count(pid[4]):
             self.storages[str(pid[2])] = pid[1].__name__, pid[4]
+        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":  # the class of a whole module, with its source
+            return pid[1]
         return StandIn()
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_ext.checkpoints.formats.names import ANY, RankName, family_of, rank_name
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -49,10 +50,12 @@ def _join(pattern: str, members: Sequence[tuple[Entry, RankName]]) -> Entry:
 def missing_rank(names: Sequence[RankName]) -> str:
     """Return the first rank whose file is missing among those of one checkpoint, for people; "" if none is seen to be.
 
-    A last rank that is missing shows only if the names say how many there are.
+    A last rank that is missing shows only if the names say how many there are. The ranks of a node may begin at 0, or where those
+    of the node before it end.
     """
-    seen = {name.ranks for name in names}
-    axes = [_axis(names, number) for number in range(len(names[0].ranks))]
+    numbers = [number for number, word in enumerate(names[0].words) if word != "node"]
+    seen = {tuple(name.ranks[number] for number in numbers) for name in names}
+    axes = [_axis(names, number) for number in numbers]
     if not all(axes) or math.prod(map(len, axes)) > MAX_RANKS:
         return ""
     gap = next((ranks for ranks in itertools.product(*axes) if ranks not in seen), ())
@@ -81,10 +84,27 @@ def by_pattern(paths: Iterable[str]) -> dict[str, list[RankName]]:
     return dict(groups)
 
 
-def rank_count(groups: Iterable[Sequence[RankName]]) -> int | None:
-    """Return how many ranks wrote files, by the largest group; None if no file names a rank."""
-    counts = [len({name.ranks for name in names}) for names in groups if not set(names[0].words) <= {*_OF_RANDOM, "of"}]
-    return max(counts, default=None)
+def parts_of(paths: Iterable[str]) -> dict[str, frozenset[tuple[int, ...]]]:
+    """Return what the files of a checkpoint are called, with "#" for other numbers than a rank's, and which ranks wrote each.
+
+    The ranks do not count where the names say how many there are, nor those of random states.
+    """
+    found: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for path in paths:
+        name = rank_name(path)
+        counts = name is not None and None in name.totals and not set(name.words) <= {*_OF_RANDOM}
+        found[re.sub(r"[0-9]+", "#", name.pattern if name is not None else path)].add(name.ranks if name and counts else ())
+    return {pattern: frozenset(ranks) for pattern, ranks in found.items()}
+
+
+def lacks(parts: Mapping[str, frozenset[tuple[int, ...]]], older: Mapping[str, frozenset[tuple[int, ...]]]) -> str:
+    """Return what a checkpoint lacks that an older whole one has, for people; "" for nothing, or if it has others instead."""
+    for pattern in sorted(older):
+        if parts.get(pattern, older[pattern]) < older[pattern]:
+            counts = f"{len(parts[pattern])}, not {len(older[pattern])}"
+            return f"it has fewer files of ranks than the one before it ({counts}): the save did not finish"
+    missing = sorted(older.keys() - parts.keys()) if parts.keys() <= older.keys() else []
+    return f"no {missing[0]}, which the one before it has: the save did not finish" if missing else ""
 
 
 def stat(storage: Storage, name: str) -> Entry | None:
@@ -101,7 +121,7 @@ def stat(storage: Storage, name: str) -> Entry | None:
 def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
     """Return by rank the paths of a checkpoint's files; none if it is one entry, or if no file is that of one rank.
 
-    The files of a grid, as by tp and pp, and the numbered parts of one model are not. Raises OSError.
+    The files of a grid, as by tp and pp, of local ranks, and the numbered parts of one model are not. Raises OSError.
     """
     entry = stat(storage, name) if ANY in name else None
     named = [(rank_name(part.name), part.path) for part in entry.parts] if entry is not None else []
@@ -109,4 +129,4 @@ def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
 
 
 def _is_of_one_rank(name: RankName) -> bool:
-    return len(name.ranks) == 1 and (name.words[0].endswith("rank") or name.words[0] == "shard")
+    return len(name.ranks) == 1 and name.words[0] in ("rank", "global_rank", "shard")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import IO
 
 from elastic_ext.checkpoints.formats import legacy_save
-from elastic_ext.checkpoints.formats.inspection import LIGHTNING, NO_OPTIMIZER, TORCH_SAVE, Content, Inspection
+from elastic_ext.checkpoints.formats.inspection import LIGHTNING, NO_OPTIMIZER, TORCH_SAVE, UNKNOWN, Content, Inspection
 from elastic_ext.checkpoints.formats.peek import PeekError, StandIn, number, peek
 from elastic_ext.checkpoints.storage import Entry
 
@@ -27,10 +28,11 @@ _OPTIMIZER_KEYS = {"state", "param_groups"}  # of torch.optim.Optimizer.state_di
 MAX_PICKLE = 4 << 20  # bytes; a larger data.pkl is not searched for the step
 MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
 _BLOCK = 512 << 10  # bytes per read of a record
+_BLANK = 4096  # zero bytes at its begin: the file was never written
 
 # zipfile raises these for bytes that are not a zip archive. The caller reports OSError: the file cannot be read.
 _NOT_A_ZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OverflowError, IndexError, struct.error)
-_DAMAGED = (RuntimeError, *_NOT_A_ZIP)  # RuntimeError: a flag claims that the record is encrypted
+_DAMAGED = (RuntimeError, zlib.error, *_NOT_A_ZIP)  # RuntimeError: a flag claims that the record is encrypted
 
 # Signature, size of the rest, versions, two disks, two counts, size, start. Then the locator: signature, disk, offset, disks.
 _END = struct.Struct("<4sQHHIIQQQQ4sIQI")
@@ -39,7 +41,7 @@ _FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-
 
 
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
-    """Check that the zip directory is intact and lists `*/data.pkl`.
+    """Check that the zip directory is intact and lists `*/data.pkl`. What another program may have written is of format UNKNOWN.
 
     `file` must be seekable. Only its tail and data.pkl are read, whatever its size. Raises OSError if it cannot be read.
     """
@@ -50,7 +52,7 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
     names = archive.namelist()
     pickled = next((info for info in archive.infolist() if info.filename.endswith("/data.pkl")), None)
     if pickled is None:
-        return Inspection(False, TORCH_SAVE, f"a zip archive of {len(names)} entries without data.pkl: not written by torch.save")
+        return Inspection(False, UNKNOWN, f"a zip archive of {len(names)} entries without data.pkl: not written by torch.save")
     try:
         values = _saved(archive, pickled)
     except _DAMAGED as error:
@@ -65,7 +67,9 @@ def _check_other(entry: Entry, file: IO[bytes]) -> Inspection:
     if start.startswith(ZIP_MAGIC):
         return Inspection(False, TORCH_SAVE, f"its zip directory, at the end of {entry.size} bytes, is missing or damaged")
     if not legacy_save.matches(start):
-        return Inspection(False, TORCH_SAVE, "not a zip archive: damaged, or not written by torch.save")
+        never_written = not any(start + file.read(_BLANK)) or ZIP_MAGIC.startswith(start)
+        format = TORCH_SAVE if never_written else UNKNOWN
+        return Inspection(False, format, "not a zip archive: damaged, or not written by torch.save")
     found = legacy_save.read(file, entry.size)
     if found.fault:
         return Inspection(False, TORCH_SAVE, found.fault)
@@ -105,6 +109,9 @@ def read_content(file: IO[bytes]) -> Content:
     file.seek(0)
     try:
         with _open_zip(file) as archive:
+            if not any(info.filename.endswith("/data.pkl") for info in archive.infolist()):  # another program's
+                damaged = archive.testzip()
+                return Content(f"damaged: {damaged[:100]!r}" if damaged else "")
             for info in archive.infolist():
                 fault = _entry_fault(info) or _record_fault(archive, info)
                 if fault:

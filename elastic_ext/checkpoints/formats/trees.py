@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from elastic_ext.checkpoints.formats import dcp, legacy_save, safetensors, torch_save
+from elastic_ext.checkpoints.formats import dcp, safetensors, torch_save
 from elastic_ext.checkpoints.formats.files import thread_pool
-from elastic_ext.checkpoints.formats.inspection import TORCH_SAVE, TORCH_SAVE_SUFFIXES, Inspection
-from elastic_ext.checkpoints.formats.names import RankName
-from elastic_ext.checkpoints.formats.rank_files import by_pattern, missing_rank, rank_count
+from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.rank_files import by_pattern, missing_rank, parts_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
 INDEX_SUFFIX = ".index.json"
-_MAYBE_TORCH = (".bin", ".pkl")  # other programs write such files too
 _CHECKED = (*TORCH_SAVE_SUFFIXES, ".pkl", safetensors.SUFFIX)
+_FOREIGN = Inspection(True, UNKNOWN, "not of torch.save", training=False)  # other programs use its suffixes too
+_LAST = ("latest", "trainer_state.json")  # of DeepSpeed and of the Trainer, written once all ranks are done
 
 # Files with the state of an optimizer, by their paths; and files whose `step` is not that of the training.
 _OPTIMIZER = re.compile(r"optim|_states\.pt$|recipe_state", re.IGNORECASE)
@@ -74,18 +74,20 @@ class Parts:
     """What the parts of a whole tree say.
 
     Attributes:
-        written_at, size, training, ranks: see `Inspection`.
+        written_at, size, training, parts: see `Inspection`.
         step, epoch: by a file's content; None if none says so.
         states: the JSON objects in the files that were asked for, by path.
+        known: whether a file is of a known format.
     """
 
     written_at: float | None
     size: int
     training: bool | None
-    ranks: int | None
+    parts: Mapping[str, frozenset[tuple[int, ...]]]
     step: int | None = None
     epoch: int | None = None
     states: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    known: bool = True
 
 
 def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
@@ -107,7 +109,7 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
             elif not item.name.startswith("."):
                 folders.append(path)
                 waiting.append((f"{path}/", list(storage.entries(f"{entry.name}/{path}"))))
-        if len(files) > MAX_FILES:
+        if len(files) > MAX_FILES and sum(not path.endswith(dcp.SHARD_SUFFIX) for path in files) > MAX_FILES:
             raise TornCheckpoint(f"more than {MAX_FILES} files: not a checkpoint of a known format")
     return Tree(entry.name, files, frozenset(folders))
 
@@ -115,23 +117,22 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
 def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> Parts:
     """Check all parts. states: paths of JSON files to read, where they exist. Raises TornCheckpoint, OSError."""
     read = {path: read_json(storage, tree, path) for path in states if path in tree.files}
-    by_ranks = by_pattern(tree.files)
     _check_indices(storage, tree)
-    _check_names(by_ranks)
+    _check_names(tree)
     shards = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items())]
     paths = tree.checked()
-    with thread_pool() as pool:
-        files = list(pool.map(lambda path: _check_file(storage, tree, path), paths))
+    files = _check_files(storage, tree, paths)
     told = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
     times = [tree.files[path].mtime for path in [*paths, *tree.shard_files]]
     return Parts(
         written_at=max((time for time in times if time is not None), default=None),
         size=sum(each.size for each in tree.files.values()),
         training=_training(tree, [*shards, *files]),
-        ranks=rank_count(by_ranks.values()),
+        parts=_parts(tree),
         step=next((each.step for each in told if each.step is not None), None),
         epoch=next((each.epoch for each in told if each.epoch is not None), None),
         states=read,
+        known=bool(shards) or any(each is not _FOREIGN for each in files),
     )
 
 
@@ -152,8 +153,15 @@ def _training(tree: Tree, found: Sequence[Inspection]) -> bool | None:
     return None if any(each.training is None for each in found) else False
 
 
-def _check_names(by_ranks: Mapping[str, Sequence[RankName]]) -> None:
+def _parts(tree: Tree) -> Mapping[str, frozenset[tuple[int, ...]]]:
+    if not tree.files.keys().isdisjoint(_LAST):
+        return {}
+    return parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(dcp.METADATA))])
+
+
+def _check_names(tree: Tree) -> None:
     """Check by the names alone that no rank's file is missing."""
+    by_ranks = by_pattern(tree.files)
     for pattern in sorted(by_ranks):
         missing = missing_rank(by_ranks[pattern])
         if missing:
@@ -174,6 +182,22 @@ def _check_indices(storage: Storage, tree: Tree) -> None:
             raise TornCheckpoint(f"{missing[0]} is missing, although {path} lists it")
 
 
+def check_shards(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
+    """Check a directory of torch.distributed.checkpoint, with whatever else lies in it. Raises OSError."""
+    found = dcp.check(storage, entry, content)
+    if not found.complete:
+        return found
+    try:
+        tree = read_tree(storage, entry, content)
+        _check_names(tree)
+        others = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items()) if each[0]]
+        others += _check_files(storage, tree, tree.checked())
+    except TornCheckpoint as error:
+        return Inspection(False, DCP, str(error))
+    training = found.training or _training(tree, [found, *others])
+    return replace(found, training=training, parts=_parts(tree))
+
+
 def _check_shards(storage: Storage, tree: Tree, folder: str, content: Sequence[Entry]) -> Inspection:
     path = f"{tree.name}/{folder}".rstrip("/")
     found = dcp.check(storage, Entry(path, "", True, 0, None), content)
@@ -182,18 +206,19 @@ def _check_shards(storage: Storage, tree: Tree, folder: str, content: Sequence[E
     return found
 
 
+def _check_files(storage: Storage, tree: Tree, paths: Sequence[str]) -> list[Inspection]:
+    with thread_pool() as pool:
+        return list(pool.map(lambda path: _check_file(storage, tree, path), paths))
+
+
 def _check_file(storage: Storage, tree: Tree, path: str) -> Inspection:
     item = tree.files[path]
     if item.size == 0:
         raise TornCheckpoint(f"{path} is empty")
     with storage.open(f"{tree.name}/{path}") as file:
-        if path.endswith(safetensors.SUFFIX):
-            found = safetensors.check(item, file)
-        else:
-            start = file.read(legacy_save.START)
-            if path.endswith(_MAYBE_TORCH) and not (start.startswith(torch_save.ZIP_MAGIC) or legacy_save.matches(start)):
-                return Inspection(True, TORCH_SAVE, "not of torch.save", training=False)
-            found = torch_save.check(item, file)
+        found = safetensors.check(item, file) if path.endswith(safetensors.SUFFIX) else torch_save.check(item, file)
+    if found.format == UNKNOWN:
+        return _FOREIGN
     if not found.complete:
         raise TornCheckpoint(f"{path}: {found.reason}")
     return found

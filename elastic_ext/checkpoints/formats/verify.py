@@ -18,7 +18,7 @@ from typing import IO
 
 from elastic_ext.checkpoints.formats import dcp, legacy_save, own, safetensors, torch_save
 from elastic_ext.checkpoints.formats.files import checksum, files_of, thread_pool
-from elastic_ext.checkpoints.formats.inspection import TORCH_SAVE_SUFFIXES, Content
+from elastic_ext.checkpoints.formats.inspection import TORCH_SAVE_SUFFIXES, UNKNOWN, Content
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError
 from elastic_ext.checkpoints.formats.peek import PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -199,8 +199,12 @@ def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress
     if path.endswith(".json"):
         return _read_json(opened)
     start = opened.read(legacy_save.START)
-    of_torch = start.startswith(torch_save.ZIP_MAGIC) or legacy_save.matches(start)
-    if of_torch or (path.endswith(TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")):  # other programs write .bin, too
+    if start.startswith(torch_save.ZIP_MAGIC) or legacy_save.matches(start):
+        return torch_save.read_content(opened)
+    of_torch = path.endswith(TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")
+    if of_torch and file.name not in ("", path):  # within a directory, other programs use these suffixes, too
+        of_torch = torch_save.check(Entry(path, path, False, file.size, None), opened).format != UNKNOWN
+    if of_torch:
         return torch_save.read_content(opened)
     return Content(note="no checksum is known: only the size was checked")
 

@@ -135,8 +135,10 @@ def _wrapped(error: BaseException) -> "list[BaseException]":
     seen = {id(error)}
     waiting = [error]
     while waiting and len(found) < CAUSES:
-        members = getattr(waiting[0], "exceptions", ()) if type(waiting[0]).__name__.endswith("ExceptionGroup") else ()
-        for each in (waiting.pop(0).__cause__, *members):
+        first = waiting.pop(0)
+        members = getattr(first, "exceptions", ()) if type(first).__name__.endswith("ExceptionGroup") else ()
+        above = _above(first) if isinstance(first, SystemExit) else first.__cause__  # sys.exit("failed") in an except clause
+        for each in (above, *(members if isinstance(members, (list, tuple)) else ())):
             if isinstance(each, BaseException) and id(each) not in seen:
                 seen.add(id(each))
                 found.append(each)

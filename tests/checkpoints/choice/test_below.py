@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from elastic_ext.agent.launch import start_line
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import below, resolution
+from elastic_ext.checkpoints.choice.discovery import newest_complete
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
-from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, saved, tensors, text
+from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, half, saved, tensors, text
 
 
 def said(directory: Path) -> str:
@@ -118,3 +120,104 @@ def test_a_question_is_asked_in_the_first_lines(tmp_path: Path, capsys: pytest.C
 def test_what_cannot_be_read_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "private").mkdir(mode=0)
     assert said(tmp_path) == ""
+
+
+# A directory of checkpoints is none itself.
+
+
+def deepspeed_run(path: Path) -> Path:
+    for step in (100, 200):
+        scenes.deepspeed(path / f"global_step{step}", step)
+    text(path / "latest", "global_step200")
+    return path / "global_step200"
+
+
+def files_of_steps(path: Path, name: str) -> Path:
+    for step in (100, 200):
+        saved(path / name.format(step), TRAINING, step)
+    return path / name.format(200)
+
+
+def trainer_run(path: Path) -> Path:
+    for step in (100, 200):
+        scenes.trainer(path / f"checkpoint-{step}", step)
+    return path / "checkpoint-200"
+
+
+@pytest.mark.parametrize(
+    ("folder", "make"),
+    [
+        ("ckpt", lambda path: files_of_steps(path, "step_{}.pt")),
+        ("ckpt", lambda path: files_of_steps(path, "model_{}.pt")),
+        ("checkpoint", lambda path: files_of_steps(path, "epoch_{}.pth")),
+        ("checkpoint", trainer_run),
+        ("final_run", trainer_run),
+        ("ckpts", deepspeed_run),
+        ("run_1", deepspeed_run),
+        ("ckpt_run1", lambda path: files_of_steps(path, "step_{}.pt")),
+        ("llama_epoch3_lr1", lambda path: files_of_steps(path, "step_{}.pt")),
+    ],
+)
+def test_a_directory_of_checkpoints_is_none(tmp_path: Path, folder: str, make: Callable[[Path], Path]) -> None:
+    newest = make(tmp_path / folder)
+    assert resumed(tmp_path).path == ""
+    assert said(tmp_path) == f"checkpoints lie further down: {newest}; set checkpoint_dir to the directory that holds them"
+    make(tmp_path / folder.replace("1", "2").replace("3", "5"))
+    before = sorted(tmp_path.iterdir())
+    assert main.main(["checkpoints", "prune", str(tmp_path), "--keep-last=1", "--yes"]) == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_first_of_a_run_of_deepspeed_is_its_checkpoint(tmp_path: Path) -> None:
+    """Not the directory that holds it."""
+    first = scenes.deepspeed(tmp_path / "run_1" / "global_step100", 100)
+    text(tmp_path / "run_1" / "latest", "global_step100")
+    assert resumed(tmp_path).path == ""
+    assert str(first) in said(tmp_path)
+
+
+def test_what_is_said_of_a_directory_of_checkpoints(tmp_path: Path) -> None:
+    deepspeed_run(tmp_path / "run_1")
+    (passed,) = newest_complete(str(tmp_path)).passed_over
+    assert passed.reason.startswith("it holds checkpoints of several steps")
+
+
+def test_a_torn_one_in_a_directory_of_checkpoints(tmp_path: Path) -> None:
+    half(files_of_steps(tmp_path / "ckpt", "step_{}.pt"))
+    assert str(tmp_path / "ckpt" / "step_100.pt") in said(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["agent_{}.pt", "stage_{}/a.pt", "{}/a.pt", "model_256x{}.pt", "checkpoint{}.pkl"])
+def test_numbered_parts_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    for folder, numbers in (("step_100", (64, 256)), ("latest", (0, 1, 2))):
+        for number in numbers:
+            saved(tmp_path / folder / folder / name.format(number), TRAINING)
+        assert resumed(tmp_path / folder).path == str(tmp_path / folder / folder)
+
+
+# What else is said.
+
+
+def test_a_question_further_down_is_shown(tmp_path: Path) -> None:
+    for at, name in enumerate(("D_5.pth", "G_5.pth")):
+        saved(tmp_path / "models" / name, TRAINING, at)
+    assert f"checkpoints lie further down: {tmp_path / 'models' / 'G_5.pth'}" in said(tmp_path)
+
+
+def test_an_unknown_format_further_down_is_shown(tmp_path: Path) -> None:
+    for name in ("out/step_100.npz", "out/notes_1.npz", "data/frame_1.jpg"):
+        text(tmp_path / name, "data")
+    where = tmp_path / "out" / "step_100.npz"
+    assert said(tmp_path) == f"of an unknown format: {where}; if they are checkpoints, set checkpoint_pattern to their names"
+
+
+def test_what_a_tool_leaves_above_its_checkpoints(tmp_path: Path) -> None:
+    """The directory is not a checkpoint itself."""
+    (scenes.trainer(tmp_path / "a" / "checkpoint-5", 5) / "optimizer.pt").unlink()
+    text(tmp_path / "a" / "trainer_state.json", {"global_step": 5})
+    text(tmp_path / "b" / "torchtune_config.yaml", "lr: 1")
+    inner = saved(tmp_path / "c" / "mp_rank_00" / "gpt--step=100.ckpt")
+    half(scenes.accelerate(tmp_path / "d" / "checkpoint_5") / "optimizer.bin")
+    scenes.accelerate(tmp_path / "d", weights="vae/model.safetensors")
+    where = f"checkpoints lie further down: {inner}; set checkpoint_dir to the directory that holds them"
+    assert [said(tmp_path / each) for each in "abcd"] == ["", "", where, ""]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete, newest_in
+from elastic_ext.checkpoints.choice.listing import list_checkpoints
 from elastic_ext.checkpoints.choice.selection import Choice
+from elastic_ext.checkpoints.formats.rank_files import files_by_rank
+from elastic_ext.checkpoints.formats.verify import Mode
+from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, half, saved, tensors, text
 
@@ -377,6 +383,12 @@ def test_the_answer_to_the_question(tmp_path: Path) -> None:
     assert chosen(tmp_path, "model_{step}.pt") == ("model_9.pt", 9)
 
 
+def test_thousands_of_steps(tmp_path: Path) -> None:
+    for thousands in (90, 100, 200):
+        saved(tmp_path / f"model_{thousands}k.pt")
+    assert chosen(tmp_path) == ("model_200k.pt", 200_000)
+
+
 def test_what_a_tracker_names_needs_no_question(tmp_path: Path) -> None:
     for name in ("g_9.pt", "d_9.pt"):
         saved(tmp_path / name)
@@ -402,3 +414,239 @@ def test_directories_that_are_none(tmp_path: Path, name: str) -> None:
     tensors(tmp_path / name / "model.safetensors")
     saved(tmp_path / name / "vocab.pt")
     assert chosen(tmp_path) is None
+
+
+# A job that shrinks, and saves that miss a part.
+
+
+def deepspeed_with_tracker(directory: Path) -> None:
+    for step, count in ((100, 8), (200, 4)):
+        scenes.deepspeed(directory / f"global_step{step}", step, count)
+    text(directory / "latest", "global_step200")
+
+
+def megatron_with_tracker(directory: Path) -> None:
+    for step, tensor in ((100, 4), (200, 2)):
+        scenes.megatron(directory / f"iter_{step:07}", step, tensor)
+    text(directory / "latest_checkpointed_iteration.txt", "200")
+
+
+def trainer_with_its_state(directory: Path) -> None:
+    for step, count in ((100, 8), (200, 4)):
+        path = scenes.trainer_of_deepspeed(directory / f"checkpoint-{step}", step)
+        (path / "latest").unlink()
+        scenes.deepspeed(path / f"global_step{step}", step, count)
+
+
+def lightning_with_inner_latest(directory: Path) -> None:
+    for step, count in ((100, 8), (200, 4)):
+        path = scenes.lightning_of_deepspeed(directory / f"epoch=0-step={step}.ckpt", step)
+        scenes.deepspeed(path / "checkpoint", step, count)
+
+
+def totals_in_names(directory: Path) -> None:
+    for step, count in ((100, 4), (200, 2)):
+        for part in ("model", "optim"):
+            ranks(directory, f"global_step_{step}/actor/{part}_world_size_{count}_rank_{{}}.pt", count)
+
+
+def files_with_tracker(directory: Path) -> None:
+    for step, count in ((100, 4), (200, 2)):
+        ranks(directory, f"s_{step}_rank{{}}.pt", count)
+    text(directory / "latest", "s_200_rank0.pt")
+
+
+def shards_with_others(directory: Path) -> None:
+    for step, count in ((100, 4), (200, 2)):
+        scenes.shards(directory / f"step_{step}", "optimizer")
+        ranks(directory / f"step_{step}", f"rng_state_{{}}_of_{count}.pt", count)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(deepspeed_with_tracker, megatron_with_tracker, trainer_with_its_state, lightning_with_inner_latest),
+        *(totals_in_names, files_with_tracker, shards_with_others),
+    ],
+)
+def test_a_job_that_has_shrunk_resumes_from_its_newest(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    found = chosen(tmp_path)
+    assert found is not None
+    assert found[1] == 200, reasons(newest_complete(str(tmp_path)))
+    rows = {row.step: row for row in list_checkpoints(open_storage(str(tmp_path)))}
+    assert rows[200].complete, rows[200].state
+
+
+TEMPORARY = ("tmp-checkpoint-{}", "step_{}_tmp.pt", "tmp_step_{}.pt", "step_{}.tmp.pt", "trash_{}.pt", "step_{}.incomplete.pt")
+
+
+def test_temporary_names_are_no_checkpoints(tmp_path: Path) -> None:
+    scenes.trainer(tmp_path / "checkpoint-500", 500)
+    saved(tmp_path / "temp_0.7_step_400.pt", TRAINING)  # a temperature
+    for number, name in enumerate(TEMPORARY):
+        path = tmp_path / name.format(1000 + number)
+        saved(path if path.suffix else path / "model.pt", TRAINING, 9000)
+    assert chosen(tmp_path) == ("checkpoint-500", 500)
+    assert reasons(newest_complete(str(tmp_path))) == {}
+    shutil.rmtree(tmp_path / "checkpoint-500")
+    assert chosen(tmp_path) == ("temp_0.7_step_400.pt", 400)
+
+
+def with_extra(path: Path) -> Path:
+    return saved(scenes.shards(path, "optimizer") / "extra_state.pt")
+
+
+def in_parts(path: Path) -> Path:
+    for name in ("model", "optimizer", "scheduler"):
+        saved(path / f"{name}.pt", OPTIMIZER)
+    return saved(path / "rng.pt")
+
+
+def by_ranks(path: Path) -> Path:
+    for part in ("model", "optim"):
+        ranks(path, f"rank_{{}}/{part}.pt", 4)
+    return path / "rank_3" / "optim.pt"
+
+
+def zero_3(path: Path) -> Path:
+    for part in ("model", "optim"):
+        ranks(path, f"zero_pp_rank_{{}}_mp_rank_00_{part}_states.pt", 4)
+    return path / "zero_pp_rank_3_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("make", [with_extra, in_parts, by_ranks, zero_3])
+@pytest.mark.parametrize("damage", [Path.unlink, half], ids=["gone", "half"])
+def test_a_part_that_only_the_one_before_it_shows(
+    tmp_path: Path, make: Callable[[Path], Path], damage: Callable[[Path], object]
+) -> None:
+    for step in (100, 200):
+        part = make(tmp_path / f"step_{step}")
+    assert chosen(tmp_path) == ("step_200", 200)
+    damage(part)
+    assert chosen(tmp_path) == ("step_100", 100)
+    (passed,) = reasons(newest_complete(str(tmp_path))).values()
+    assert "the save did not finish" in passed or part.name in passed
+    if damage is Path.unlink:
+        saved(tmp_path / "step_200" / "all.pt")  # it has others instead
+        assert (chosen(tmp_path) == ("step_200", 200)) is (make in (with_extra, in_parts))
+
+
+def test_lightnings_shards_without_their_last_file(tmp_path: Path) -> None:
+    for step in (100, 200):
+        path = scenes.shards(tmp_path / f"epoch=0-step={step}.ckpt", "optimizer_states")
+        meta = saved(path / "meta.pt", {"global_step": step})
+    assert chosen(tmp_path) == ("epoch=0-step=200.ckpt", 200)
+    meta.unlink()
+    assert chosen(tmp_path) == ("epoch=0-step=100.ckpt", 100)
+    assert reasons(newest_complete(str(tmp_path))) == {"epoch=0-step=200.ckpt": "no meta.pt, the save did not finish"}
+
+
+def test_a_tracker_that_may_not_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "step_5.pt")
+    text(tmp_path / "latest", "step_4.pt")
+    storage = open_storage(str(tmp_path))
+
+    def refuse(name: str) -> bytes:
+        raise PermissionError(name)
+
+    monkeypatch.setattr(storage, "read", refuse)
+    assert newest_in(storage).resume is not None
+
+
+# Files of other programs, beside and within.
+
+
+def test_files_of_other_programs_make_nothing_torn(tmp_path: Path) -> None:
+    for step in (1, 2):
+        path = tmp_path / f"CKPT_{step}"
+        for name in ("model.ckpt", "optimizer.ckpt"):
+            saved(path / name)
+        text(path / "brain.ckpt", f"step: {step}\n")
+        scenes.put(path / "args.pt", pickle.dumps({"lr": 1}))
+        with zipfile.ZipFile(path / "tokens.bin", "w") as archive:
+            archive.writestr("a.npy", b"data")
+    resume = newest_complete(str(tmp_path), Wanted(verify=Mode.FULL)).resume
+    assert resume is not None
+    assert resume.step == 2
+    for data in (bytes(100), b"", b"PK\x03", b"PK\x03\x04 cut"):  # cut short, or never written
+        (tmp_path / "CKPT_2" / "args.pt").write_bytes(data)
+        assert chosen(tmp_path) == ("CKPT_1", 1), data
+    whole = scenes.saved_before_1_6(tmp_path / "CKPT_2" / "args.pt", TRAINING).read_bytes()
+    for length in range(1, len(whole)):
+        (tmp_path / "CKPT_2" / "args.pt").write_bytes(whole[:length])
+        assert chosen(tmp_path) == ("CKPT_1", 1), length
+
+
+def test_a_directory_of_other_programs_files_is_none(tmp_path: Path) -> None:
+    text(tmp_path / "step_5" / "brain.ckpt", "step: 1\n")
+    assert chosen(tmp_path) is None
+    assert chosen(tmp_path, "step_{step}") == ("step_5", 5)
+
+
+@pytest.mark.parametrize("name", ["rl_model_2000_steps.zip", "ck_2000.npz"])
+def test_a_pattern_makes_other_archives_count(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("policy.bin", b"data")
+    assert chosen(tmp_path) is None
+    resume = newest_complete(str(tmp_path), Wanted(pattern=name.replace("2000", "{step}"), verify=Mode.FULL)).resume
+    assert resume is not None
+    assert resume.step == 2000
+    half(tmp_path / name)
+    assert chosen(tmp_path, name.replace("2000", "{step}")) is None
+
+
+def test_lightnings_files_of_two_callbacks_need_no_question(tmp_path: Path) -> None:
+    lightning = {"pytorch-lightning_version": "2.4", **TRAINING}
+    for at, name in enumerate(("epoch=1-step=200.ckpt", "step=200-val_loss=0.31.ckpt")):
+        saved(tmp_path / "a" / name, {"global_step": 200, **lightning}, at)
+    assert chosen(tmp_path / "a") == ("step=200-val_loss=0.31.ckpt", 200)
+    for seed in (1, 2):  # two runs do
+        saved(tmp_path / "b" / f"step9-seed{seed}.ckpt", lightning)
+    assert newest_complete(str(tmp_path / "b")).question
+
+
+def test_what_is_asked_for_counts_whatever_its_format(tmp_path: Path) -> None:
+    text(tmp_path / "a" / "200" / "_METADATA", "{}")
+    text(tmp_path / "a" / "5.nemo", "data")
+    text(tmp_path / "b" / "other", "data")
+    for directory, named, step in (("b", "a/200", 200), ("a", "200", 200), ("b", "a/5.nemo", 5), ("a", "5.nemo", 5)):
+        wanted = Wanted(resume_from=str(tmp_path / named) if "/" in named else named, pattern="x*" if directory == "b" else "")
+        resume = newest_complete(str(tmp_path / directory), wanted).resume
+        assert resume is not None
+        assert (Path(resume.path).name, resume.step) == (Path(named).name, step)
+
+
+@pytest.mark.parametrize("aside", ["args.pt", "config.pth", "resnet50.pth"])
+def test_what_is_no_checkpoint_by_its_name_gives_way(tmp_path: Path, aside: str) -> None:
+    saved(tmp_path / "ckpt_5.pt", WEIGHTS, 1)
+    saved(tmp_path / aside, {"lr": 1}, 9)
+    assert chosen(tmp_path) == ("ckpt_5.pt", 5)
+
+
+# The rank whose file it is.
+
+
+@pytest.mark.parametrize("name", ["s_5_tp_rank_{}.pt", "s_5_mp_rank_{:02}.pt", "s_5_local_rank{}.pt", "s_5_dp_rank{}.pt"])
+def test_a_rank_within_a_group_is_not_the_global_one(tmp_path: Path, name: str) -> None:
+    ranks(tmp_path, name, 2)
+    found = chosen(tmp_path)
+    assert found is not None
+    assert files_by_rank(open_storage(str(tmp_path)), found[0]) == {}
+
+
+@pytest.mark.parametrize("second", [0, 2])
+def test_files_of_the_ranks_of_each_node(tmp_path: Path, second: int) -> None:
+    for step in (100, 200):
+        for node, first in ((0, 0), (1, second)):
+            ranks(tmp_path, f"s_{step}_node{node}_local_rank{{}}.pt", first + 2, start=first)
+    name = "s_200_node*_local_rank*.pt"
+    assert chosen(tmp_path) == (name, 200)
+    (tmp_path / f"s_200_node1_local_rank{second + 1}.pt").unlink()
+    assert chosen(tmp_path) == (name.replace("200", "100"), 100)
+
+
+def test_the_rank_of_an_adapter_is_none_of_the_job(tmp_path: Path) -> None:
+    for rank in (8, 16):
+        saved(tmp_path / f"adapter_rank{rank}_step100.pt", TRAINING, rank)
+    assert "is missing" not in str(newest_complete(str(tmp_path)))

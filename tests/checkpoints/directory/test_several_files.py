@@ -152,3 +152,111 @@ def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["complete"] for row in rows.values())
     assert rows["s_1_rank*.pt"]["path"] == str(tmp_path / "s_1_rank*.pt")
     assert "together" not in rows["checkpoint_7"]
+
+
+# Prune never takes what a job needs.
+
+
+def steps(directory: Path, name: str, value: object, *numbers: int, content: int = 0) -> None:
+    """Files of these steps. content: their steps by their content are so many times larger; 0: it says none."""
+    for step in numbers:
+        saved(directory / name.format(step), {**value, "step": step * content} if content else value, step)  # type: ignore[dict-item]
+
+
+def test_prune_keeps_what_a_job_resumes_from(tmp_path: Path) -> None:
+    """Although it has no part in the newest step, and whatever the pattern."""
+    steps(tmp_path, "ema_{}.pt", WEIGHTS, 500, 1000, 1500)
+    steps(tmp_path, "checkpoint_{}.pt", TRAINING, 500, 1000)
+    left = ["checkpoint_1000.pt", "ema_1000.pt", "ema_1500.pt"]
+    assert pruned(tmp_path, "--keep-last=1") == left
+    assert pruned(tmp_path, "--keep-last=1", "--pattern=ema_{step}.pt") == left
+
+
+def test_prune_keeps_what_a_job_without_the_pattern_resumes_from(tmp_path: Path) -> None:
+    for at, name in enumerate(("run_1_100.pt", "run_2_100.pt", "run_1_300.pt")):
+        saved(tmp_path / name, TRAINING, at)
+    assert pruned(tmp_path, "--keep-last=1", "--pattern=run_{step}_*.pt") == ["run_1_300.pt", "run_2_100.pt"]
+
+
+def test_what_is_resumed_from_stays_with_all_of_its_step() -> None:
+    """Whatever else is known of them."""
+    rows = [pruning.PruneCandidate(f"{name}_{step}", name, step, "x", True) for name in "ab" for step in (3, 2, 1)]
+    plan = pruning.plan_prune(rows, 1, resumed=("a_2",))
+    assert {each.name: each.reason for each in plan if not each.remove} == {
+        "a_3": "among the newest 1",
+        "a_2": "a job would resume from it",
+        "b_3": "among the newest 1",
+        "b_2": "of the step that a job would resume from",
+    }
+
+
+@pytest.mark.parametrize("pattern", ["", "*_{step}.pt"])
+def test_a_step_that_lacks_a_family_counts_for_none(tmp_path: Path, pattern: str) -> None:
+    for name in ("model", "opt"):
+        steps(tmp_path, f"{name}_{{}}.pt", OPTIMIZER if name == "opt" else WEIGHTS, 100, 200)
+    steps(tmp_path, "model_{}.pt", WEIGHTS, 300)
+    steps(tmp_path, "ema_{}.pt", WEIGHTS, 200, 300)  # begun later
+    left = pruned(tmp_path, "--keep-last=1", f"--pattern={pattern}")
+    assert left == ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]
+
+
+def test_a_step_before_a_family_began_counts() -> None:
+    numbers = {"a": (4, 3, 2, 1), "b": (4, 3)}
+    rows = [
+        pruning.PruneCandidate(f"{name}_{step}", name, step, "x", True, together="a")
+        for name in numbers
+        for step in numbers[name]
+    ]
+    assert [each.name for each in pruning.plan_prune(rows, 3) if each.remove] == ["a_1"]
+
+
+def test_a_step_that_lacks_a_node_counts_for_none(tmp_path: Path) -> None:
+    for step, nodes in ((100, 2), (200, 1)):
+        for node in range(nodes):
+            ranks(tmp_path, f"step{step}_node{node}_rank{{}}.pt", 2, step)
+    assert len(pruned(tmp_path, "--keep-last=1")) == 6
+
+
+def test_a_state_whose_newest_is_missing_stays(tmp_path: Path) -> None:
+    for step in (500, 1000, 1500):
+        tensors(tmp_path / f"my-step{step:08}.safetensors", step)
+        if step < 1500:
+            scenes.accelerate(tmp_path / f"my-step{step:08}-state")
+    left = [name for name in pruned(tmp_path, "--keep-last=1") if name != ".elastic_ext"]
+    assert left == [f"my-step0000{name}" for name in ("1000-state", "1000.safetensors", "1500.safetensors")]
+
+
+def test_prune_counts_families_by_the_numbers_in_their_names(tmp_path: Path) -> None:
+    """Though one says by its content that it is of step 3000, it is of epoch 3. A pin is of all of a step."""
+    steps(tmp_path, "model_epoch_{}.pt", WEIGHTS, 1, 2, 3)
+    steps(tmp_path, "trainer_epoch_{}.pt", OPTIMIZER, 1, 2, 3, content=1000)
+    assert main.main(["checkpoints", "pin", str(tmp_path), "trainer_epoch_1.pt"]) == 0
+    left = [name for name in pruned(tmp_path, "--keep-last=1") if name.endswith(".pt")]
+    assert left == [f"{name}_epoch_{epoch}.pt" for name in ("model", "trainer") for epoch in (1, 3)]
+
+
+@pytest.mark.parametrize("best", ["best_epoch_{}.pth", "best_coco_bbox_mAP_epoch_{}.pth"])
+def test_prune_keeps_the_best(tmp_path: Path, best: str) -> None:
+    steps(tmp_path, "epoch_{}.pth", TRAINING, *range(15, 21))
+    steps(tmp_path, best, TRAINING, 17)
+    assert pruned(tmp_path, "--keep-last=1") == sorted([best.format(17), "epoch_20.pth"])
+
+
+def test_prune_by_a_pattern_cuts_no_step_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("model", WEIGHTS), ("ema", WEIGHTS), ("opt", OPTIMIZER)):
+        steps(tmp_path, f"{name}_{{}}.pt", value, 100, 200)
+    before = sorted(os.listdir(tmp_path))
+    assert pruned(tmp_path, "--keep-last=1", "--pattern=model_{step}.pt") == before
+    assert "which the pattern leaves out" in capsys.readouterr().out
+    assert len(pruned(tmp_path, "--keep-last=1", "--pattern=*_{step}.pt")) == 3
+
+
+def test_prune_keeps_what_only_looks_torn_beside_others(tmp_path: Path) -> None:
+    for step, key in ((100, "optimizer"), (200, "model"), (300, "optimizer")):
+        scenes.shards(tmp_path / f"step_{step}", key)
+    assert pruned(tmp_path, "--keep-last=5") == ["step_100", "step_200", "step_300"]
+    text(tmp_path / "step_100-unfinished", "")  # the directory is whole
+    assert pruned(tmp_path, "--keep-last=5") == ["step_100", "step_100-unfinished", "step_200", "step_300"]
+    (tmp_path / "step_100-unfinished").unlink()
+    (tmp_path / "step_200" / "__0_0.distcp").unlink()  # torn by itself
+    assert pruned(tmp_path, "--keep-last=5") == ["step_100", "step_300"]

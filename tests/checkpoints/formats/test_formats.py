@@ -169,6 +169,16 @@ def test_a_file_in_the_format_before_torch_1_6(tmp_path: Path, dtype: torch.dtyp
         assert not verify(open_storage(str(tmp_path)), entry).sound, length
 
 
+def test_a_whole_module_in_the_format_before_torch_1_6(tmp_path: Path) -> None:
+    path = tmp_path / "net_3.pth"
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    torch.save({"model": module, "step": 7}, path, _use_new_zipfile_serialization=False)
+    found = inspected(tmp_path, path.name)
+    assert (found.complete, found.step) == (True, 7), found.reason
+    os.truncate(path, path.stat().st_size - 1)
+    assert not inspected(tmp_path, path.name).complete
+
+
 @pytest.mark.parametrize(
     ("saved", "training"),
     [

@@ -252,9 +252,7 @@ def decide(
         max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART else 0,
         max(
             backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
-            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2)
-            if charged or outcome.rule == SAME_NODE
-            else 0.0,
+            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged or outcome.rule == SAME_NODE else 0.0,
         ),
         cold=charged and _warm_start_to_blame(diagnosis, outcome.kind),
     )

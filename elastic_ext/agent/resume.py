@@ -126,8 +126,7 @@ class ResumePoint(Companion):
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:
     """Return the step of the newest checkpoint that is known after a round. known: before it."""
-    saved = [worker.saved_step for worker in workers if worker.saved_step is not None]
-    return max([*saved, *([] if known is None else [known])], default=None)
+    return max((step for step in (known, *(worker.saved_step for worker in workers)) if step is not None), default=None)
 
 
 def after_round(known: Saved | None, workers: Sequence[Progress]) -> Saved | None:

@@ -38,7 +38,7 @@ _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
-_OF_THE_DYING = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
+_BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Diagnosis:
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
     """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
-    # Who leaves with a text has printed what went before.
+    # A script that leaves by sys.exit("text") has printed the error before.
     recorded = evidence.exception is not None and evidence.exception.type != "SystemExit"
     evidence = _completed(evidence)
     rule = _first_match(evidence, recorded, user_rules)
@@ -132,20 +132,20 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
         return found
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
-        if found := _first(printed_too, _printed_by_the_dying(evidence, recorded)):
+        if found := _first(printed_too, _rules_for_stderr(evidence, recorded)):
             return found
     return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
 
 
-def _printed_by_the_dying(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
-    """Return the rules that what was printed can match. Scripts print much that they survive, so it alone stops no job.
+def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
+    """Return the rules that the end of stderr can match. Scripts print much and go on, so that alone stops no job.
 
     recorded: see `_first_match`.
     """
     ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
     for rule in _BY_TIER[PROGRAM_OUTPUT]:
         of_evidence = not (rule.texts or rule.survivable)  # whatever was printed
-        meant = rule.kind in _OF_THE_DYING if ended_otherwise else not (recorded and rule.survivable)
+        meant = rule.kind in _BEHIND_A_SIGNAL if ended_otherwise else not (recorded and rule.survivable)
         if of_evidence or (meant and rule.response is not Response.STOP):
             yield rule
 

@@ -30,8 +30,10 @@ from elastic_ext.failures.rules import ACCESS, ILL_STORAGE, INTERFACE, NETWORK_R
 NO_LIMIT = -1
 # Waits before the second and the third try, before the first step: what is down may be back in two minutes, and a bug is not.
 # Seconds at backoff=1, by rule; longer by up to half, at random.
-SPREAD_S = {NO_EVIDENCE: (30.0, 90.0), SERVICE: (30.0, 90.0), NETWORK_RULE: (0.0, 90.0), INTERFACE: (0.0, 90.0)}
-SPREAD_S |= dict.fromkeys(("storage-client", "storage-busy", "storage-load"), (0.0, 90.0))
+SPREAD_S = {
+    **dict.fromkeys((NO_EVIDENCE, SERVICE), (30.0, 90.0)),
+    **dict.fromkeys((NETWORK_RULE, INTERFACE, "storage-client", "storage-busy", "storage-load"), (0.0, 90.0)),
+}
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
 REPEATED, SAME_NODE, CEILING, IN_A_ROW = "repeated", "same-node", "ceiling", "in-a-row"
@@ -304,10 +306,11 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     node = diagnosis.evidence.node
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     alone = node is not None and not nodes.only_one and not diagnosis.evidence.cut  # for a cut, see `_in_all_cuts`
-    outage = diagnosis.rule in SPREAD_S and diagnosis.rule != NO_EVIDENCE and diagnosis.evidence.first_step_done is False
+    at_start = diagnosis.evidence.first_step_done is False
+    outage = at_start and diagnosis.rule in SPREAD_S and diagnosis.rule != NO_EVIDENCE
     same_node = alone and not outage and bool(same) and all(earlier.node == node for earlier in same)
     surely_stuck = sum(earlier.progress is False for earlier in same)
-    unknown_at_start = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False
+    unknown_at_start = at_start and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
     if (outcome.response is Response.CONFIRM or unknown_at_start) and not same_node and confirmed:
         kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE

@@ -93,8 +93,10 @@ _FILE_SYSTEM_ILL: tuple[Text, ...] = (
     "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
     "read-only file system", "disk i/o error",
 )  # fmt: skip
-_FILE_SYSTEM_ERRNOS = frozenset({errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS})
-_FILE_SYSTEM_ERRNOS |= {errno.EBUSY, errno.ENOLCK, errno.EHOSTDOWN, errno.ENOTEMPTY}
+_FILE_SYSTEM_ERRNOS = frozenset(
+    {errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS, errno.EBUSY, errno.ENOLCK,
+     errno.EHOSTDOWN, errno.ENOTEMPTY}
+)  # fmt: skip
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
     "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.",
@@ -439,7 +441,7 @@ TIER_3 = (
     _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
-                "cuda driver error:", "triton error [cuda]", "'an illegal memory access")),
+                "cuda driver error:", "triton error [cuda]")),
     _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
          texts=("ncclinvalidusage", "ncclinvalidargument", "duplicate gpu detected", "mismatch between collectives",
                 "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",

@@ -552,15 +552,11 @@ def test_a_worker_that_the_agent_stopped_never_stands_for_the_one_that_failed():
     ):
         cause = root_cause([stopped, classify(failed)])
         assert cause.evidence.stopped_by_agent is False
-        assert failed.exception is None or first(failed.exception.message) in cause.reason
+        assert failed.exception is None or classify_module.first_line(failed.exception.message) in cause.reason
     assert (
         "NCCL error (Duplicate GPU detected"
         in root_cause([stopped, classify(raised("E", "NCCL error\nLast error:\nDuplicate GPU detected"))]).reason
     )
-
-
-def first(message):
-    return message.partition("\n")[0]
 
 
 def test_the_cause_is_not_the_first_one_seen():

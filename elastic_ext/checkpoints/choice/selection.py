@@ -133,7 +133,7 @@ def choose(
             # otherwise it is a directory such as "logs" and not worth reporting
     if not contenders:
         return Choice(None, tuple(passed_over))
-    best = kin.resolve([kin.Claim(*_claim(each, tracked)) for each in contenders])
+    best = kin.resolve([_claim(each, tracked) for each in contenders])
     if best.question:
         return Choice(None, tuple(passed_over), best.question)
     winner = contenders[best.index]
@@ -168,11 +168,12 @@ def _may_matter(family: Family, contenders: Sequence[Contender]) -> bool:
     return kin.are_kin(names_of(family), names_of(best.family)) and not kin.is_copy(family.pattern)
 
 
-def _claim(contender: Contender, tracked: Collection[str]) -> tuple[str, kin.Names, float, bool | None, int | None, bool, bool]:
+def _claim(contender: Contender, tracked: Collection[str]) -> kin.Claim:
     entry, found = contender.entry, contender.inspection
     full = found.format == LIGHTNING and found.training is True
     step = found.step if found.step is not None else step_of(entry.name)
-    return entry.name, names_of(contender.family), contender.written_at, found.training, step, entry.name in tracked, full
+    names = names_of(contender.family)
+    return kin.Claim(entry.name, names, contender.written_at, found.training, step, entry.name in tracked, full)
 
 
 def names_of(family: Family) -> kin.Names:

@@ -185,14 +185,15 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
     """Check a directory of a layout. content: the usable entries directly in it. Raises OSError."""
     try:
         tree = read_tree(storage, entry, content)
-        if not (tree.checked() or tree.shard_folders or layout is not STEP_DIRECTORY):
-            return Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
+        unknown = Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
+        if layout is STEP_DIRECTORY and not (tree.checked() or tree.shard_folders):
+            return unknown
         _check_folders(tree)
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
         parts = check_parts(storage, tree, tuple(_STATES))
-        if not parts.known and layout is STEP_DIRECTORY:
-            return Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
+        if layout is STEP_DIRECTORY and not parts.known:
+            return unknown
         missing = layout.missing(tree, parts)
         if missing:
             raise TornCheckpoint(missing)

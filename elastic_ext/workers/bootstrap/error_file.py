@@ -57,12 +57,12 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
     steps = traceback.walk_tb(None if refusal else trace)
     frames = [f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}" for frame, line in steps]
     account = {
-        **_account(error, MESSAGE_CHARACTERS),
-        "type": kind,
-        "message": _clip(message, MESSAGE_CHARACTERS),
+        **_account(error, kind, message, MESSAGE_CHARACTERS),
         "frames": frames if len(frames) <= FIRST_FRAMES + LAST_FRAMES else frames[:FIRST_FRAMES] + frames[-LAST_FRAMES:],
         "causes": [] if refusal else _causes(error),
-        "wrapped": [] if refusal else [_account(each, CAUSE_CHARACTERS) for each in _wrapped(error)],
+        "wrapped": []
+        if refusal
+        else [_account(each, _type_name(type(each)), text_of(each), CAUSE_CHARACTERS) for each in _wrapped(error)],
         "monotonic_ns": time.monotonic_ns(),
         "first_step_done": first_step_done,
     }
@@ -119,11 +119,11 @@ def _type_name(kind: "type[BaseException]") -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _account(error: BaseException, characters: int) -> "dict[str, object]":
+def _account(error: BaseException, kind: str, message: str, characters: int) -> "dict[str, object]":
     bases = [_type_name(base) for base in type(error).__mro__[1:] if base not in (Exception, BaseException, object)]
     return {
-        "type": _type_name(type(error)),
-        "message": _clip(text_of(error), characters),
+        "type": kind,
+        "message": _clip(message, characters),
         "bases": bases[:BASES],
         "errno": error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None,
     }

@@ -1,13 +1,14 @@
 """How long until all workers train again after a node is lost, or joins? Three nodes on this machine.
 
     python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,container,link,join,rank0,etcd]
-                                   [--sides ours,warm,ours-2,stock,tuned]
+                                   [--sides ours,warm,ours-2,embedded,stock,tuned]
 
 Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes=2:3. The sides:
 
     ours      --rdzv-backend=ext_etcd with lease_ttl=10 (the default) and standby=off
     warm      the same with standby=on (the default); the fault comes once all agents have their standbys
     ours-2    as ours with lease_ttl=2, the shortest
+    embedded  as ours with --rdzv-backend=ext_c10d: the job's own store, beside the agent that starts first
     stock     c10d with defaults, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up
     tuned     stock with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
 
@@ -64,12 +65,13 @@ SIDES = {
     "ours": ("ext_etcd", "lease_ttl=10,standby=off"),
     "warm": ("ext_etcd", "lease_ttl=10,standby=on"),
     "ours-2": ("ext_etcd", "lease_ttl=2,standby=off"),
+    "embedded": ("ext_c10d", "lease_ttl=10,standby=off"),
     "stock": ("c10d", ""),
     "tuned": ("c10d", TUNED),
 }
 """Backend and --rdzv-conf of each side."""
 
-LEASES_S = {"ours": 10, "warm": 10, "ours-2": 2}
+LEASES_S = {"ours": 10, "warm": 10, "ours-2": 2, "embedded": 10}
 PHASES = ("stop", "round", "start")
 COLOURS = ("#c8553d", "#e6b35a", "#4c9f70")
 FORM_S = 120.0  # limit for the first round; stock waits 30 s for a third node in the row `join`

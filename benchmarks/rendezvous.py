@@ -1,10 +1,11 @@
 """How long do N agents take to get their ranks, and new ones after one is lost? Ours on etcd, stock on c10d.
 
-    python benchmarks/rendezvous.py [--sizes 64,128,256,1024,4096] [--stock-sizes 64,128,256] [--repeat 3]
+    python benchmarks/rendezvous.py [--sizes 16,64,128,256,1024,4096] [--stock-sizes 16,64,128,256] [--repeat 3]
 
 All agents, the server and stock's store share this machine. Ours: real participants, many in a process, which share an etcd
 connection and a few threads, so that this measures requests and not 4,096 interpreters. Stock: real DynamicRendezvousHandlers on
-the c10d backend, with a thread and a connection each. Neither has workers.
+the c10d backend, with a thread and a connection each. Neither has workers. Embedded: ours on the store of ext_c10d, which is made
+for 64 nodes at most, instead of etcd.
 
     form      all start at once, until the last one has its rank
     re-join   ours: one node leaves (its lease is revoked, as the reaper does when an agent dies), until all others have their
@@ -24,24 +25,32 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import etcd_traffic
 import measure
 from agent_processes import AgentProcesses, AgentsFailed, split_agents
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.embedded_server import EmbeddedServer
 
 DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: the first forming of a sketch, etcd included, on another machine
 MAX_TIMES_SKETCH = 3.0  # times the sketch
 MIN_SPEEDUP = 50.0  # times faster than stock to re-join, at 128
 MAX_OPERATIONS = 10.0  # per node and phase, at every size
 LEASE_TTL_S = 60  # default 10; longer here, because one process keeps thousands of leases alive
+EMBEDDED_MOST = 64  # agents
 SLACK_S = 30.0  # for a process to report that it has exceeded its own limit
+
+
+Served: TypeAlias = Callable[[], etcd_traffic.Traffic]
 
 
 @dataclass(frozen=True)
@@ -74,25 +83,41 @@ def phase(seconds: float, agents: int, served: etcd_traffic.Traffic, client_cpu_
 
 def ours(size: int, args: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
-        job = {"endpoint": endpoint, "run_id": "benchmark", "min": size - 1, "max": size, "ttl": LEASE_TTL_S, "loops": args.loops}
-        job |= {"clients": args.clients, "own_connections": True, "timeout": args.timeout}
-        jobs = [{**job, "first": first, "count": count} for first, count in split_agents(size, args.processes)]
-        with AgentProcesses("etcd_agents.py", jobs) as agents:
-            form = rejoin = None
-            try:
-                form = _ours_phase(agents, endpoint, args, size, do="form")
-                rejoin = _ours_phase(agents, endpoint, args, size, do="lose", node=size // 2, round=2)
-            except AgentsFailed as error:
-                return Outcome(form, rejoin, str(error))
-            return Outcome(form, rejoin)
+        return _participants(size, args, endpoint, functools.partial(etcd_traffic.traffic, endpoint))
 
 
-def _ours_phase(agents: AgentProcesses, endpoint: str, args: argparse.Namespace, size: int, **command: Any) -> Phase:
+def embedded(size: int, args: argparse.Namespace) -> Outcome:
+    with EmbeddedServer() as server:
+        assert server.process is not None
+        stat = Path(f"/proc/{server.process.pid}/stat")
+
+        def served() -> etcd_traffic.Traffic:
+            ticks = stat.read_text().rpartition(")")[2].split()[11:13]  # utime, stime (proc_pid_stat(5))
+            return etcd_traffic.Traffic({}, 0.0, 0.0, 0.0, sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"))
+
+        return _participants(size, args, server.endpoint, served)
+
+
+def _participants(size: int, args: argparse.Namespace, endpoint: str, served: Served) -> Outcome:
+    job = {"endpoint": endpoint, "run_id": "benchmark", "min": size - 1, "max": size, "ttl": LEASE_TTL_S, "loops": args.loops}
+    job |= {"clients": args.clients, "own_connections": True, "timeout": args.timeout}
+    jobs = [{**job, "first": first, "count": count} for first, count in split_agents(size, args.processes)]
+    with AgentProcesses("etcd_agents.py", jobs) as agents:
+        form = rejoin = None
+        try:
+            form = _ours_phase(agents, served, args, size, do="form")
+            rejoin = _ours_phase(agents, served, args, size, do="lose", node=size // 2, round=2)
+        except AgentsFailed as error:
+            return Outcome(form, rejoin, str(error))
+        return Outcome(form, rejoin)
+
+
+def _ours_phase(agents: AgentProcesses, traffic: Served, args: argparse.Namespace, size: int, **command: Any) -> Phase:
     cpu_s = _cpu_s(agents.ask(SLACK_S, do="cpu"))
-    before = etcd_traffic.traffic(endpoint)
+    before = traffic()
     began = time.monotonic()
     answers = agents.ask(args.timeout + SLACK_S, **command)
-    served = etcd_traffic.traffic(endpoint) - before
+    served = traffic() - before
     began = next((answer["began"] for answer in answers if "began" in answer), began)
     return phase(max(answer["at"] for answer in answers) - began, size, served, _cpu_s(answers) - cpu_s)
 
@@ -108,7 +133,9 @@ def sketch(size: int, args: argparse.Namespace, grouped: bool = False) -> Outcom
         jobs = [{**job, "first": first, "count": count} for first, count in split_agents(size, args.processes)]
         with AgentProcesses("etcd_sketch.py", jobs) as agents:
             try:
-                return Outcome(_ours_phase(agents, endpoint, args, size, do="form"), None)
+                return Outcome(
+                    _ours_phase(agents, functools.partial(etcd_traffic.traffic, endpoint), args, size, do="form"), None
+                )
             except AgentsFailed as error:
                 return Outcome(None, None, str(error))
 
@@ -199,6 +226,9 @@ def row_cells(size: int, sides: dict[str, Outcome]) -> list[str]:
     cells = [str(size), figure(mine.form, "seconds"), *(figure(floor, "seconds") for floor in floors)]
     cells += [measure.shown(times_the_sketch(sides), 1), figure(mine.rejoin, "seconds")]
     cells += [figure(theirs.form, "seconds"), figure(theirs.rejoin, "seconds"), measure.shown(measure.ratio(*rejoins), 0)]
+    own = sides.get("embedded", Outcome(None, None))
+    cells += [figure(own.form, "seconds"), figure(own.rejoin, "seconds")]
+    cells += [f"{figure(own.form, 'server_cpu_s')} + {figure(own.rejoin, 'server_cpu_s')}"]
     for name, digits, scale in (("operations_node", 1, 1.0), ("bytes_node", 2, 1e-3)):
         cells += [figure(mine.form, name, digits, scale), figure(mine.rejoin, name, digits, scale)]
     cells += [figure(theirs.rejoin, "bytes_node", 0, 1e-3)]
@@ -210,9 +240,13 @@ def row_cells(size: int, sides: dict[str, Outcome]) -> list[str]:
 HEADER = (
     *("agents", "form s", "sketch s", "grouped sketch s", "ours / sketch", "re-join s"),
     *("stock form s", "stock re-join s", "stock / ours"),
+    *("embedded form s", "embedded re-join s", "embedded server CPU s"),
     *("form ops/node", "re-join ops/node", "form kB/node", "re-join kB/node", "stock re-join kB/node"),
     *("client CPU s", "server CPU s"),
 )
+
+
+COLOURS = {"ours": ("#4c9f70", "#5b8fb9"), "embedded": ("#8e6bbf", "#c3a6e0"), "stock": ("#e6b35a", "#c8553d")}
 
 
 def draw(figure: Any, found: dict[int, dict[str, Outcome]]) -> None:
@@ -229,7 +263,11 @@ def draw(figure: Any, found: dict[int, dict[str, Outcome]]) -> None:
         axes.set_xticks(list(found), [str(size) for size in found])
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-    for side, colours in (("ours", ("#4c9f70", "#5b8fb9")), ("stock", ("#e6b35a", "#c8553d"))):
+    for side, colours in (
+        ("ours", ("#4c9f70", "#5b8fb9")),
+        ("embedded", ("#8e6bbf", "#c3a6e0")),
+        ("stock", ("#e6b35a", "#c8553d")),
+    ):
         for part, colour in zip(("form", "rejoin"), colours, strict=True):
             line(times, side, part, "seconds", 1.0, color=colour)
             line(costs, side, part, "operations_node", 1.0, color=colour)
@@ -248,6 +286,8 @@ def measured(args: argparse.Namespace) -> dict[int, dict[str, Outcome]]:
         # In turns, so that a busy machine hits all sides.
         tries = [{side: _one_try(side, run, size, args) for side, run in SIDES.items()} for _ in range(args.repeat)]
         found[size] = {side: median_outcome([each[side] for each in tries]) for side in SIDES}
+        if size <= EMBEDDED_MOST:
+            found[size]["embedded"] = median_outcome([_one_try("embedded", embedded, size, args) for _ in range(args.repeat)])
         if size in args.stock_sizes:
             found[size]["stock"] = _one_try("stock", stock, size, args)
     return found
@@ -266,11 +306,11 @@ def sizes(text: str) -> list[int]:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=sizes, default=[64, 128, 256, 1024, 4096], help="numbers of agents")
+    parser.add_argument("--sizes", type=sizes, default=[16, 64, 128, 256, 1024, 4096], help="numbers of agents")
     parser.add_argument(
         "--stock-sizes",
         type=sizes,
-        default=[64, 128, 256],
+        default=[16, 64, 128, 256],
         help="those of --sizes at which to measure stock; may be empty",
     )
     parser.add_argument("--repeat", type=int, default=3, help="number of tries of ours and the sketches; stock gets one")

@@ -113,6 +113,11 @@ class EtcdServer:
         return f"{self.address}:{self.client_port}"
 
     @property
+    def options(self) -> list[str]:
+        """Of torchrun, beside the endpoint."""
+        return ["--rdzv-backend=ext_etcd"]
+
+    @property
     def peer_url(self) -> str:
         return f"http://{self.address}:{self.peer_port}"
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${MATRIX_DIR:-.matrix}
-suite=(tests/agent/test_plugin.py tests/agent/test_supervisor.py tests/rendezvous/c10d/test_c10d.py tests/agent/test_main.py tests/workers/test_bootstrap.py tests/workers/standby/test_standby.py)
+suite=(tests/agent/test_plugin.py tests/agent/test_supervisor.py tests/rendezvous/etcd/test_etcd_jobs.py tests/agent/test_main.py tests/workers/test_bootstrap.py tests/workers/standby/test_standby.py)
 [ $# -gt 0 ] || set -- 2.8:3.10 2.10:3.11 2.12:3.12 newest:3.13
 
 for pair in "$@"; do

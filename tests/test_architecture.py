@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
-    "agent": ". base checkpoints failures observe own_etcd rendezvous workers",
-    "cli": ". base checkpoints etcd failures observe own_etcd rendezvous workers",
+    "embedded": "base etcd own_etcd rendezvous",
+    "agent": ". base checkpoints failures embedded observe own_etcd rendezvous workers",
+    "cli": ". base checkpoints embedded etcd failures observe own_etcd rendezvous workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.
@@ -111,6 +112,7 @@ def test_torchs_private_names_are_used_in_one_file():
 LARGER = {
     "Checkpointer.__init__": "what a user may choose; each argument has its own line in the docstring",
     "EtcdRendezvous": "most of its attributes are those of the contract with the agent",
+    "OneMachine": "likewise",
 }
 
 

@@ -76,7 +76,7 @@ class HangHandling(Companion):
         """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long.
 
         While somebody does not answer, tell it again at each check: a claim that came too soon after other workers had finished
-        (`rounds.CLAIMS_S`) counts later, but on c10d only who claims looks. On etcd, a record that stays the same is not written.
+        (`rounds.CLAIMS_S`) counts later. A record that stays the same is not written.
         """
         before = self._quiet.reach
         self._quiet.check(workers.running_pids())

@@ -177,11 +177,7 @@ class Observation(Companion):
         except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
             logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
             return
-        self._serving.lingers = self._handler.may_linger
-        if not self._serving.lingers:
-            logger.warning(
-                "metrics: no wait for a last scrape (metrics_linger): the job's store, and its port, end with this agent"
-            )
+        self._serving.lingers = True
 
     def show_last(self, left_s: float) -> None:
         """Leave what the agent has counted last. It may be called again if there is more.

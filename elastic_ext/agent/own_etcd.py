@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastic_ext.base.helper_process import HelperFailed
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.policy import EX_TRY_AGAIN, exit_code_for
 from elastic_ext.own_etcd import bring
-from elastic_ext.own_etcd.attachment import Attachment, NoEtcd
+from elastic_ext.own_etcd.attachment import Attachment
 from elastic_ext.rendezvous.handler import JOIN_TIMEOUT_S
 
 
@@ -37,7 +38,7 @@ def brought(
         changed.endpoint = access.endpoints
         changed.local_addr = params.local_addr or attachment.own_address
         yield changed, bring.with_access(settings, access)
-    except NoEtcd as error:
+    except HelperFailed as error:
         attachment.close()
         raise exit_for(error, settings) from error
     except BaseException:

@@ -38,14 +38,14 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     begun: list[Attachment] = []
 
     def begin(settings: Settings) -> None:
+        from elastic_ext.base.helper_process import HelperFailed
         from elastic_ext.own_etcd import bring, endpoint
-        from elastic_ext.own_etcd.attachment import NoEtcd
 
         if not endpoint.is_job(params.endpoint):
             return
         try:
             begun.append(bring.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
-        except NoEtcd as error:
+        except HelperFailed as error:
             from elastic_ext.agent import own_etcd
 
             raise own_etcd.exit_for(error, settings) from error
@@ -75,12 +75,12 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the embedded rendezvous, and make torch's launcher construct our agent for it."""
+    """Create the rendezvous that needs no service, and make torch's launcher construct our agent for it."""
 
     def handler_class() -> Handler:
-        from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+        from elastic_ext.agent import job_store
 
-        return EmbeddedRendezvous
+        return job_store.rendezvous
 
     return _create(params, handler_class)
 

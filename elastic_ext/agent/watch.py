@@ -57,7 +57,7 @@ class RoundWatch:
 
     def _await_event(self) -> None:
         """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a check is due."""
-        checks_s = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
+        checks_s: list[float] = []
         if self._agent.watches_kernel_sleep:
             checks_s.append(KERNEL_SLEEP_CHECK_S)
         if self._running.hangs is not None:

@@ -4,12 +4,6 @@ A round's store is a TCPStore in the agent of group rank 0. It lives for one rou
 it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our keys begin with `elastic_ext/`:
 
     key                         value                                       written by              read by
-    event/N                     N-th event of the round, from 1: a record   agents (ext_c10d)       agents (ext_c10d)
-                                of `rendezvous.c10d.round_events`
-    done                        number of nodes whose workers finished      agents (ext_c10d)       agents (ext_c10d)
-    claim/RANK                  what the node of this group rank claims:    agents (ext_c10d)       agents (ext_c10d)
-                                a record of `rendezvous.c10d.claims`;
-                                absent until the first claim
     save/N/acks                 number of agents whose workers see the      agents                  agents
                                 N-th save on demand
     save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
@@ -31,17 +25,6 @@ ANSWER = timedelta(seconds=10)  # the store must answer within this time
 PREFIX = "elastic_ext"
 
 # The keys below are relative to PREFIX; `connect` adds it.
-DONE = "done"
-
-
-def event(number: int) -> str:
-    """Return the key of an event. number: from 1."""
-    return f"event/{number}"
-
-
-def claim(rank: int) -> str:
-    """Return the key of a node's claim. rank: its group rank."""
-    return f"claim/{rank}"
 
 
 def save_acks(number: int) -> str:
@@ -68,11 +51,7 @@ class Store(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
-
     def get(self, key: str, /) -> bytes: ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
     def set(self, key: str, value: str, /) -> None: ...
 

@@ -117,7 +117,7 @@ class Settings:
     grow_at: str = _setting(
         "now",
         one_of("now", "checkpoint"),
-        "ext_etcd: when a new node joins a running job: now, or at the next checkpoint (needs checkpoint_dir)",
+        "when a new node joins a running job: now, or at the next checkpoint (needs checkpoint_dir)",
     )
     health_command: str | None = _setting(
         None,
@@ -138,27 +138,28 @@ class Settings:
     job_secret: str | None = _setting(
         None,
         SECRET,
-        "`job:`: secret of the job, 16 characters or more, the same on all hosts; set it in the environment or the file",
+        "`job:`, ext_c10d: secret of the job, 16 characters or more, the same on all hosts; set it in the environment or the "
+        "file",
     )
     job_secret_file: str | None = _setting(
         None,
         TEXT,
-        "`job:`: file with the secret instead, of mode 0600; on a disk that all hosts share it is created if it does not exist",
+        "`job:`, ext_c10d: file with the secret instead, of mode 0600; on a disk that all hosts share it is created if it does "
+        "not exist",
     )
     kind_limits: tuple[tuple[str, int], ...] | None = _setting(
         None,
         KIND_LIMITS,
         "the most restarts for each kind of failure, within the budget, e.g. `hang:3 network:20`",
     )
-    last_call: float = _setting(
-        2.0, SECONDS, "ext_etcd: how long the first round waits for more nodes after the minimum is reached"
-    )
+    last_call: float = _setting(2.0, SECONDS, "how long the first round waits for more nodes after the minimum is reached")
     ledger_file: str | None = _setting(
         None,
         TEXT,
-        "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again",
+        "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; of "
+        "several nodes, that of the host of the store counts",
     )
-    lease_ttl: int = _setting(10, WHOLE_SECONDS, "ext_etcd: a node that is silent for this long counts as dead; 2 or more")
+    lease_ttl: int = _setting(10, WHOLE_SECONDS, "a node that is silent for this long counts as dead; 2 or more")
     local_dir: str | None = _setting(
         None,
         DIRECTORY,
@@ -255,7 +256,7 @@ class Settings:
         "time between SIGTERM and SIGKILL for the survivors of a failure; default 5, or --shutdown-timeout if that is less",
     )
     topology: str | None = _setting(
-        None, TEXT, "ext_etcd: location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
+        None, TEXT, "location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
     )
     trainjob_interval: float = _setting(
         30.0,

@@ -15,10 +15,6 @@ MultiprocessContext._ret_vals
 multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _stderr
     The only place where torch starts a command: a module global that SubprocessContext calls, and the method that creates the
     process. Replaced while the workers of a round start, for warm standbys.
-DynamicRendezvousHandler._stop_heartbeats, _op_executor; _RendezvousExitOp
-    The exit from a round, as at the start of torch's next_rendezvous(). Used for a node that does not come back.
-_RendezvousState, _NodeDesc
-    The classes in the pickled state of torch's rendezvous. No others are unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import logging
 import os
 import signal
 import threading
-import time
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,20 +40,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
-from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
 from elastic_ext.base.errors import UnsupportedTorch
 
 logger = logging.getLogger(__name__)
 
-# Module and name of all classes in the pickled state of torch's c10d rendezvous.
-STATE_CLASSES = frozenset(
-    {
-        *((DynamicRendezvousHandler.__module__, name) for name in ("_RendezvousState", "_NodeDesc")),
-        *(("datetime", name) for name in ("datetime", "timezone", "timedelta")),
-    }
-)
 STOCK_SHUTDOWN_TIMEOUT_S = 30.0  # torch 2.8 to 2.11 have no --shutdown-timeout and wait this long
 
 _swap = threading.Lock()
@@ -100,16 +86,6 @@ def install_agent(agent: OneShot, handler: Any) -> None:
             launcher.LocalElasticAgent = agent
     else:
         logger.warning("torch's agent has been replaced by %r, which runs instead of elastic_ext's agent", current)
-
-
-def leave_rendezvous(handler: RendezvousHandler, timeout_s: float) -> None:
-    """Take this node out of torch's c10d rendezvous without closing it, so that the others do not wait until it seems dead.
-
-    Raises what torch raises if the store does not answer within `timeout_s` seconds.
-    """
-    if isinstance(handler, DynamicRendezvousHandler):
-        handler._stop_heartbeats()
-        handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + timeout_s)
 
 
 Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | None"]

@@ -18,6 +18,7 @@ from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.cli.job_source import ENDPOINT
 from elastic_ext.cli.terminal import ProgressBar, format_size, print_error, print_line
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
@@ -77,14 +78,14 @@ def _action(
 def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
     save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
-        "Ask a job with the rendezvous ext_etcd for a checkpoint, wait until it is complete, and print its step. The exit code "
+        "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
         "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
     save.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT[,...]",
         required=True,
-        help="the etcd servers of the job, or job:... as for torchrun",
+        help=ENDPOINT,
     )
     save.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
     save.add_argument("--timeout", type=_seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds; default: %(default)g")

@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_ext.base import settings
 from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
+from elastic_ext.cli.job_source import ENDPOINT
 from elastic_ext.cli.terminal import print_error, print_line
 
 TIMEOUT_S = 600.0
@@ -19,19 +20,15 @@ MEANINGS = {
     EX_UNAVAILABLE: "no such job runs, or etcd does not answer",
     EX_TRY_AGAIN: "no checkpoint in time, and nothing was done; or the job did not run again in time (the message says which)",
     EX_REFUSED: "refused, nothing was changed: the job would have fewer nodes than it takes",
-    78: "wrong usage, no such node, or a job with ext_c10d",
+    78: "wrong usage, or no such node",
 }
-_ONLY_ETCD = (
-    "drain works with --rdzv-backend=ext_etcd only: the records of a job with ext_c10d lie in its agents. There, send SIGTERM to "
-    "the agent of the node: it saves if there is time (platform_grace), and leaves"
-)
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
     drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
     drain.description = (
-        "Have a node leave a job (ext_etcd) once a checkpoint was saved, and wait until the job runs without it: a spare steps "
+        "Have a node leave a job once a checkpoint was saved, and wait until the job runs without it: a spare steps "
         "in, or the job goes on smaller. No restart is charged. The host may not come back for `refuse_node` seconds."
     )
     drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
@@ -40,10 +37,9 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--rdzv-endpoint",
         metavar="HOST:PORT[,...]",
         required=True,
-        help="the etcd servers of the job, or job:... as for torchrun",
+        help=ENDPOINT,
     )
     drain.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
-    drain.add_argument("--rdzv-backend", metavar="NAME", default="ext_etcd", help="as for torchrun; only ext_etcd can drain")
     drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and whoever starts an agent there again")
     drain.add_argument(
         "--timeout",
@@ -67,8 +63,6 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
-    if args.rdzv_backend != "ext_etcd":
-        raise UsageError(_ONLY_ETCD)
     from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous.drains import Request
     from elastic_ext.rendezvous.etcd import drain_request
@@ -78,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             client = stack.enter_context(job_client(args.rdzv_endpoint, args.rdzv_id))
         except UsageError as error:
-            print_error(f"{error} (if this is the endpoint of a job with ext_c10d: such a job cannot be drained)")
+            print_error(str(error))
             return EX_UNAVAILABLE
         if args.undo:
             print_line(drain_request.undo(client, args.rdzv_id, args.node))

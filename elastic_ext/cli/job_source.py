@@ -16,14 +16,16 @@ from elastic_ext.observe.sightings import Sightings
 
 Read = Callable[[], Document]
 
+ENDPOINT = "as for torchrun: the etcd servers of the job, job:..., or HOST:PORT of its own store (ext_c10d)"
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that name a job."""
-    command.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="the etcd servers of the job, or job:... as for torchrun"
-    )
+    command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help=ENDPOINT)
     command.add_argument("--rdzv-id", metavar="ID", default="", help="the job")
-    command.add_argument("--url", metavar="http://HOST:PORT", default="", help="instead: any of its agents; for ext_c10d")
+    command.add_argument(
+        "--url", metavar="http://HOST:PORT", default="", help="instead: any of its agents; the only way for a job on one node"
+    )
     web = command.add_argument_group("for --url, if the agent has a metrics_web_config")
     web.add_argument("--ca", metavar="FILE", help="the authority of its certificate, if the system does not know it")
     web.add_argument("--cert", metavar="FILE", help="your certificate and its key, if it asks for one")
@@ -66,7 +68,9 @@ def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False
 def _from_etcd(args: argparse.Namespace, again: bool) -> Iterator[Read]:
     """Yield what reads the job once. Raises UsageError: etcd does not answer."""
     from elastic_ext.cli.job_client import job_client  # not needed for --url
+    from elastic_ext.embedded.plan import BUILD
     from elastic_ext.rendezvous.etcd import job_status as in_etcd
+    from elastic_ext.rendezvous.handler import C10D, ETCD
 
     sightings = Sightings()
 
@@ -74,7 +78,8 @@ def _from_etcd(args: argparse.Namespace, again: bool) -> Iterator[Read]:
         status, now = in_etcd.read(client, args.rdzv_id), time.monotonic()
         sightings.read(status, now)
         seen_s = (lambda id_: sightings.age_s(id_, now)) if again else (lambda id_: None)
-        return job_status.build(Sources(status, "ext_etcd", seen_s=seen_s))
+        return job_status.build(Sources(status, backend, seen_s=seen_s))
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
+        backend = C10D if client.status().version.endswith(BUILD) else ETCD
         yield read

@@ -122,7 +122,7 @@ def etcdrpc() -> types.ModuleType:
     for enum in file.enum_type:
         for value in enum.value:
             setattr(module, value.name, value.number)
-    for service, methods in _calls().items():
+    for service, methods in calls().items():
         setattr(module, f"{service}Stub", _stub_class(module, service, methods))
     return module
 
@@ -171,7 +171,7 @@ def _rows(table: str) -> list[list[str]]:
     return [row.split() for row in table.replace("\n    ", " ").splitlines() if row]
 
 
-def _calls() -> dict[str, list[tuple[str, str, str]]]:
+def calls() -> dict[str, list[tuple[str, str, str]]]:
     services: dict[str, list[tuple[str, str, str]]] = {}
     for path, request, response in _rows(_CALLS):
         service, _, method = path.partition(".")

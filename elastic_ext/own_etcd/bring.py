@@ -55,7 +55,7 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
 
     Raises:
         UsageError: bad hosts, no secret, no etcd, or the library `cryptography` is missing.
-        NoEtcd: no keeper can be started.
+        HelperFailed: no keeper can be started.
     """
     _refuse_foreign(settings)
     certificates.check_library()

@@ -6,6 +6,7 @@ The name of the run goes into the CA key: jobs that share a secret are strangers
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.util
 import ipaddress
 import os
@@ -59,10 +60,15 @@ def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> Fil
     return files
 
 
+def name_of(secret: bytes, run_id: str) -> str:
+    """Return a name of the job that only holders of its secret can make, and that does not show the secret."""
+    return hashlib.sha256(b"elastic_ext job name\0" + secret + b"\0" + run_id.encode()).hexdigest()
+
+
 def check_library() -> None:
     """Raise UsageError unless the library is there."""
     if importlib.util.find_spec("cryptography") is None:
-        raise UsageError("--rdzv-endpoint=job: needs the library cryptography: `pip install 'elastic_ext[etcd]'`")
+        raise UsageError("a job with a secret needs the library cryptography: `pip install 'elastic_ext[etcd]'`")
 
 
 def _ca_key(secret: bytes, run_id: str) -> EllipticCurvePrivateKey:

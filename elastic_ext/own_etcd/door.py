@@ -1,4 +1,4 @@
-"""Where the agents of a host come in to its keeper; see `messages`. For one thread."""
+"""Where the agents of a host come in to its keeper; see `base.helper_process`. For one thread."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from elastic_ext.own_etcd import messages
-from elastic_ext.own_etcd.messages import Lines, Message, text_of
+from elastic_ext.base import helper_process
+from elastic_ext.base.helper_process import Lines, Message, text_of
 
 BACKLOG = 64
 SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
@@ -65,7 +65,7 @@ class Door:
         connection.settimeout(SEND_S)
         self._agents[connection.fileno()] = (connection, Lines(connection))
         for message in self._said:
-            messages.send(connection, message)
+            helper_process.send(connection, message)
 
     def _read(self, descriptor: int) -> None:
         connection, lines = self._agents[descriptor]
@@ -74,9 +74,9 @@ class Door:
         if "hello" in said:
             self.had_agents = True
             self._known.add(descriptor)
-        if any(message.get("version", messages.VERSION) != messages.VERSION for message in received):
+        if any(message.get("version", helper_process.VERSION) != helper_process.VERSION for message in received):
             text = "the keeper of the job's etcd on this host is of another version of elastic_ext: use the same one on a host"
-            messages.send(connection, {"say": "failed", "text": text})
+            helper_process.send(connection, {"say": "failed", "text": text})
             lines.ended = True
         if "leaves" not in said and not lines.ended:
             return
@@ -95,12 +95,12 @@ class Door:
             kept = [each for each in self._said if each["say"] == "info" or each["say"] != message["say"]]
             self._said = [*(each for each in kept if each != message), message]
         for connection, _ in self._agents.values():
-            messages.send(connection, message)
+            helper_process.send(connection, message)
 
     def stays(self, text: str) -> None:
         """Let those that leave go: this keeper goes on."""
         for connection in self._leaving:
-            messages.send(connection, {"say": "stays", "text": text})
+            helper_process.send(connection, {"say": "stays", "text": text})
             connection.close()
         self._leaving.clear()
 

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.helper_process import BUSY, UP
 from elastic_ext.own_etcd import certificates, folder, lifetime, locks, member
 from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
 from elastic_ext.own_etcd.lifetime import Lifetime, Situation
-from elastic_ext.own_etcd.messages import BUSY, UP
 from elastic_ext.own_etcd.runner import MemberFailed, MemberRunner, State
 
 logger = logging.getLogger(__name__)

@@ -185,7 +185,7 @@ class SavedKeys:
     def end(self, header: Header | None) -> None:
         """Write the last state; or remove all files if the job needs none: it is done, or not to be started again."""
         self.stop()
-        if header is not None and _is_for_good(header):
+        if header is not None and is_for_good(header):
             for path in _paths(self._directory, self._run_id):
                 try:
                     path.unlink(missing_ok=True)
@@ -198,7 +198,8 @@ class SavedKeys:
             logger.warning("the last state of the job is not saved: %s", error)
 
 
-def _is_for_good(header: Header) -> bool:
+def is_for_good(header: Header) -> bool:
+    """Return whether the job needs no file any more: it is done, or not to be started again."""
     if header.state is State.DONE:
         return True
     try:

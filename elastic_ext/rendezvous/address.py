@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 REACH_S = 3.0
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
-LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
+LOOPBACK_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "::1")
 MASTER_PORT = "29500"  # torchrun's default for --master-port
 
 
@@ -190,18 +190,3 @@ def _loopback_is_up() -> bool:
         return False
     flags: int = struct.unpack("16sh14x", answer)[1]
     return bool(flags & 1)  # IFF_UP
-
-
-def listens_on(port: int) -> bool:
-    """Return whether this process listens on this port. Torch does not say which agent hosts its store."""
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(fd))) as each:
-                internet = each.family in (socket.AF_INET, socket.AF_INET6)
-                if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and each.getsockname()[1] == port:
-                    return True
-        except OSError:  # closed meanwhile
-            continue
-    return False

@@ -1,6 +1,6 @@
 """The contract between the agent and a rendezvous: the agent uses nothing else of it.
 
-`rendezvous.etcd.handler` and `rendezvous.c10d.handler` implement it, on top of torch's own RendezvousHandler.
+`rendezvous.etcd.handler` and `rendezvous.one_machine` implement it, on top of torch's own RendezvousHandler.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd"]
 
+ETCD, C10D = "ext_etcd", "ext_c10d"  # our backends
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 
 
@@ -76,9 +77,8 @@ class Rendezvous(Protocol):
         round: number of the current round, from 1; 0 before the first. It is the same on every node and never reused in a job.
         host, node_id: this machine's name; this agent's unique name within the job.
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
-        poll_interval_s: seconds between two polls of `round_over`, if waiting nodes cause no event; None if they do.
         on_event: called from any thread when `round_over` or `save_wanted` may have changed; our agent sets it.
-        on_verdict: ext_etcd: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
+        on_verdict: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
             agent sets it.
         on_wait: called every second by a main thread that waits for other nodes; it may raise; our agent sets it.
     """
@@ -90,7 +90,6 @@ class Rendezvous(Protocol):
     round: int
     host: str
     node_id: str
-    poll_interval_s: float | None
     on_event: Callable[[], None]
     on_verdict: Callable[[JobVerdict], None]
     on_wait: Callable[[], None]
@@ -188,10 +187,6 @@ class Rendezvous(Protocol):
 
     def shutdown(self) -> bool:
         """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
-
-    @property
-    def may_linger(self) -> bool:
-        """Whether this process may stay after `shutdown`: it holds nothing that the next start of the job needs."""
 
     def show(self, report: str, last: bool) -> None:
         """Show what this node tells of itself to whoever asks for the job's status. From a thread that may wait for seconds.

@@ -1,6 +1,6 @@
 """How often a host joins a job that is under way. Each time costs all nodes a restart, so a host that comes and goes is refused.
 
-This module decides. Who counts, and by which clock, is with each rendezvous: `etcd.late_joins`, `c10d.admission`.
+This module decides; `etcd.late_joins` counts.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class Node:
         silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
         drained: number of the drain (see Drain) since which its workers have published a checkpoint in this round; 0: none.
         drained_at: step of that checkpoint; -1: unknown.
+        hosts_store: the job's store is on its host, and would go with it.
     """
 
     after: Count
@@ -87,6 +88,7 @@ class Node:
     silent: tuple[Name, ...] = ()
     drained: Count = 0
     drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1
+    hosts_store: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
 import socket
@@ -19,34 +18,32 @@ BACKLOG = 2048  # torch's own (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)
 TIMEOUT = timedelta(seconds=300)  # torch's default
 
 
-def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenant: bool = False) -> TCPStore:
-    """Start a server that the other nodes reach by `address`, on this port (0: any) and with this timeout for its calls.
+def serve(address: str) -> TCPStore:
+    """Start a server that the other nodes reach by `address`, on any port.
 
     It listens on that address only. It listens on all addresses if `address` is not one of this host's: a name, which other
     hosts may resolve differently, or an address translated on the way (NAT).
 
     Raises:
-        OSError: the port is taken.
         UsageError: this machine has no loopback interface.
         RuntimeError, ValueError: torch could not start the server.
     """
-    listening = listening_socket(address, port)
+    listening = listening_socket(address)
     if listening is None:
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=multi_tenant)
+        return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     port = listening.getsockname()[1]
     return TCPStore(
         address,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timeout,
-        multi_tenant=multi_tenant,
+        timeout=TIMEOUT,
         master_listen_fd=listening.detach(),  # torch closes it with the server
     )
 
 
-def listening_socket(address: str, port: int) -> socket.socket | None:
-    """Return a listening socket; None if the address is not numeric or not this host's. Raises OSError: the port is taken."""
+def listening_socket(address: str) -> socket.socket | None:
+    """Return a socket that listens on any port; None if the address is not numeric or not this host's. Raises UsageError."""
     number = "127.0.0.1" if address == "localhost" else address
     try:
         version = ipaddress.ip_address(number).version
@@ -54,16 +51,11 @@ def listening_socket(address: str, port: int) -> socket.socket | None:
         return None
     listening = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
     try:
-        where = socket.getaddrinfo(number, port, listening.family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
-        if port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a restarted agent
-        listening.bind(where)
+        listening.bind(socket.getaddrinfo(number, 0, listening.family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4])
         listening.listen(BACKLOG)
         return listening
     except OSError as error:
         listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise
         if is_loopback(address):
             raise UsageError(
                 f"cannot listen on {address}: {error.strerror}; bring up the loopback interface: `ip link set lo up`"
@@ -74,7 +66,7 @@ def listening_socket(address: str, port: int) -> socket.socket | None:
 
 def listen_at(address: str) -> socket.socket:
     """Return a listening socket that the other nodes reach by `address`."""
-    found = listening_socket(address, 0)
+    found = listening_socket(address)
     if found is not None:
         return found
     if socket.has_dualstack_ipv6():

@@ -23,6 +23,9 @@ from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
 from tests.interrupted import told_at_line
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, descendants, run
+from tests.rendezvous.etcd.test_etcd_jobs import store
+
+__all__ = ["store"]
 
 JOB = SCRIPTS / "saving_job.py"
 PATIENT = {"ELASTIC_EXT_PLATFORM_GRACE": "600"}  # a platform that waits for any save
@@ -260,18 +263,12 @@ def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
 
 
 @pytest.mark.seam
-@pytest.mark.full("ext_c10d")
-@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
-def test_one_node_is_told_to_leave_and_all_nodes_save(request, tmp_path, backend):
+@pytest.mark.full("embedded")
+def test_one_node_is_told_to_leave_and_all_nodes_save(tmp_path, store):
     """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""
     with ExitStack() as stack:
-        if backend == "ext_etcd":
-            endpoint, conf = request.getfixturevalue("server").endpoint, "last_call=60"
-        else:  # the store must not leave with a node
-            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            endpoint, conf = f"localhost:{store.port}", "last_call_timeout=30,is_host=0"
-        where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={conf}"]
-        command = [*TORCHRUN, f"--rdzv-backend={backend}", *where, "--nproc-per-node=2", JOB, tmp_path]
+        where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=1:2", "--rdzv-conf=last_call=60"]
+        command = [*TORCHRUN, *store.options, *where, "--nproc-per-node=2", JOB, tmp_path]
         jobs = [stack.enter_context(Job(command, tmp_path, **PATIENT, STOP=str(tmp_path / "stop"))) for _ in range(2)]
         for job in jobs:
             job.wait_for("steps . attempt 0", 2)

@@ -19,6 +19,7 @@ _ROLES = (
     ("replicate", "copier"),
     ("standby/server", "standby server"),
     ("own_etcd.keeper", "keeper"),
+    ("embedded.process", "store"),
     ("chaos_job", "worker"),
 )
 

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from elastic_ext.cli.main import main
 from elastic_ext.etcd import EtcdClient, Put
@@ -27,11 +26,14 @@ from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
+from tests.rendezvous.etcd.test_etcd_jobs import Store, store
 from tests.until import LIMIT_S, until
 
 pytestmark = pytest.mark.full
 
 KEYS = JobKeys("job")
+
+__all__ = ["store"]
 
 
 def cli(*arguments: str) -> Finished:
@@ -44,7 +46,7 @@ def cli(*arguments: str) -> Finished:
 class Drained:
     """A job whose agents have names, and its folder."""
 
-    def __init__(self, folder: Path, server: EtcdServer, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, server: Store, stack: ExitStack) -> None:
         self.folder, self.server, self.stack = folder, server, stack
         self.lease_ttl = 15
         self.where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
@@ -53,7 +55,7 @@ class Drained:
     def start(self, name: str, nnodes: str, how: str) -> Job:
         conf = f"lease_ttl={self.lease_ttl},last_call=60,node_name={name},checkpoint_dir={self.folder}/checkpoints"
         conf += f",verdict_file={self.folder}/{name}.json,events_file={self.folder}/{name}.events"
-        job = ["--rdzv-backend=ext_etcd", *self.where, f"--nnodes={nnodes}", f"--rdzv-conf={conf}", "--max-restarts=3"]
+        job = [*self.server.options, *self.where, f"--nnodes={nnodes}", f"--rdzv-conf={conf}", "--max-restarts=3"]
         command = [*TORCHRUN, *job, SCRIPTS / "drained_job.py", self.folder, how]
         return self.stack.enter_context(Job(command, self.folder, STOP=str(self.folder / "stop")))
 
@@ -119,6 +121,13 @@ def job(tmp_path: Path, server: EtcdServer) -> Iterator[Drained]:
         yield Drained(tmp_path, server, stack)
 
 
+@pytest.fixture
+def stored_job(tmp_path: Path, store: Store) -> Iterator[Drained]:
+    """On etcd, and on the embedded store."""
+    with ExitStack() as stack:
+        yield Drained(tmp_path, store, stack)
+
+
 def said(done: Finished, code: int, text: str) -> None:
     assert done.returncode == code, done.all
     assert text in (done.out if code == 0 else done.err)
@@ -131,8 +140,12 @@ def saved_step(done: Finished) -> int:
 
 
 @pytest.mark.seam
-def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
+def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(stored_job):
+    job = stored_job
     jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks")
+    assert job.status()["job"]["backend"] == job.server.options[0].partition("=")[2]
+    saved = cli("checkpoints", "save", *job.where)
+    assert saved.returncode == 0, saved.all
     done = job.drain("n1")
     said(done, 0, "round 2 runs with 1 node")
     assert jobs["n1"].finish().returncode == 69
@@ -279,10 +292,3 @@ def test_of_two_drains_at_once_one_is_refused(server):
 def test_where_nothing_can_be_drained(job):
     said(job.drain("n1"), 69, "the job job is not running")
     said(job.drain("n1", "--undo"), 0, "n1 was neither to leave nor refused: nothing to undo")
-    said(job.drain("n1", "--rdzv-backend=ext_c10d"), 78, "send SIGTERM to the agent of the node")
-
-
-def test_the_endpoint_of_a_job_with_ext_c10d():
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    done = cli("drain", "n1", f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job")
-    said(done, 69, "such a job cannot be drained")

@@ -71,8 +71,7 @@ def with_address(text: str, address: str) -> str:
 def variables(number: int) -> dict[str, str]:
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        # A host knows by its name that an address is its own; these here have no names. And 1 s for more nodes, up to MAX.
-        "PET_RDZV_CONF": f"is_host={number == 0},last_call_timeout=1",
+        "PET_RDZV_CONF": "last_call_timeout=1",  # for more nodes, up to MAX
         "ELASTIC_EXT_NODE_NAME": f"node{number}",
         "GLOO_SOCKET_IFNAME": "net0",
         "HF_HUB_OFFLINE": "1",

@@ -91,8 +91,8 @@ def test_each_node_has_the_same_copy_on_its_own_disk_and_a_new_node_gets_it(tmp_
 
 def of_two_nodes(folder: Path, epochs: int) -> str:
     """Run to the end on two agents, each with a directory of its own; return what rank 0 printed."""
-    where = [*EXT[:-1], f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=1"]
-    command = [*where, str(SCRIPT), "--copies=node", f"--epochs={epochs}"]
+    where = [*EXT[:-1], f"--rdzv-endpoint=localhost:{free_port()}", "--local-addr=127.0.0.1", "--rdzv-id=job", "--nnodes=2"]
+    command = [*where, "--nproc-per-node=1", str(SCRIPT), "--copies=node", f"--epochs={epochs}"]
     with ExitStack() as stack:
         jobs = [stack.enter_context(Job(command, folder, CHECKPOINT_DIR=f"disk{number}")) for number in range(2)]
         done: list[Finished] = [job.finish() for job in jobs]

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ext.etcd import Event, Watch
 from elastic_ext.etcd.endpoints import CHANNEL_OPTIONS
+from tests.embedded_server import EmbeddedServer
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
@@ -38,9 +39,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def embedded_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as started:
+        yield started
+
+
+STORES = {"etcd": "server", "embedded": "embedded_server"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What needs nothing but a client holds on both: real etcd, and the embedded store."""
+    if "client" in metafunc.fixturenames and not {"server", "proxy", "own_server"} & set(metafunc.fixturenames):
+        metafunc.parametrize("client", list(STORES), indirect=True)
+
+
 @pytest.fixture
-def client(server: EtcdServer) -> Iterator[EtcdClient]:
-    with EtcdClient(server.endpoint) as made:
+def client(request: pytest.FixtureRequest) -> Iterator[EtcdClient]:
+    with EtcdClient(request.getfixturevalue(STORES[getattr(request, "param", "etcd")]).endpoint) as made:
         yield made
 
 

@@ -78,7 +78,7 @@ def test_one_transaction_is_one_batch(client: EtcdClient, prefix: str):
 
 
 def test_iterator_ends_when_another_thread_closes_it(client: EtcdClient, prefix: str):
-    watch = client.watch(prefix, start_revision=1)
+    watch = client.watch(prefix, start_revision=client.revision(prefix) + 1)
     seen: list[Batch] = []
     reader = threading.Thread(target=lambda: seen.extend(watch))
     reader.start()
@@ -92,7 +92,7 @@ def test_iterator_ends_when_another_thread_closes_it(client: EtcdClient, prefix:
 
 def test_callback(client: EtcdClient, prefix: str):
     items: queue.SimpleQueue[Batch | EtcdError] = queue.SimpleQueue()
-    with client.watch(prefix, start_revision=1, callback=items.put):
+    with client.watch(prefix, start_revision=client.revision(prefix) + 1, callback=items.put):
         client.put(prefix, "1")
         item = items.get(timeout=LIMIT_S)
     assert isinstance(item, Batch)

@@ -25,10 +25,10 @@ SCRIPT = str(SCRIPTS / "pet_job.py")
 
 
 def trainer(rank: int, port: int, processes: str = "1") -> dict[str, str]:
-    """What a pod of a TrainJob with two nodes gets."""
+    """What a pod of a TrainJob with two nodes gets; and that both pods are on this machine, and none has an address."""
     return {
         **{"PET_NNODES": "2", "PET_NPROC_PER_NODE": processes, "PET_NODE_RANK": str(rank)},
-        **{"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)},
+        **{"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port), "PET_LOCAL_ADDR": "127.0.0.1"},
     }
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.base import settings
+from elastic_ext.base import helper_process, settings
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.helper_process import HelperFailed
 from elastic_ext.own_etcd import binary, bring, endpoint, secret
-from elastic_ext.own_etcd.attachment import NoEtcd
 from elastic_ext.rendezvous import address, interfaces
 from tests.jobs import run
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of
@@ -114,10 +114,8 @@ def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
 
 @pytest.mark.seam
 def test_a_keeper_that_nobody_can_start_is_an_error_at_once(laptop, monkeypatch):
-    from elastic_ext.own_etcd import attachment
-
-    monkeypatch.setattr(attachment.isolated, "command", lambda program: ["false"])
-    with pytest.raises(NoEtcd, match="cannot be started: exit code 1"):
+    monkeypatch.setattr(helper_process.isolated, "command", lambda program: ["false"])
+    with pytest.raises(HelperFailed, match="cannot be started: exit code 1"):
         bring.attach(laptop.endpoint, laptop.run_id, None, settings.read({}, {}), os.environ)
     for each in laptop.folders():
         bring.folder.remove(each)

@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
-from elastic_ext.agent import plugin
+from elastic_ext.agent import job_store, plugin
 from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.settings import Settings
-from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
-from tests.etcd_server import EtcdServer
+from elastic_ext.rendezvous.one_machine import OneMachine
 from tests.jobs import SCRIPTS, Gate, Job, wait_gone
 from tests.ports import free_port
 from tests.until import until
@@ -33,14 +32,14 @@ ELASTIC = str(SCRIPTS / "elastic_job.py")
 WARNING = "used by an agent other than elastic_ext's"
 CONF = {
     "ext_etcd": "lease_ttl=6,last_call=0.5",
-    # With few attempts a busy machine makes torch drop a node that lives.
-    "ext_c10d": "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60",
+    "ext_c10d": "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60",  # torch's keys
 }
 BACKENDS = pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 
 
-def endpoint_of(backend: str, server: EtcdServer) -> str:
-    return server.endpoint if backend == "ext_etcd" else f"localhost:{free_port()}"
+@pytest.fixture
+def endpoint(request: pytest.FixtureRequest, backend: str) -> str:
+    return request.getfixturevalue("server").endpoint if backend == "ext_etcd" else f"localhost:{free_port()}"
 
 
 def start(tmp_path: Path, backend: str, endpoint: str, nnodes: str, *command: str, **variables: str) -> Job:
@@ -53,8 +52,7 @@ def worlds(job: Job) -> list[int]:
 
 @pytest.mark.full
 @BACKENDS
-def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, server, tmp_path):
-    endpoint = endpoint_of(backend, server)
+def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, endpoint, tmp_path):
     with (
         start(tmp_path, backend, endpoint, "2", GLOO, "kill:1", NPROC="1") as first,
         start(tmp_path, backend, endpoint, "2", GLOO, "kill:1", NPROC="2") as second,
@@ -89,11 +87,10 @@ def test_nodes_join_and_etcd_notices_one_that_is_lost(server, tmp_path):
 
 
 @contextmanager
-def two(backend: str, server: EtcdServer) -> Iterator[list[Any]]:
-    kind = EtcdRendezvous if backend == "ext_etcd" else EmbeddedRendezvous
-    endpoint = endpoint_of(backend, server)
-    conf = {"keep_alive_interval": "1", "keep_alive_max_attempt": "30"} if backend == "ext_c10d" else {}
-    handlers = [kind(RendezvousParameters(backend, endpoint, "job", 2, 2, **conf), Settings(last_call=0.1)) for _ in range(2)]
+def two(backend: str, endpoint: str) -> Iterator[list[Any]]:
+    create = EtcdRendezvous if backend == "ext_etcd" else job_store.rendezvous
+    params = RendezvousParameters(backend, endpoint, "job", 2, 2, "127.0.0.1")
+    handlers = [create(params, Settings(last_call=0.1)) for _ in range(2)]
     try:
         yield handlers
     finally:
@@ -103,9 +100,10 @@ def two(backend: str, server: EtcdServer) -> Iterator[list[Any]]:
             handler.shutdown()  # once more does no harm
 
 
+@pytest.mark.full("ext_c10d")
 @BACKENDS
-def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
-    with two(backend, server) as (a, b), ThreadPoolExecutor(2) as pool:
+def test_a_loop_that_calls_next_rendezvous(backend, endpoint, caplog):
+    with two(backend, endpoint) as (a, b), ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda handler: handler.next_rendezvous(), (a, b)))
         assert sorted(info.rank for info in found) == [0, 1]
         assert {info.world_size for info in found} == {2}
@@ -129,7 +127,7 @@ def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
 
 
 def test_a_loop_on_one_node_without_any_service(caplog):
-    handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
+    handler = OneMachine(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
     assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port
     assert (second.rank, second.world_size, handler.num_nodes_waiting()) == (0, 1, 0)

@@ -6,13 +6,11 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base import records
@@ -26,17 +24,17 @@ from elastic_ext.failures.judgement import judge
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.failures.policy import STOP_CODES, Action
 from elastic_ext.rendezvous import round_records
-from elastic_ext.rendezvous.c10d import store_job
-from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.one_machine import OneMachine
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, changed, report
 from tests.jobs import EXT, TORCHRUN, Gate, Job, run
-from tests.rendezvous.c10d.test_store_job import LONG_S, make
-from tests.rendezvous.etcd.test_etcd_jobs import CONF, ELASTIC, reports, seen
+from tests.rendezvous.etcd.test_etcd_jobs import CONF, ELASTIC, reports, seen, store
+
+__all__ = ["store"]
 
 PREFIX = JobKeys("job").prefix
 DEEP = b"[" * 100_000
@@ -207,13 +205,13 @@ def strangers(client: EtcdClient) -> None:
 
 
 @pytest.fixture
-def agents(server, tmp_path) -> Iterator[Callable[..., Job]]:
+def agents(store, tmp_path) -> Iterator[Callable[..., Job]]:
     with ExitStack() as stack:
         gate = Gate(tmp_path / "gate")
 
         def start(name: str, *more: str) -> Job:
-            where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
-            command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf={CONF}", ELASTIC, *more]
+            where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
+            command = [*TORCHRUN, *store.options, *where, f"--rdzv-conf={CONF}", ELASTIC, *more]
             return stack.enter_context(Job(command, tmp_path, NODE=name, GATE=str(gate.path)))
 
         start.gate = gate  # type: ignore[attr-defined]
@@ -221,8 +219,8 @@ def agents(server, tmp_path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.mark.full
-def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
-    with EtcdClient(server.endpoint) as client:
+def test_a_job_begins_among_the_records_of_others_and_ends_well(store, agents):
+    with EtcdClient(store.endpoint) as client:
         strangers(client)
         jobs = [agents("a"), agents("b", "segv:0")]
         jobs[1].wait_for(seen(2, 0))  # it may end before the worker of "a" has come up
@@ -238,12 +236,12 @@ def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
 
 
 @pytest.mark.full
-def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, agents):
+def test_records_that_are_written_over_while_a_job_runs_restart_nothing(store, agents):
     """Header, node records, assignments, the job's record and the ledger, twice; then a verdict that would end all with 0."""
     jobs = [agents(name) for name in "ab"]
     for each in jobs:
         each.wait_for(seen(2, 0))
-    with EtcdClient(server.endpoint) as client:
+    with EtcdClient(store.endpoint) as client:
         nodes = [each.key for each in client.get_prefix(PREFIX + "nodes/").kvs]
         ours = {key: client.get(key).kv.lease_id for key in [*nodes, (PREFIX + "round").encode()]}
         end = json.loads(GOOD["round"])
@@ -268,33 +266,11 @@ def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, 
     assert not any("Traceback" in each.err for each in jobs)
 
 
-@pytest.mark.seam
-@pytest.mark.parametrize("text", [b"\xff\xfe", DEEP, b"{}", b'[1, 2, "x"]'])
-def test_what_others_put_into_the_store_costs_nobody_the_verdict(monkeypatch, text):
-    monkeypatch.setattr(store_job, "JUDGING_S", 0.1)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    a, b = make(store, "ab")
-    a.job.calls.put("x", "")
-    keys = ("1/report/1", "1/judge", "1/verdict/0", "1/verdict/1", "ledger", "ledger.before", "stopped", "refused/h", "host")
-    for key in keys:
-        store.set(f"elastic_ext/job/{key}", text)  # type: ignore[arg-type]
-    a.judged = b.judged = []
-    for each in (a, b):
-        each.judge = lambda told, ledger, host: judge(told, ledger, RULES, 1)  # type: ignore[method-assign]
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(each.conclude, report(name, "NameError", "x"), 0.1, 0.1) for each, name in ((a, "ha"), (b, "hb"))]
-        (_, first), (_, second) = [answer.result(LONG_S) for answer in answers]
-    assert first == second
-    assert first.decision.exit_code == 65
-    assert a.job.stopped() == first
-    assert a.job.refused("h").isprintable()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("run_id", ["job1/nodes", "x" * 300, "a\tb", "\udcff"])
 def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path, run_id, capsys):
     (tmp_path / "ok.py").write_text("print('started')")
-    for kind, endpoint in ((EtcdRendezvous, server.endpoint), (EmbeddedRendezvous, "localhost:0")):
+    for kind, endpoint in ((EtcdRendezvous, server.endpoint), (OneMachine, "localhost:0")):
         with pytest.raises(UsageError, match="--rdzv-id") as error:
             kind(RendezvousParameters("b", endpoint, run_id, 1, 1), Settings())
         assert str(error.value).isprintable()

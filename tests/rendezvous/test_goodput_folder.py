@@ -1,4 +1,4 @@
-"""The goodput of a job without etcd: what the agents of one launch leave to the next, in a folder."""
+"""The goodput of a job on one machine: what the agents of one launch leave to the next, in a folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from dataclasses import replace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import PRODUCTIVE, Spent, seconds_of
@@ -14,8 +16,8 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import Report
 from elastic_ext.rendezvous import goodput_folder
-from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.goodput_folder import GoodputFolder
+from elastic_ext.rendezvous.one_machine import OneMachine
 
 SECOND = Spent(seconds_of({PRODUCTIVE: 1.0}), reached=7)
 
@@ -176,20 +178,27 @@ def test_a_directory_that_is_gone_is_an_error(tmp_path):
 BUG = Evidence(rank=0, exception=RaisedException("NameError", "x", ("train.py:3 in step",)))
 
 
+def machine(ledger: str, host: str) -> OneMachine:
+    """An agent's rendezvous, in its first round."""
+    params = RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1)
+    made = OneMachine(params, Settings(ledger_file=ledger, node_name=host))
+    made.prepare(WorkerSpec("default", 1, rdzv_handler=made, entrypoint="true"), 3)
+    made.next_rendezvous()
+    return made
+
+
 @pytest.mark.seam
 @pytest.mark.parametrize(("evidence", "kept"), [(Evidence(rank=0, exit_code=20), True), (BUG, False), (None, True)])
 def test_the_goodput_is_dropped_with_the_ledger_and_only_then(ledger, evidence, kept):
     """A job that ended for good, and that the user has started again under its run id, begins anew."""
-    earlier = AgentLedger(Settings(ledger_file=ledger), "job", 1, "a")
-    earlier.max_restarts = 3
-    earlier.goodput.share(SECOND)
+    earlier = machine(ledger, "a")
+    earlier.share_goodput(SECOND)
     if evidence is not None:
-        after, verdict = earlier.judge({"a": Report("a", replace(classify(evidence), order=0))}, earlier.ledger, 1)
+        verdict = earlier.conclude(Report("a", replace(classify(evidence), order=0)))
         assert verdict.keeps_ledger == kept
-        earlier.adopt(after, verdict)
     del earlier
-    mine = AgentLedger(Settings(ledger_file=ledger), "job", 1, "a")
-    assert bool(mine.ledger.verdicts) == (kept and evidence is not None)
-    assert mine.goodput.share(SECOND).spent.by_state[PRODUCTIVE] == 1 + kept
-    later = AgentLedger(Settings(ledger_file=ledger), "job", 1, "b")  # of the same launch
-    assert later.goodput.share(SECOND).spent.by_state[PRODUCTIVE] == 2 + kept
+    mine = machine(ledger, "a")
+    assert bool(mine.status().ledger.verdicts) == (kept and evidence is not None)
+    assert mine.share_goodput(SECOND).spent.by_state[PRODUCTIVE] == 1 + kept
+    later = machine(ledger, "b")  # of the same launch
+    assert later.share_goodput(SECOND).spent.by_state[PRODUCTIVE] == 2 + kept

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ipaddress
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import socket
@@ -25,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
 from elastic_ext.base.exchange import SingleNode
@@ -33,23 +31,22 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.rendezvous.address import loopback, own_address
-from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_server import serve
-from tests.checkpoints.choice.test_resolution import exchange_of, save
+from tests.checkpoints.choice.test_resolution import exchanges_of, save
+from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
-from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, open_files
+from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
-from tests.store_server import StoreServer
+from tests.rendezvous.etcd.test_etcd_jobs import Store, store
+
+__all__ = ["store"]
 
 KEYS = JobKeys("job")
 NOBODY = 65534
 LONG_S = 60.0
-GLOO = str(SCRIPTS / "gloo_job.py")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 
 # Reads lines of JSON: a port and what to write to the store there; says so when it is there, and writes it again and again.
@@ -101,11 +98,6 @@ class Stranger:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    @property
-    def pickled(self) -> bytes:
-        """Whoever loads it makes the marker."""
-        return pickle.dumps(Owns(str(self.marker)))
-
     def checkpoint(self) -> Path:
         path = self.folder / "step_99.pt"
         torch.save({"step": 99, "weights": torch.arange(1000), "owns": Owns(str(self.marker))}, path)
@@ -125,6 +117,8 @@ class Stranger:
 
 
 class Owns:
+    """Whoever unpickles it makes the marker."""
+
     def __init__(self, marker: str) -> None:
         self._marker = marker
 
@@ -147,28 +141,18 @@ print("step", torch.load(path, weights_only=False)["step"], "of", path, flush=Tr
 
 @pytest.mark.full
 @as_root
-@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
-def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_path, stranger, backend):
+def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(tmp_path, stranger, store):
     """He writes where an earlier version looked, before the second node comes: two agents, one job."""
     script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
     script.write_text(LOADS)
     directory.mkdir()
     path = save(directory, 7)
     planted = {"path": str(stranger.checkpoint()), "step": 99, "reason": "newest", "local": False}
-    server: EtcdServer | None = request.getfixturevalue("server") if backend == "ext_etcd" else None
-    port = free_port()
-    endpoint = server.endpoint if server is not None else f"localhost:{port}"
-    conf = f"checkpoint_dir={directory}" + ("" if server is not None else ",last_call_timeout=1,join_timeout=60")
-    where = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--rdzv-conf={conf}"]
+    where = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", f"--rdzv-conf=checkpoint_dir={directory}"]
     command = [*AGENT, *where, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", script]
     with ExitStack() as stack:
         first = stack.enter_context(Job(command, tmp_path))
-        if server is not None:
-            port = port_of_the_only_node(server)
-        else:
-            first.wait_for("the rendezvous store is at")
-        for prefix in ("elastic_ext", "torch.rendezvous.job.0"):
-            stranger.plant(port, **{f"{prefix}/elastic_ext.resume": json.dumps(planted)})
+        stranger.plant(port_of_the_only_node(store), **{"elastic_ext/elastic_ext.resume": json.dumps(planted)})
         second = stack.enter_context(Job(command, tmp_path))
         for job in (first, second):
             done = job.finish()
@@ -177,51 +161,11 @@ def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_p
     assert not stranger.marker.exists()
 
 
-def port_of_the_only_node(server: EtcdServer) -> int:
+def port_of_the_only_node(server: Store) -> int:
     with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
         while not (found := client.get_prefix(KEYS.nodes).kvs):
             assert watch.get(LONG_S) is not None
     return decode(Node, found[0].value, "node").port
-
-
-@pytest.mark.full
-@as_root
-def test_what_a_stranger_plants_in_torchs_rendezvous_is_not_unpickled(tmp_path, stranger):
-    """Torch unpickles its state, once a second while a round runs. It is looked at before; training goes on without it."""
-    script, port, gate = tmp_path / "job.py", free_port(), Gate(tmp_path / "gate")
-    script.write_text(
-        "import fcntl\nprint('up', flush=True)\nfcntl.flock(open('gate'), fcntl.LOCK_SH)\nprint('done', flush=True)\n"
-    )
-    where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job", "--rdzv-conf=last_call_timeout=1"]
-    with Job([*AGENT, *where, "--nnodes=1:2", script], tmp_path) as job:
-        job.wait_for("(?m)^up$")
-        stranger.plant(port, **{"torch.rendezvous.job": base64.b64encode(stranger.pickled).decode()})
-        job.wait_for("not written by torch.*unexpected class io.open")
-        gate.open()
-        done = job.finish()
-    assert done.returncode == 0, done.err
-    assert "done" in done.out
-    assert not stranger.marker.exists()
-
-
-def test_only_torchs_own_records_are_unpickled(tmp_path):
-    state = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    mine = state._RendezvousState()
-    node = state._NodeDesc("host", 1, 2)
-    now = state.datetime.now(state.timezone.utc)
-    mine.participants, mine.wait_list, mine.last_heartbeats, mine.deadline = {node: 0}, {node}, {node: now}, now
-    check(pickle.dumps(mine))
-    for bad in (
-        pickle.dumps(Owns(str(tmp_path / "owned"))),
-        pickle.dumps(os.system),
-        b"",
-        b"\x80",
-        b"cos\nsystem\n.",
-        b"(" * 10**6,
-    ):
-        with pytest.raises(RendezvousConnectionError, match="not written by torch"):
-            check(bad)
-    assert not (tmp_path / "owned").exists()
 
 
 # Who listens where.
@@ -236,7 +180,7 @@ def listening(pids: list[int]) -> dict[int, list[str]]:
             if words[3] == "0A":
                 number = bytes.fromhex(words[1].partition(":")[0])
                 packed = b"".join(number[at : at + 4][::-1] for at in range(0, len(number), 4))
-                by_inode[words[9]] = socket.inet_ntop(family, packed)
+                by_inode[words[9]] = socket.inet_ntop(family, packed).removeprefix("::ffff:")  # gRPC, of an IPv4 address
     found: dict[int, list[str]] = {}
     for pid in pids:
         for link in open_files(pid):
@@ -260,23 +204,30 @@ dist.destroy_process_group()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
-def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, backend):
-    """The round's store, the rendezvous, metrics, standbys; and gloo's own, where it is told to (GLOO_SOCKET_IFNAME)."""
+@pytest.mark.parametrize("kind", ["etcd", "one agent", "two agents"])
+def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, kind):
+    """The round's store, the job's, metrics, standbys; and gloo's own, where it is told to (GLOO_SOCKET_IFNAME)."""
     (tmp_path / "worker.py").write_text(COMES_UP)
-    gate, agents = Gate(tmp_path / "gate"), 1 if backend == "ext_etcd" else 2
-    if backend == "ext_etcd":
-        command = [*TORCHRUN, f"--rdzv-endpoint={request.getfixturevalue('server').endpoint}", "--nproc-per-node=2"]
-    else:
-        command = [*AGENT, f"--rdzv-endpoint=localhost:{free_port()}", "--nnodes=2", "--rdzv-conf=last_call_timeout=1"]
-    command += [f"--rdzv-backend={backend}", "--rdzv-id=job", "worker.py"]
+    gate, agents = Gate(tmp_path / "gate"), 2 if kind == "two agents" else 1
+    where = {
+        "etcd": lambda: ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={request.getfixturevalue('server').endpoint}"],
+        "one agent": lambda: ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"],
+        "two agents": lambda: [
+            "--rdzv-backend=ext_c10d",
+            f"--rdzv-endpoint=localhost:{free_port()}",
+            "--local-addr=127.0.0.1",
+            "--nnodes=2",
+        ],
+    }[kind]()
+    command = [*AGENT, *where, f"--nproc-per-node={2 // agents}", "--rdzv-id=job", "worker.py"]
     with ExitStack() as stack:
         env = {"GLOO_SOCKET_IFNAME": "lo", "ELASTIC_EXT_STANDBY": "on"}
         jobs = [stack.enter_context(Job(command, tmp_path, **env)) for _ in range(agents)]
         for job in jobs:
             job.wait_for(r"up 127\.0\.0\.1 True", 2 // agents)
         found = [address for job in jobs for each in listening(descendants(job.process.pid)).values() for address in each]
-        assert len(found) >= 2 + 2 * len(jobs) - len(jobs), found  # the store, two workers, metrics of each agent
+        # The round's store, two workers, metrics of each agent; and the job's store.
+        assert len(found) >= 3 + agents + (kind == "two agents"), found
         assert {ipaddress.ip_address(address).is_loopback for address in found} == {True}, found
         gate.open()
         for job in jobs:
@@ -324,25 +275,9 @@ def ipv6() -> bool:
             return False
 
 
-@pytest.mark.seam
-def test_a_port_that_is_taken():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        with pytest.raises(OSError, match="in use"):
-            serve("127.0.0.1", other.getsockname()[1])
-
-
 # What the nodes tell each other.
 
 
-@pytest.fixture
-def store():
-    """That of a rendezvous, in this process."""
-    return serve("127.0.0.1")
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     "text",
     [
@@ -372,49 +307,35 @@ def store():
         " " * 100_000,
     ],
 )
-def test_a_choice_that_is_none(tmp_path, store, text):
+def test_a_choice_that_is_none(tmp_path, text):
     """Forged, or of another version: one line, nothing is loaded."""
-    shared = exchange_of(store, 1, 2)
-    shared._in_store(lambda job: job.calls.put("1/choice", text or " "))
+    zero, one = exchanges_of(2)
+    zero.publish(text)
     with pytest.raises(UsageError):
-        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
+        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, Place(1, 2))
 
 
-@pytest.mark.seam
-def test_an_error_of_node_0_is_shown_as_one_line(tmp_path, store):
-    told = json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1})
-    shared = exchange_of(store, 1, 2)
-    shared._in_store(lambda job: job.calls.put("1/choice", told))
+def test_an_error_of_node_0_is_shown_as_one_line(tmp_path):
+    zero, one = exchanges_of(2)
+    zero.publish(json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1}))
     with pytest.raises(BadCheckpoints) as raised:
-        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
+        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, Place(1, 2))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 3000
 
 
-@pytest.mark.seam
-def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
+def test_one_in_another_directory_that_resume_from_names(tmp_path):
     """All nodes are told the same, so that its name is enough; a node that is not told refuses."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     path = save(there, 5)
     settings = Settings(checkpoint_dir=str(here), resume_from=str(path))
-    said = resolution.agree(settings, "run", exchange_of(store, 0, 2), Place(0, 2))
+    zero, one, two = exchanges_of(3)
+    said = resolution.agree(settings, "run", zero, Place(0, 3))
     assert (said.path, said.step) == (str(path), 5)
-    assert resolution.agree(settings, "run", exchange_of(store, 1, 2), Place(1, 2)) == said
+    assert resolution.agree(settings, "run", one, Place(1, 3)) == said
     with pytest.raises(UsageError, match="the same resume_from"):
-        resolution.agree(Settings(checkpoint_dir=str(here)), "run", exchange_of(store, 1, 2), Place(1, 2))
-
-
-@pytest.mark.seam
-def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
-    over: list[RoundEnd] = []
-    exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
-    answer = started(lambda: exchange.choice(LONG_S))
-    over.append(RoundEnd(EndKind.BROKEN, "node 0 is gone"))
-    with pytest.raises(RoundOver, match="node 0 is gone"):
-        answer.result(LONG_S)
-    with pytest.raises(RoundOver, match="another node has left"):  # node 0 was only late: the others are away
-        exchange_of(store, 0, 2).publish("7")
+        resolution.agree(Settings(checkpoint_dir=str(here)), "run", two, Place(2, 3))
 
 
 def started(work: Callable[[], object]) -> Future:
@@ -601,9 +522,7 @@ GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'o
 
 @pytest.mark.full
 def test_the_agent_that_looks_for_the_checkpoint_is_killed(tmp_path):
-    """Between the seal of a round and the choice: the other one does not wait for it, and chooses in the next round. On etcd: see
-    `test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody`.
-    """
+    """Between the seal of a round and the choice: the other one does not wait for it, and chooses in the next round."""
     plugin, directory, gate = tmp_path / "plugin", tmp_path / "checkpoints", Gate(tmp_path / "gate")
     (plugin / "held-0.dist-info").mkdir(parents=True)
     (plugin / "held-0.dist-info" / "METADATA").write_text("Name: held\nVersion: 0\n")
@@ -614,10 +533,9 @@ def test_the_agent_that_looks_for_the_checkpoint_is_killed(tmp_path):
     save(directory, 7, age_s=20)
     (directory / "held").write_text("newer")
     with ExitStack() as stack:
-        endpoint = stack.enter_context(StoreServer()).endpoint
-        conf = "is_host=0,last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=10"
-        where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"]
-        command = [*AGENT, *where, f"--rdzv-conf={conf},checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
+        store = stack.enter_context(EmbeddedServer())
+        where = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"]
+        command = [*AGENT, *where, f"--rdzv-conf=last_call=60,checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
         paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
         env = {"PYTHONPATH": paths, "GATE": str(gate.path)}
         jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"}

@@ -1,4 +1,4 @@
-"""Torch's own LocalElasticAgent with a rendezvous of ours, as a project with an agent of its own would use it.
+"""Torch's own LocalElasticAgent with a rendezvous of ours, as a project with an agent of its own would use it. On one machine.
 
 plain_agent.py BACKEND ENDPOINT NNODES SCRIPT [ARGUMENT ...]      conf: $CONF, as in --rdzv-conf; workers: $NPROC
 """
@@ -15,7 +15,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 backend, endpoint, nnodes, *command = sys.argv[1:]
 least, _, most = nnodes.partition(":")
 conf = dict(pair.split("=") for pair in os.environ.get("CONF", "").split(",") if pair)
-handler = get_rendezvous_handler(RendezvousParameters(backend, endpoint, "job", int(least), int(most or least), **conf))
+params = RendezvousParameters(backend, endpoint, "job", int(least), int(most or least), "127.0.0.1", **conf)
+handler = get_rendezvous_handler(params)
 spec = WorkerSpec(
     role="default",
     local_world_size=int(os.environ.get("NPROC", "1")),

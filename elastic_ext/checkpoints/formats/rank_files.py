@@ -18,6 +18,8 @@ MAX_RANKS = 1 << 20  # a grid with more is a mistake in a name
 
 # States of random number generators: a load can do without one.
 _OF_RANDOM = ("rng_state", "rng_states", "random_state", "random_states")
+_ZERO = "zero_pp_rank"  # DeepSpeed's
+_OF_ALL = ("rank", "global_rank", _ZERO)
 
 
 def grouped(entries: Iterable[Entry]) -> list[Entry]:
@@ -74,6 +76,26 @@ def _axis(names: Sequence[RankName], number: int) -> Sequence[int]:
     return range(1, total + 1) if from_one else range(max(total, max(values) + 1))
 
 
+def too_few(families: Mapping[str, Sequence[RankName]]) -> str:
+    """Return which files of a checkpoint fewer ranks wrote than must have, for people; "" if none are seen. families: by pattern.
+
+    How many there are show the random states of all processes, else files alike, in the same folder or above. One group of ranks
+    may write for all (rank 0, or with MiCS the first that shares a model): then its size divides their number. DeepSpeed has such
+    groups only where they write the model, too.
+    """
+    for pattern, names in sorted(families.items()):
+        words, count = names[0].words, len(names)
+        if words[0] not in _OF_ALL or names[0].totals[0] is not None:
+            continue
+        near = [each for other, each in families.items() if pattern.startswith(other[: other.rfind("/") + 1])]
+        alike = [len(each) for each in near if each[0].words == words]
+        total = max([len(each) for each in near if each[0].words[0] in _OF_RANDOM] or alike)
+        each_writes = words[0] == _ZERO and (len(alike) == 1 or count < max(alike))
+        if count < total and (each_writes or total % count):
+            return f"{pattern}: the files of {total - count} of {total} ranks are missing"
+    return ""
+
+
 def by_pattern(paths: Iterable[str]) -> dict[str, list[RankName]]:
     """Return the names of files below a directory that name a rank, those of the same pattern together."""
     groups: defaultdict[str, list[RankName]] = defaultdict(list)
@@ -102,7 +124,8 @@ def lacks(parts: Mapping[str, frozenset[tuple[int, ...]]], older: Mapping[str, f
     for pattern in sorted(older):
         if parts.get(pattern, older[pattern]) < older[pattern]:
             counts = f"{len(parts[pattern])}, not {len(older[pattern])}"
-            return f"it has fewer files of ranks than the one before it ({counts}): the save did not finish"
+            unsaid = "the save did not finish, or the job has shrunk, and nothing in it says which"
+            return f"it has fewer files of ranks than the one before it ({counts}): {unsaid}"
     missing = sorted(older.keys() - parts.keys()) if parts.keys() <= older.keys() else []
     return f"no {missing[0]}, which the one before it has: the save did not finish" if missing else ""
 

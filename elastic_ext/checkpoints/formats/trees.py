@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from elastic_ext.checkpoints.formats import dcp, safetensors, torch_save
 from elastic_ext.checkpoints.formats.files import thread_pool
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.rank_files import by_pattern, missing_rank, parts_of
+from elastic_ext.checkpoints.formats.rank_files import by_pattern, missing_rank, parts_of, too_few
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
@@ -166,6 +166,9 @@ def _check_names(tree: Tree) -> None:
         missing = missing_rank(by_ranks[pattern])
         if missing:
             raise TornCheckpoint(f"{pattern}: the file of rank {missing} is missing, the save did not finish")
+    missing = too_few(by_ranks)
+    if missing:
+        raise TornCheckpoint(f"{missing}, the save did not finish")
 
 
 def _check_indices(storage: Storage, tree: Tree) -> None:

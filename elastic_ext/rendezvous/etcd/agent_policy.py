@@ -53,7 +53,10 @@ class AgentPolicy:
         window_s = self._settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)
-        after, verdict = judgement.judge(given, judging.ledger_of(ledger_text), rules, reports.round)
+        before = judging.ledger_of(ledger_text)
+        after, verdict = judgement.judge(given, before, rules, reports.round)
+        if verdict.decision.response is Response.REPLACE_NODE and verdict.node in reports.needed:
+            after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)
         return Judgement(
             State.CLOSED if verdict.ends_job else State.BROKEN,
             verdict.decision.reason,

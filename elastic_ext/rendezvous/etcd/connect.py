@@ -9,7 +9,7 @@ import time
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import EtcdClient, EtcdError, Tls, Unavailable
+from elastic_ext.etcd import EtcdClient, EtcdError, Tls, TlsError, Unavailable
 from elastic_ext.rendezvous.etcd.keys import ROOT
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,12 @@ class NoAnswer(EtcdError):
     """No etcd has answered for as long as this node waits for one."""
 
 
-def connect(endpoint: str, settings: Settings, wait_s: float = 0.0) -> EtcdClient:
+def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = False) -> EtcdClient:
     """Return a working client.
 
-    wait_s: how long to wait for an etcd that does not answer: it may be about to start, as may the name server.
+    Args:
+        wait_s: how long to wait for an etcd that does not answer: it may be about to start, as may the name server.
+        own: it is the job's own, so that one with other certificates is that of an earlier job, and about to end.
 
     Raises:
         UsageError: no endpoint, or etcd is unusable with these settings; or, without a wait, it does not answer.
@@ -37,7 +39,7 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0) -> EtcdClien
         tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
     try:
         client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
-        _await_answer(client, redacted(endpoint), wait_s)
+        _await_answer(client, redacted(endpoint), wait_s, (Unavailable, TlsError) if own else (Unavailable,))
     except NoAnswer:
         raise
     except EtcdError as error:
@@ -45,14 +47,14 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0) -> EtcdClien
     return client
 
 
-def _await_answer(client: EtcdClient, name: str, wait_s: float) -> None:
+def _await_answer(client: EtcdClient, name: str, wait_s: float, passing: tuple[type[EtcdError], ...]) -> None:
     """Read once, so that a user without permission learns of it now."""
     deadline, told = time.monotonic() + wait_s, False
     while True:
         try:
             client.get(ROOT)
             return
-        except Unavailable as error:
+        except passing as error:
             if wait_s <= 0:
                 raise
             if time.monotonic() >= deadline:

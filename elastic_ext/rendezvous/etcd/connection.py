@@ -39,7 +39,7 @@ from elastic_ext.rendezvous.etcd.node_states import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
-from elastic_ext.rendezvous.handler import JobDone, Patience
+from elastic_ext.rendezvous.handler import ETCD, JobDone, Patience
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
@@ -48,7 +48,9 @@ from elastic_ext.rendezvous.rounds import Limits
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0  # for etcd to answer at all: longer than a member takes to start; a wrong address should not cost join_timeout
+# For etcd to answer at all: longer than a member takes to start; a wrong address should not cost join_timeout. Torch's default
+# for `read_timeout`, which may say otherwise.
+START_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
@@ -79,9 +81,12 @@ class JobConnection:
             UsageError: no run id, or etcd is unusable with these settings; the message says why.
             NoAnswer: etcd does not answer.
         """
-        self.run_id = run_id.checked_given(params.run_id)
+        # A job on the embedded store has it for itself, where no other job could share its state.
+        check = run_id.checked_given if params.backend == ETCD else run_id.checked
+        self.run_id = check(params.run_id)
         self._patience = Patience.of(params)
-        client = connect(params.endpoint, settings, min(START_S, self._patience.timeout_s))
+        wait_s = min(float(params.config.get("read_timeout", START_S)), self._patience.timeout_s)
+        client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
         self._will = functools.partial(_last_will, params.endpoint, settings, client)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
         self.address = run_id.checked_address(address)

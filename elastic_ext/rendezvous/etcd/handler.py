@@ -40,7 +40,6 @@ from elastic_ext.rendezvous.round_server import serve
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "ext_etcd"
 DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 
 
@@ -59,14 +58,18 @@ def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
     return None
 
 
-class OwnEtcd(Protocol):
-    """An etcd that the job has brought (`own_etcd.attachment`)."""
+class OwnStore(Protocol):
+    """A store that the job has brought: its etcd (`own_etcd.attachment`), or the embedded one (`embedded.hosting`)."""
+
+    @property
+    def hosted_here(self) -> bool:
+        """Return whether it would be lost with this node."""
 
     def follow(self, client: EtcdClient) -> None:
         """Keep this client's endpoints up to date: members may be replaced."""
 
     def close(self) -> None:
-        """Leave; the etcd ends with the job."""
+        """Leave; the store ends with the job."""
 
 
 class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch is untyped
@@ -78,18 +81,17 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     """
 
     is_elastic_ext = True
-    may_linger = True
-    poll_interval_s: float | None = None  # etcd reports all events
 
     def __init__(
         self,
         params: RendezvousParameters,
         settings: Settings,
         newest_checkpoint: Callable[[], str | None] = lambda: None,
-        own_etcd: OwnEtcd | None = None,
+        own_store: OwnStore | None = None,
     ) -> None:
-        """newest_checkpoint: see AgentPolicy. own_etcd: of a job that brings its own. Raises UsageError: see `JobConnection`."""
+        """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `JobConnection`."""
         self.settings = settings
+        self._backend: str = params.backend
         self.torch_conf = dict(params.config)
         self.attached = False
         self.reaper_runs: Callable[[], bool] = lambda: False
@@ -99,9 +101,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.on_wait: Callable[[], None] = lambda: None
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
-        self._own_etcd = own_etcd
-        if own_etcd is not None:
-            own_etcd.follow(self._participant.client)
+        self._own_store = own_store
+        if own_store is not None:
+            own_store.follow(self._participant.client)
         self.host, self.node_id = self._connection.host, self._connection.node_id
         client, keys = self._participant.client, JobKeys(self._connection.run_id)
         self._goodput = EtcdGoodput(client, keys, self.host, self._place)
@@ -114,7 +116,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._job_continues = False  # this node leaves and the job goes on
 
     def get_backend(self) -> str:
-        return BACKEND
+        return self._backend
 
     def get_run_id(self) -> str:
         return self._connection.run_id
@@ -185,6 +187,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
             link_port=self._connection.links.port if self.reaper_runs() else 0,
             silent=self._stores.silent(self.round),
+            hosts_store=self._own_store is not None and self._own_store.hosted_here,
         )
 
     @property
@@ -355,6 +358,6 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""
         self._connection.leave()
-        if self._own_etcd is not None:  # last: the farewell went through it
-            self._own_etcd.close()
+        if self._own_store is not None:  # last: the farewell went through it
+            self._own_store.close()
         self._server = None

@@ -181,6 +181,7 @@ class Leader:
         return None
 
     def _conclude(self, view: View, action: Conclude) -> None:
+        hosts = frozenset(id_ for id_, node in view.nodes.items() if node.hosts_store)
         reports = RoundReports(
             view.header.round,
             {id_: view.nodes[id_].report for id_ in action.nodes},
@@ -188,6 +189,7 @@ class Leader:
             rounds.lost(view),
             len(set(view.nodes) - drains.released(view.header)),
             rounds.reaches(view),
+            hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
             self._reload()

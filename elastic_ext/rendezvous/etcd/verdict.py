@@ -27,6 +27,7 @@ class RoundReports:
         lost: what became of members of the round that are gone, by id.
         nodes: the current number of nodes.
         reaches: see `judgement.Circumstances`.
+        needed: ids of nodes without which the job cannot go on: its store is there.
         charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
     """
 
@@ -36,6 +37,7 @@ class RoundReports:
     lost: Mapping[str, str]
     nodes: int
     reaches: Mapping[str, Reach]
+    needed: frozenset[str] = frozenset()
     charges: int = 0
 
 

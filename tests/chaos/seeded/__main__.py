@@ -4,6 +4,7 @@
     python -m tests.chaos.seeded --seed 7 --only 0,2             with some of its faults
     python -m tests.chaos.seeded --seed 100 --runs 300           many, two side by side; what fails is shrunk
     python -m tests.chaos.seeded --plan FOLDER/7/plan.json       a plan of an earlier run, or one made by hand
+    python -m tests.chaos.seeded --etcd=embedded --seed 7        without etcd, on the store that the job's first host has
 
 FOLDER/SEED gets plan.json, history.jsonl and the agents' logs. Exit code 0: all checks held. Needs root and /dev/net/tun.
 """
@@ -69,10 +70,10 @@ def undisturbed(folder: Path, steps: int, anew: bool = False) -> list[str]:
     return list(json.loads(done.stdout))
 
 
-def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[str]:
+def started(seed: int, folder: Path, positions: set[int] | None = None, embedded: bool = False) -> list[str]:
     """A run in a process of its own; what does not hold."""
     only = [] if positions is None else ["--only", ",".join(map(str, sorted(positions)))]
-    command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={folder}", *only]
+    command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={folder}", *only, *mode(embedded)]
     problems = folder / _name(str(seed), positions) / "problems.json"
     problems.unlink(missing_ok=True)  # of an earlier run
     try:
@@ -95,14 +96,19 @@ def _name(of: str, positions: set[int] | None) -> str:
     return of if positions is None else f"{of}-only-{'-'.join(map(str, sorted(positions)))}"
 
 
-def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
+def mode(embedded: bool) -> list[str]:
+    """What chooses such plans."""
+    return [f"--etcd={schedule.EMBEDDED}"] if embedded else []
+
+
+def many(first: int, runs: int, folder: Path, side_by_side: int, embedded: bool) -> int:
     failed, without, began = [], 0, time.monotonic()
     pool = ThreadPoolExecutor(side_by_side)
-    waiting = {pool.submit(started, seed, folder): seed for seed in range(first, first + runs)}
+    waiting = {pool.submit(started, seed, folder, None, embedded): seed for seed in range(first, first + runs)}
     try:
         for each in as_completed(waiting):
             seed, problems = waiting[each], each.result()
-            kinds = [fault.kind for fault in schedule.plan(seed).faults]
+            kinds = [fault.kind for fault in schedule.plan(seed, embedded).faults]
             at = f"[{time.monotonic() - began:.0f} s]"
             missed = json.loads((folder / str(seed) / MISSED).read_text()) if not problems else []
             partly = f" (not done: {', '.join(missed)})" if missed else ""
@@ -115,19 +121,18 @@ def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
     finally:
         pool.shutdown(cancel_futures=True)  # told to end, it starts no further run
     for seed in failed:
-        shrunk(seed, folder)
+        shrunk(seed, folder, embedded)
     some = f", {without} of them without one of their faults" if without else ""
     print(f"{runs - len(failed)} of {runs} runs passed{some}; histories: {folder}")
     return 1 if failed else 0
 
 
-def shrunk(seed: int, folder: Path) -> None:
-    plan = schedule.plan(seed)
-    kept = fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions)))
+def shrunk(seed: int, folder: Path, embedded: bool) -> None:
+    plan = schedule.plan(seed, embedded)
+    kept = fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions, embedded)))
     faults, only = [plan.faults[each] for each in sorted(kept)], ",".join(map(str, sorted(kept)))
-    print(
-        f"seed {seed}: the fewest faults that fail: {faults}\n    again: python -m tests.chaos.seeded --seed {seed} --only {only}"
-    )
+    again = " ".join(["python -m tests.chaos.seeded", f"--seed {seed} --only {only}", *mode(embedded)])
+    print(f"seed {seed}: the fewest faults that fail: {faults}\n    again: {again}")
 
 
 def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
@@ -135,7 +140,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
     plan, name = (
         (schedule.decode(json.loads(args.plan.read_text())), args.plan.stem)
         if args.plan is not None
-        else (schedule.plan(args.seed), str(args.seed))
+        else (schedule.plan(args.seed, bool(args.etcd)), str(args.seed))
     )
     positions = None if args.only is None else {int(each) for each in args.only.split(",") if each}
     return plan if positions is None else schedule.only(plan, positions), _name(name, positions)
@@ -153,6 +158,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="of the run, or of the first of many")
     what.add_argument("--plan", type=Path, help="a plan.json")
+    parser.add_argument("--etcd", choices=[schedule.EMBEDDED], help="no etcd; else the seed says where it is")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--side-by-side", type=int, default=2)
     parser.add_argument("--only", help="positions of the faults that are meant, e.g. 0,2")
@@ -166,7 +172,7 @@ def main() -> int:
     folder = args.folder.resolve()
     if args.runs > 1:
         undisturbed(folder, ALONE_STEPS, anew=True)
-        return many(args.seed, args.runs, folder, args.side_by_side)
+        return many(args.seed, args.runs, folder, args.side_by_side, bool(args.etcd))
     plan, name = _plan(args)
     problems = one(plan, folder / name, Limits(args.stuck_s, args.restarts, args.gone_s, args.again_s))
     for problem in problems:

@@ -32,7 +32,7 @@ from itertools import pairwise
 from typing import Any
 
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
-from tests.chaos.seeded.schedule import BETWEEN, ETCD_ON, KINDS, TRY_AGAIN, Plan
+from tests.chaos.seeded.schedule import BETWEEN, HOSTS, KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
 Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
@@ -67,8 +67,14 @@ def groups(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 def launches(plan: Plan, events: Sequence[Event]) -> list[float]:
     """When restarts may count from 0 again: an agent started while none ran, and the job in etcd may have expired by then; or the
-    etcd that the job brings lost a majority of its members, and with it all that it knew."""
-    return sorted([*first_starts(events), *(majorities_lost(events) if plan.etcd == ETCD_ON[-1] else ())])
+    etcd that the job brings lost a majority of its members, or its store its host, and with it all that it knew."""
+    forgotten = majorities_lost(events) if plan.brought else store_hosts_lost(events) if plan.embedded else ()
+    return sorted([*first_starts(events), *forgotten])
+
+
+def store_hosts_lost(events: Sequence[Event]) -> list[float]:
+    """When the host of the store died. Its next agent may have begun the job anew before the others have told what they know."""
+    return [each["t"] for each in of(events, "strike") if each["kind"] in HOST_DIES and HOSTS[0] in _hosts(each)]
 
 
 def majorities_lost(events: Sequence[Event]) -> list[float]:
@@ -363,7 +369,7 @@ def nothing_left(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> I
         yield f"left among temporary files: {tmp}; hosts that died: {died}"
     of_etcd = {each for each in end["shm"] if each.startswith(SHM_OF_ETCD)}
     of_agents = {each for each in end["shm"] if each.startswith(SHM_OF_AGENT)} - of_etcd
-    most_of_etcd = len(died) if plan.etcd == ETCD_ON[2] else 0
+    most_of_etcd = len(died) if plan.brought else 0
     if {*end["shm"]} - of_etcd - of_agents or len(of_agents) > len(died) or len(of_etcd) > most_of_etcd:
         yield f"left in shared memory, one of each agent expected whose host died, {died}: {end['shm']}"
 

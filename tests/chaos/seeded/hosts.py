@@ -15,7 +15,7 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos import processes
 from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History, Told
-from tests.chaos.seeded.members import Brought, Members, Ours
+from tests.chaos.seeded.members import Brought, Embedded, Members, Ours
 from tests.chaos.seeded.object_store import ObjectStore
 from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, TRY_AGAIN, Plan
 from tests.chaos.seeded.surroundings import Surroundings, slow, slow_device, unavailable
@@ -54,6 +54,8 @@ class Hosts:
         self.etcd: Members
         if plan.etcd == "job:":
             self.etcd = Brought(RUN_ID, self.network.addresses, members, self.pids)
+        elif plan.embedded:
+            self.etcd = Embedded(HOSTS[0], self.network.addresses[HOSTS[0]], self.pids)
         else:
             self.etcd = Ours(folder, self.network.addresses, members, self.inside, stack)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -118,10 +120,11 @@ class Hosts:
             "standby": "on" if self.plan.standby else "off",
             "events_file": self.folder / f"events-{host}.jsonl",
             **({"local_dir": self.disks[host]} if self.plan.local else {}),
+            **({"ledger_file": self.disks[host] / "ledger"} if self.plan.local and self.plan.embedded else {}),
         }
         options = [
             *(
-                "--rdzv-backend=ext_etcd",
+                f"--rdzv-backend={'ext_c10d' if self.plan.embedded else 'ext_etcd'}",
                 f"--rdzv-endpoint={self.etcd.endpoint}",
                 f"--rdzv-id={RUN_ID}",
                 f"--nnodes={self.plan.nnodes}",

@@ -16,7 +16,7 @@ from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, STORE, Hosts
 from tests.chaos.seeded.members import leader
 from tests.chaos.seeded.object_store import WELL, Ill
-from tests.chaos.seeded.schedule import BETWEEN, KINDS, SPARE, Fault
+from tests.chaos.seeded.schedule import BETWEEN, HOSTS, KINDS, SPARE, Fault
 from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, is_slow, slow
 from tests.lossy_network import CLEAN, Way
 
@@ -52,7 +52,7 @@ def strike(fault: Fault, hosts: Hosts) -> Struck:
     if hosts.done:
         raise NotYet
     target = _target(fault, hosts)
-    if target in hosts.down:
+    if target in hosts.down or (fault.kind == "lose host" and hosts.plan.embedded and target == HOSTS[0]):  # it has the store
         raise NotYet
     return _STRIKES.get(fault.kind, _process)(fault, target, hosts)
 

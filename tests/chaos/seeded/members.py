@@ -1,4 +1,4 @@
-"""The etcd of a run: three members that the suite runs, or those that the job brings (`job:`)."""
+"""The etcd of a run: three members that the suite runs, or that the job brings (`job:`); or the store that its first host has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from elastic_ext.embedded.hosting import DEFAULT_PORT
 from elastic_ext.failures.ledger import Ledger, decode_ledger
 from elastic_ext.own_etcd import folder as own_folder
 from elastic_ext.own_etcd.endpoint import make_plan
@@ -123,6 +124,30 @@ class Brought:
     def replace(self, host: str) -> None:
         if host in self._addresses:
             shutil.rmtree(self._folder(host), ignore_errors=True)
+
+
+class Embedded:
+    """The agent of this host starts it, and again when it ends. With it all goes that it knows."""
+
+    def __init__(self, host: str, address: str, processes_of: Callable[[str], list[Process]]) -> None:
+        self.endpoint = f"{address}:{DEFAULT_PORT}"
+        self.environ: dict[str, str] = {}
+        self._host, self._processes_of = host, processes_of
+
+    def running(self) -> dict[str, int]:
+        return dict([(self._host, each.pid) for each in self._processes_of(self._host) if each.role == "store"][:1])
+
+    def etcdctl(self, host: str) -> list[str]:
+        return [f"--endpoints={self.endpoint}"]
+
+    def kill(self, host: str) -> None:
+        if pid := self.running().get(host):
+            os.kill(pid, signal.SIGKILL)
+
+    def start(self, host: str) -> None:
+        pass
+
+    replace = start
 
 
 def leader(members: Members, inside: Callable[[str], list[str]]) -> str:

@@ -27,7 +27,7 @@ class Kind:
             all hosts share), "job".
         charges: restarts that it may cost the budget.
         may_leave: the agent of its target may leave with a code by which a scheduler starts it again.
-        needs: settings of the plan that it needs, "standby", "local", "spare", "apart", "brought", "folder" or "s3".
+        needs: settings of the plan that it needs, "standby", "local", "spare", "folder", "s3" or one of ETCD_NEEDS.
         harmless: where it is alone, no further round may begin.
         rule: where it is alone, the verdict on it is by this rule of the table.
     """
@@ -84,17 +84,19 @@ KINDS: dict[str, Kind] = {
     "delay": Kind((1.0, 5.0), harmless=True),
     "loss": Kind((1.0, 5.0), may_leave=True),
     "reorder": Kind((1.0, 5.0), harmless=True),
-    "kill etcd leader": Kind((0.2, 4.0), "etcd", harmless=True),
-    "kill etcd member": Kind((0.2, 6.0), "etcd", harmless=True),
-    "kill etcd": Kind((0.2, 6.0), "etcd", harmless=True),
+    "kill etcd leader": Kind((0.2, 4.0), "etcd", needs=("members",), harmless=True),
+    "kill etcd member": Kind((0.2, 6.0), "etcd", needs=("members",), harmless=True),
+    "kill etcd": Kind((0.2, 6.0), "etcd", needs=("members",), harmless=True),
     # As it goes on, a leader that stood still revokes leases that were renewed meanwhile (etcd's issue 15247, until 3.5.12 and
     # 3.4.30). Then a node is lost, and back at once: it costs a round.
-    "pause etcd leader": Kind((0.5, 6.0), "etcd"),
-    "pause etcd member": Kind((0.5, 6.0), "etcd"),
-    "pause etcd": Kind((0.5, 6.0), "etcd", harmless=True),
+    "pause etcd leader": Kind((0.5, 6.0), "etcd", needs=("members",)),
+    "pause etcd member": Kind((0.5, 6.0), "etcd", needs=("members",)),
+    "pause etcd": Kind((0.5, 6.0), "etcd", needs=("members",), harmless=True),
     "cut etcd leader": Kind((0.5, 6.0), "etcd", needs=("apart",), harmless=True),
     "cut etcd member": Kind((0.5, 6.0), "etcd", needs=("apart",), harmless=True),
     "cut etcd": Kind((0.5, 6.0), "etcd", needs=("apart",), harmless=True),
+    "kill store": Kind(None, "etcd", needs=("embedded",), harmless=True),  # its agent starts it again, empty
+    "pause store": Kind((0.5, 6.0), "etcd", needs=("embedded",), harmless=True),
     "cut two hosts": Kind((0.5, 8.0), "two hosts", may_leave=True),
     "too few nodes": Kind((2.0, 8.0), "job", may_leave=True),
     "spare comes": Kind(None, "job", needs=("spare",)),  # it is not there before
@@ -114,13 +116,16 @@ KINDS: dict[str, Kind] = {
 }
 STORES = ("folder", "s3")
 ETCD_ON = ("own hosts", "agents' hosts", "job:")  # the job brings the last one
-ETCD_NEEDS = {"apart": ETCD_ON[0], "brought": ETCD_ON[2]}
+EMBEDDED = "embedded"  # nowhere: the first host has the job's store
+ETCD_NEEDS = {"apart": ETCD_ON[:1], "brought": ETCD_ON[2:], "members": ETCD_ON, "embedded": (EMBEDDED,)}
 ONE_OF = ("lose host", "spare comes")  # without its spare, what is left after a loss may wait for ever
-# How many hosts begin, where etcd is, --nnodes. Three hosts take half as long again as two, and are needed for etcd on them.
-SETUPS = (
+Setup = tuple[int, str, str]  # how many hosts begin, where etcd is, --nnodes
+# Three hosts take half as long again as two, and are needed for etcd on them.
+SETUPS: tuple[Setup, ...] = (
     *((2, ETCD_ON[0], nnodes) for nnodes in ("2", "2", "1:2", "2:3")),
     *((3, where, nnodes) for where in ETCD_ON for nnodes in ("3", "2:3")),
 )
+EMBEDDED_SETUPS = tuple((trainers, EMBEDDED, nnodes) for trainers, where, nnodes in SETUPS if where == ETCD_ON[0])
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """trainers: how many hosts begin. etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir.
-    store: one of STORES, where checkpoint_dir is. steps: of the training, at least."""
+    """trainers: how many hosts begin. etcd: one of ETCD_ON, or EMBEDDED. nnodes: as for torchrun. local: whether each host has a
+    local_dir. store: one of STORES, where checkpoint_dir is. steps: of the training, at least."""
 
     seed: int
     trainers: int
@@ -153,12 +158,20 @@ class Plan:
     @property
     def apart(self) -> bool:
         """Whether members of etcd are on hosts of their own."""
-        return self.etcd == ETCD_NEEDS["apart"]
+        return self.etcd in ETCD_NEEDS["apart"]
 
     @property
     def brought(self) -> bool:
         """Whether the job brings its etcd: each host has a keeper."""
-        return self.etcd == ETCD_NEEDS["brought"]
+        return self.etcd in ETCD_NEEDS["brought"]
+
+    @property
+    def members(self) -> bool:
+        return self.etcd in ETCD_NEEDS["members"]
+
+    @property
+    def embedded(self) -> bool:
+        return self.etcd in ETCD_NEEDS["embedded"]
 
     @property
     def folder(self) -> bool:
@@ -177,15 +190,16 @@ class Plan:
         return (*HOSTS[: self.trainers], *((SPARE,) if self.spare else ()))
 
 
-def plan(seed: int) -> Plan:
-    """As many seeds in a row as there are kinds have each of them at least once."""
+def plan(seed: int, embedded: bool = False) -> Plan:
+    """As many seeds in a row as there are kinds have each of them at least once. embedded: without etcd, see EMBEDDED."""
     rng = random.Random(seed)
-    kinds = sorted(KINDS)
+    setups = EMBEDDED_SETUPS if embedded else SETUPS
+    kinds = kinds_of(setups)
     count = rng.choices((1, 2, 3), (6, 3, 1))[0]
-    chosen = _possible([kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))])
+    chosen = _possible([kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))], setups)
     store = next((each for kind in chosen for each in KINDS[kind].needs if each in STORES), "") or rng.choice(STORES)
-    trainers, etcd, nnodes = rng.choice([each for each in SETUPS if _suits(each, chosen)])
-    faults = sorted((_fault(kind, HOSTS[:trainers], rng) for kind in chosen), key=lambda each: each.step)
+    trainers, etcd, nnodes = rng.choice([each for each in setups if _suits(each, chosen)])
+    faults = sorted((_fault(kind, HOSTS[:trainers], rng, embedded) for kind in chosen), key=lambda each: each.step)
     needs = {each for kind in chosen for each in KINDS[kind].needs}
     return Plan(
         seed=seed,
@@ -200,41 +214,45 @@ def plan(seed: int) -> Plan:
     )
 
 
-def _fault(kind: str, hosts: Sequence[str], rng: random.Random) -> Fault:
+def kinds_of(setups: Sequence[Setup]) -> list[str]:
+    return sorted(kind for kind in KINDS if any(_suits(setup, [kind]) for setup in setups))
+
+
+def _fault(kind: str, hosts: Sequence[str], rng: random.Random, embedded: bool) -> Fault:
     scope, seconds = KINDS[kind].scope, KINDS[kind].seconds
     target = ""
     if scope == "host":
-        target = rng.choice((*hosts, RANK_0))
+        target = rng.choice(hosts[1:] if embedded and kind == "lose host" else (*hosts, RANK_0))  # the first has the store
     elif scope == "two hosts":
         target = BETWEEN.join(sorted(rng.sample(hosts, 2)))
     return Fault(kind, target, rng.randint(4, LAST_STEP), _short(rng), round(rng.uniform(*seconds), 2) if seconds else 0.0)
 
 
-def _suits(setup: tuple[int, str, str], kinds: Sequence[str]) -> bool:
+def _suits(setup: Setup, kinds: Sequence[str]) -> bool:
     trainers, etcd, nnodes = setup
     if "spare comes" in kinds and trainers == int(nnodes.rpartition(":")[2]):
         return False  # there would be no room for it
-    return all(etcd == ETCD_NEEDS.get(need, etcd) for kind in kinds for need in KINDS[kind].needs)
+    return all(etcd in ETCD_NEEDS.get(need, (etcd,)) for kind in kinds for need in KINDS[kind].needs)
 
 
 def _short(rng: random.Random) -> float:
     return round(rng.uniform(0, 0.4), 2)
 
 
-def _possible(kinds: Sequence[str]) -> list[str]:
+def _possible(kinds: Sequence[str], setups: Sequence[Setup]) -> list[str]:
     """Of kinds that cannot come in one run, the first."""
     kept: list[str] = []
     for kind in kinds:
-        if _together([*kept, kind]):
+        if _together([*kept, kind], setups):
             kept.append(kind)
     return kept
 
 
-def _together(kinds: Sequence[str]) -> bool:
+def _together(kinds: Sequence[str], setups: Sequence[Setup]) -> bool:
     """One host at most is lost for good, and then the spare is there, to take its place; and the setup can have all of them."""
     stores = {need for kind in kinds for need in KINDS[kind].needs if need in STORES}
     one_of = [kind for kind in kinds if kind in ONE_OF]
-    return len(one_of) <= 1 and len(stores) <= 1 and any(_suits(setup, kinds) for setup in SETUPS)
+    return len(one_of) <= 1 and len(stores) <= 1 and any(_suits(setup, kinds) for setup in setups)
 
 
 def only(whole: Plan, positions: set[int]) -> Plan:

@@ -112,9 +112,11 @@ def dead(host: str, t: float, back: float) -> History:
         ("job:", [*dead("b", 1.3, 1.5)], False),
         ("job:", [*dead("b", -90.0, -60.0), *dead("c", 1.3, 1.5)], False),  # it was
         ("own hosts", [*dead("b", 1.3, 1.5), *dead("c", 1.6, 1.8)], False),
+        ("embedded", [*dead("a", 1.3, 1.5)], True),
+        ("embedded", [*dead("b", 1.3, 1.5), *dead("c", 1.6, 1.8)], False),
     ],
 )
-def test_restarts_count_from_0_again_after_the_jobs_own_etcd_lost_its_majority(etcd: str, others: History, forgotten: bool):
+def test_restarts_count_from_0_again_after_what_the_job_brings_has_forgotten_all(etcd: str, others: History, forgotten: bool):
     plan = replace(PLAN, etcd=etcd)
     assert bool(list(checks.CHECKS["restarts count up"](plan, counted(1, 0, *others), ALONE))) is not forgotten
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import lossy_network
-from tests.chaos.seeded.__main__ import reported, started
-from tests.chaos.seeded.schedule import plan
+from tests.chaos.seeded.__main__ import mode, reported, started
+from tests.chaos.seeded.schedule import SETUPS, kinds_of, plan
 from tests.jobs import Finished, ended
 
 TIMEOUT_S = 1200
@@ -42,12 +42,14 @@ def test_a_run_has_passed_only_if_it_wrote_so_and_left_so(problems: str | None, 
 
 @pytest.mark.full
 @pytest.mark.timeout(TIMEOUT_S + 30)
-@pytest.mark.parametrize("kind", ["kill host", "cut", "kill etcd leader"])
-@pytest.mark.full("cut", "kill etcd leader")
+@pytest.mark.parametrize("kind", ["kill host", "cut", "kill etcd leader", "kill store"])
+@pytest.mark.full("cut", "kill etcd leader", "kill store")
 def test_the_first_seed_whose_plan_is_this_fault_alone_on_two_hosts_without_a_store(kind: str, tmp_path: Path) -> None:
     lossy_network.required()
-    alone = (each for each in map(plan, itertools.count()) if [fault.kind for fault in each.faults] == [kind])
+    embedded = kind not in kinds_of(SETUPS)
+    plans = (plan(seed, embedded) for seed in itertools.count())
+    alone = (each for each in plans if [fault.kind for fault in each.faults] == [kind])
     seed = next(each.seed for each in alone if each.trainers == 2 and each.store == "folder")
-    command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={tmp_path}"]
+    command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", *mode(embedded), f"--folder={tmp_path}"]
     run = ended(command, TIMEOUT_S)
     assert run.returncode == 0, f"{run.err}\nagain: {' '.join(command[1:-1])}"

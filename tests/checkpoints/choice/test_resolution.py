@@ -8,13 +8,13 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
@@ -28,9 +28,6 @@ from elastic_ext.checkpoints.directory.tiers import digest, memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, Verification
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from elastic_ext.failures.ledger import Ledger
-from elastic_ext.rendezvous.c10d.exchange import StoreExchange
-from elastic_ext.rendezvous.c10d.store_job import Membership, StoreJob
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
 from tests.jobs import AGENT, Job, run
@@ -247,21 +244,38 @@ def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
     assert verified[-1] == ("step_8.pt", Mode(settings.verify))
 
 
+@dataclass(frozen=True)
+class Told:
+    """One node's end of an exchange within this process; see `base.exchange`. The real ones: rendezvous/test_strangers.py."""
+
+    rank: int
+    offered: tuple[Future[str], ...]
+    chosen: Future[str]
+
+    def offer(self, text: str) -> None:
+        self.offered[self.rank].set_result(text)
+
+    def offers(self, timeout_s: float) -> list[str] | None:
+        return [each.result(timeout_s) for each in self.offered]
+
+    def publish(self, text: str) -> None:
+        self.chosen.set_result(text)
+
+    def choice(self, timeout_s: float) -> str:
+        return self.chosen.result(timeout_s)
+
+
+def exchanges_of(nodes: int) -> list[Told]:
+    """Their ends of one exchange, by rank."""
+    offered, chosen = tuple(Future[str]() for _ in range(nodes)), Future[str]()
+    return [Told(rank, offered, chosen) for rank in range(nodes)]
+
+
 @pytest.fixture
-def exchanges():
-    """Two nodes' ends, through the store of a rendezvous."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield [exchange_of(server, rank, 2) for rank in range(2)]
-    del server  # which lives as long as this name
+def exchanges() -> list[Told]:
+    return exchanges_of(2)
 
 
-def exchange_of(server: TCPStore, rank: int, nodes: int, over=lambda: None) -> StoreExchange:
-    shared = StoreJob(TCPStore("127.0.0.1", server.port, is_master=False), "run", f"node-{rank}", False, Ledger())
-    shared.enter_job()
-    return StoreExchange(Membership(1, rank, nodes), lambda question: question(shared), over)
-
-
-@pytest.mark.seam
 def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     save(tmp_path, 7)
     settings = Settings(checkpoint_dir=str(tmp_path))
@@ -283,14 +297,13 @@ def copies(folder: Path, steps: Sequence[int], ranks: Sequence[int], nodes: int 
     return str(folder)
 
 
-def agreed(settings: Settings, exchanges: Sequence[StoreExchange], places: Sequence[Place]) -> list[Resumption]:
+def agreed(settings: Settings, exchanges: Sequence[Told], places: Sequence[Place]) -> list[Resumption]:
     """What each node resumes from."""
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(resolution.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
         return [each.result() for each in asked]
 
 
-@pytest.mark.seam
 def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
     """The newest, whoever has its parts; what one node refuses, none uses; each knows its peer and what it must get."""
     (tmp_path / "checkpoints").mkdir()
@@ -309,7 +322,6 @@ def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
     assert two.digest == digest((tmp_path / "a" / directory_name(6, 1) / MANIFEST).read_bytes())
 
 
-@pytest.mark.full
 def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
     """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
     save_own(tmp_path / "checkpoints", 5)
@@ -319,7 +331,6 @@ def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_pat
     assert found[0].lost.startswith("node 1 has no memory for copies")
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize(
     ("prepare", "kind"), [(lambda path: flip(save(path, 7)), BadCheckpoints), (lambda path: save(path, 7), UsageError)]
 )

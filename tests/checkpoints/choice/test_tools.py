@@ -284,7 +284,8 @@ def test_what_is_said_of_a_missing_rank(tmp_path: Path) -> None:
     ranks(tmp_path, "s_3_rank{}.pt", 4, start=1)
     assert reasons(newest_complete(str(tmp_path))) == {
         "s_3_rank*.pt": "the file of rank 0 is missing: 3 are there",
-        "s_2_rank*.pt": "it has fewer files of ranks than the one before it (3, not 4): the save did not finish",
+        "s_2_rank*.pt": "it has fewer files of ranks than the one before it (3, not 4): "
+        "the save did not finish, or the job has shrunk, and nothing in it says which",
     }
 
 
@@ -438,6 +439,18 @@ def trainer_with_its_state(directory: Path) -> None:
         scenes.deepspeed(path / f"global_step{step}", step, count)
 
 
+def trainer_of_processes(path: Path, step: int, count: int) -> Path:
+    scenes.trainer_of_deepspeed(path, step)
+    ranks(path, "rng_state_{}.pth", count)
+    return scenes.deepspeed(path / f"global_step{step}", step, count)
+
+
+def trainer_with_states_of_processes(directory: Path) -> None:
+    for step, count in ((100, 8), (200, 6)):
+        trainer_of_processes(directory / f"checkpoint-{step}", step, count)
+        (directory / f"checkpoint-{step}" / "latest").unlink()
+
+
 def lightning_with_inner_latest(directory: Path) -> None:
     for step, count in ((100, 8), (200, 4)):
         path = scenes.lightning_of_deepspeed(directory / f"epoch=0-step={step}.ckpt", step)
@@ -466,7 +479,7 @@ def shards_with_others(directory: Path) -> None:
     "make",
     [
         *(deepspeed_with_tracker, megatron_with_tracker, trainer_with_its_state, lightning_with_inner_latest),
-        *(totals_in_names, files_with_tracker, shards_with_others),
+        *(totals_in_names, files_with_tracker, shards_with_others, trainer_with_states_of_processes),
     ],
 )
 def test_a_job_that_has_shrunk_resumes_from_its_newest(tmp_path: Path, make: Callable[[Path], None]) -> None:
@@ -476,6 +489,35 @@ def test_a_job_that_has_shrunk_resumes_from_its_newest(tmp_path: Path, make: Cal
     assert found[1] == 200, reasons(newest_complete(str(tmp_path)))
     rows = {row.step: row for row in list_checkpoints(open_storage(str(tmp_path)))}
     assert rows[200].complete, rows[200].state
+
+
+def of_stage_3(path: Path, step: int, count: int) -> Path:
+    for part in ("model", "optim"):
+        ranks(path, f"zero_pp_rank_{{}}_mp_rank_00_{part}_states.pt", count)
+    text(path.parent / "latest", f"{path.name}\n")
+    return path
+
+
+@pytest.mark.parametrize(("name", "make"), [("checkpoint-{}", trainer_of_processes), ("global_step{}", of_stage_3)])
+@pytest.mark.parametrize("count", [2, 8])
+def test_the_last_rank_whose_file_only_others_beside_it_show(
+    tmp_path: Path, name: str, make: Callable[[Path, int, int], Path], count: int
+) -> None:
+    for step in (100, 200):
+        path = make(tmp_path / name.format(step), step, count)
+    assert chosen(tmp_path) == (name.format(200), 200)
+    next(path.glob(f"*zero_pp_rank_{count - 1}_*optim_states.pt")).unlink()
+    assert chosen(tmp_path) == (name.format(100), 100)
+    assert f"the files of 1 of {count} ranks are missing" in reasons(newest_complete(str(tmp_path)))[name.format(200)]
+
+
+@pytest.mark.parametrize("make", [scenes.trainer, scenes.trainer_of_fsdp, lambda path, step: trainer_of_processes(path, step, 1)])
+def test_random_states_of_processes_make_no_other_trainer_torn(tmp_path: Path, make: Make) -> None:
+    for count in (1, 4):
+        path = make(tmp_path / f"checkpoint-{count}", count)
+        if (path / "optimizer.pt").exists():
+            ranks(path, "rng_state_{}.pth", count)
+    assert chosen(tmp_path) == ("checkpoint-4", 4)
 
 
 TEMPORARY = ("tmp-checkpoint-{}", "step_{}_tmp.pt", "tmp_step_{}.pt", "step_{}.tmp.pt", "trash_{}.pt", "step_{}.incomplete.pt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ext.checkpoints.formats.names import family_of, rank_name, says_step, step_of
-from elastic_ext.checkpoints.formats.rank_files import grouped, missing_rank
+from elastic_ext.checkpoints.formats.rank_files import by_pattern, grouped, missing_rank, too_few
 from elastic_ext.checkpoints.storage import Entry
 
 
@@ -123,6 +123,43 @@ def test_which_rank_is_missing(names: list[str], missing: str) -> None:
     found = [each for each in map(rank_name, names) if each is not None]
     assert len(found) == len(names)
     assert missing_rank(found) == missing
+
+
+ZERO = "g/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+ZERO_3 = "g/zero_pp_rank_{}_mp_rank_00_{}_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("counts", "missing"),
+    [
+        ({ZERO: 8, "rng_state_{}.pth": 8}, ""),
+        ({ZERO: 7, "rng_state_{}.pth": 8}, "1 of 8"),
+        ({ZERO: 4, "rng_state_{}.pth": 8}, "4 of 8"),
+        ({ZERO: 1, "random_states_{}.pkl": 2}, "1 of 2"),
+        ({ZERO: 8, "rng_state_{}.pth": 6}, ""),  # older ones were there
+        ({ZERO: 1, "rng_state.pth": 1}, ""),  # one process
+        ({ZERO: 7, "h/rng_state_{}.pth": 8}, ""),  # of something else
+        ({ZERO: 4, "g/mp_rank_{:02}_model_states.pt": 8}, ""),
+        # Stage 3. With MiCS the first ranks write for all.
+        ({ZERO_3.format("{}", "model"): 2, ZERO_3.format("{}", "optim"): 2}, ""),
+        ({ZERO_3.format("{}", "model"): 2, ZERO_3.format("{}", "optim"): 1}, "1 of 2"),
+        ({ZERO_3.format("{}", "model"): 4, ZERO_3.format("{}", "optim"): 4, "rng_state_{}.pth": 8}, ""),
+        ({ZERO_3.format("{}", "model"): 7, ZERO_3.format("{}", "optim"): 7, "rng_state_{}.pth": 8}, "1 of 8"),
+        ({ZERO_3.format("{}", "model"): 8, ZERO_3.format("{}", "optim"): 6, "rng_state_{}.pth": 6}, ""),
+        # Files of no known tool.
+        ({"model_rank{}.pt": 8, "optim_rank{}.pt": 8}, ""),
+        ({"model_rank{}.pt": 8, "optim_rank{}.pt": 7}, "1 of 8"),
+        ({"model_rank{}.pt": 1, "optim_rank{}.pt": 8}, ""),
+        ({"model_rank{}.pt": 4, "optim_rank{}.pt": 8}, ""),
+        ({"rank_{}/model.pt": 4, "rank_{}/rng.pt": 3}, "1 of 4"),
+        ({"actor/rank_{}.pt": 4, "critic/rank_{}.pt": 3}, ""),
+        ({"model_tp{}.pt": 3, "rng_state_{}.pth": 8}, ""),
+        ({"a_rank{}_of_3.pt": 3, "b_rank{}.pt": 4}, ""),
+    ],
+)
+def test_files_that_fewer_ranks_wrote(counts: dict[str, int], missing: str) -> None:
+    found = too_few(by_pattern(name.format(rank) for name, count in counts.items() for rank in range(count)))
+    assert found.partition(": ")[2] == (f"the files of {missing} ranks are missing" if missing else "")
 
 
 def test_files_of_all_ranks_are_one_entry() -> None:

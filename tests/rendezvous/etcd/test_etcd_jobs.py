@@ -1,4 +1,4 @@
-"""`ext_etcd` for real: stock torchrun, several agents, an etcd server, and what happens to them."""
+"""Jobs of several nodes for real: stock torchrun, agents, etcd or the embedded store, and what happens to them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -18,6 +19,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Node, decode
+from tests.embedded_server import EmbeddedServer
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
@@ -37,12 +39,13 @@ class Nodes:
         self.tmp_path = tmp_path
         self.stack = stack
         self.gate = Gate(tmp_path / "gate")
+        self.options = ["--rdzv-backend=ext_etcd"]
 
     def start(
         self, name: str, endpoint: str, nnodes: str, *more: str, script: str = ELASTIC, conf: str = CONF, **variables: str
     ) -> Job:
         where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
-        command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
+        command = [*TORCHRUN, *self.options, *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
         return self.stack.enter_context(Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path), **variables))
 
     def open_gate(self) -> None:
@@ -50,9 +53,23 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Of a job on `store`, where a test has that; else on etcd."""
     with ExitStack() as stack:
-        yield Nodes(tmp_path, stack)
+        made = Nodes(tmp_path, stack)
+        if "store" in request.fixturenames:
+            made.options = request.getfixturevalue("store").options
+        yield made
+
+
+Store: TypeAlias = EtcdServer | EmbeddedServer
+
+
+@pytest.fixture(params=["etcd", "embedded"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """What a job agrees through: the one protocol must do the same on each."""
+    with EtcdServer(tmp_path / "etcd") if request.param == "etcd" else EmbeddedServer() as started:
+        yield started
 
 
 def reports(*jobs: Job) -> list[dict]:
@@ -63,7 +80,7 @@ def seen(world: int, attempt: int) -> str:
     return rf'"world": {world}, "attempt": {attempt}\b'
 
 
-def wait_for_nodes(server: EtcdServer, count: int) -> None:
+def wait_for_nodes(server: Store, count: int) -> None:
     """Until so many nodes are registered, waiting ones too."""
     with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
         while len(client.get_prefix(KEYS.nodes).kvs) < count:
@@ -71,10 +88,10 @@ def wait_for_nodes(server: EtcdServer, count: int) -> None:
 
 
 @pytest.mark.seam
-def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(server, tmp_path):
+def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(store, tmp_path):
     """Mixed local world sizes and roles; every node takes part in the second round, none fails on its own account."""
-    options = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
-    base = [*TORCHRUN, "--rdzv-backend=ext_etcd", *options]
+    options = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
+    base = [*TORCHRUN, *store.options, *options]
     with (
         Job([*base, "--nproc-per-node=1", "--role=reader", GLOO, "kill:2"], tmp_path) as first,
         Job([*base, "--nproc-per-node=2", "--role=trainer", GLOO, "kill:2"], tmp_path) as second,
@@ -89,17 +106,17 @@ def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(server, tm
 
 
 @pytest.mark.seam
-def test_nodes_join_and_leave_and_ranks_stay(server, nodes):
-    first = nodes.start("a", server.endpoint, "1:3")
+def test_nodes_join_and_leave_and_ranks_stay(store, nodes):
+    first = nodes.start("a", store.endpoint, "1:3")
     first.wait_for(seen(1, 0))
-    second = nodes.start("b", server.endpoint, "1:3")
+    second = nodes.start("b", store.endpoint, "1:3")
     first.wait_for(seen(2, 1))
     second.wait_for(seen(2, 1))
-    third = nodes.start("c", server.endpoint, "1:3")
+    third = nodes.start("c", store.endpoint, "1:3")
     for job in (first, second, third):
         job.wait_for(seen(3, 2))
-    spare = nodes.start("d", server.endpoint, "1:3")
-    wait_for_nodes(server, 4)
+    spare = nodes.start("d", store.endpoint, "1:3")
+    wait_for_nodes(store, 4)
     # A node that is told to stop leaves at once: the others go on without it, and the spare steps in.
     second.process.send_signal(signal.SIGTERM)
     assert second.finish().returncode == 75
@@ -112,10 +129,10 @@ def test_nodes_join_and_leave_and_ranks_stay(server, nodes):
 
 
 @pytest.mark.seam
-def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(server, nodes):
-    first = nodes.start("a", server.endpoint, "1:2")
+def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, nodes):
+    first = nodes.start("a", store.endpoint, "1:2")
     first.wait_for(seen(1, 0))
-    second = nodes.start("b", server.endpoint, "1:2")
+    second = nodes.start("b", store.endpoint, "1:2")
     second.wait_for(seen(2, 1))
     first.wait_for(seen(2, 1))
     (pid,) = [line["pid"] for line in reports(first) if line["attempt"] == 1]
@@ -141,11 +158,11 @@ def test_etcd_down_for_longer_than_the_lease_restarts_nothing(server, nodes):
 
 
 @pytest.mark.seam
-def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server, nodes):
-    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
-        first = nodes.start("a", server.endpoint, "1:2")
+def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(store, nodes):
+    with Proxy(int(store.endpoint.rpartition(":")[2])) as proxy:
+        first = nodes.start("a", store.endpoint, "1:2")
         first.wait_for(seen(1, 0))
-        second = nodes.start("b", proxy.endpoint, "1:2")
+        second = nodes.start("b", proxy.endpoint, "1:2", conf=f"{CONF},is_host=0")
         second.wait_for(seen(2, 1))
         first.wait_for(seen(2, 1))
         (pid,) = [line["pid"] for line in reports(second)]
@@ -158,7 +175,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server,
         proxy.start()
         second.wait_for(seen(2, 3))
         first.wait_for(seen(2, 3))
-        with EtcdClient(server.endpoint) as client:
+        with EtcdClient(store.endpoint) as client:
             found = [decode(Node, kv.value, "nodes") for kv in client.get_prefix(KEYS.nodes).kvs]
         assert sorted(node.cut for node in found) == [0, 2]
         nodes.open_gate()
@@ -180,10 +197,10 @@ else:
 
 
 @pytest.mark.full
-def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(server, nodes, tmp_path):
+def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(store, nodes, tmp_path):
     """Its agent was paused: its lease ends, the others go on without it, and its worker fails as theirs are gone. No restart is
     charged: with --max-restarts=0 the job would end."""
-    first, second = waiting_pair(server, nodes, tmp_path, "2")
+    first, second = waiting_pair(store, nodes, tmp_path, "2")
     first.wait_for("lost node")
     second.process.send_signal(signal.SIGCONT)
     assert [job.finish().returncode for job in (first, second)] == [0, 0], first.err + second.err
@@ -191,21 +208,21 @@ def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(ser
 
 
 @pytest.mark.full
-def test_a_node_that_was_left_behind_does_not_take_that_for_a_failure(server, nodes, tmp_path):
+def test_a_node_that_was_left_behind_does_not_take_that_for_a_failure(store, nodes, tmp_path):
     """The job has gone on without it, and ended: its verdict on that round is not to be had."""
-    first, second = waiting_pair(server, nodes, tmp_path, "1:2")
+    first, second = waiting_pair(store, nodes, tmp_path, "1:2")
     assert first.finish().returncode == 0, first.err
     second.process.send_signal(signal.SIGCONT)
     assert second.finish().returncode == 0, second.err
     assert "this node judges for itself" in second.err
 
 
-def waiting_pair(server: EtcdServer, nodes: Nodes, tmp_path: Path, nnodes: str) -> list[Job]:
+def waiting_pair(server: Store, nodes: Nodes, tmp_path: Path, nnodes: str) -> list[Job]:
     """Two agents; the second one is paused, and its worker has failed."""
     script = tmp_path / "waits.py"
     script.write_text(ONE_WAITS_FOR_THE_OTHER)
     where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=6,last_call=60"]
-    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=0", str(script)]
+    command = [*TORCHRUN, *server.options, *where, "--max-restarts=0", str(script)]
     env = {"GATE": str(nodes.gate.path)}
     first, second = (nodes.stack.enter_context(Job(command, tmp_path, NODE=name, **env)) for name in "ab")
     first.wait_for("trains a 0")
@@ -216,13 +233,13 @@ def waiting_pair(server: EtcdServer, nodes: Nodes, tmp_path: Path, nnodes: str) 
 
 
 @pytest.mark.full
-def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(server, nodes):
+def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(store, nodes):
     """The grace would be 30 s, the lease is over in 10: the others go on then, and must be alone."""
     conf = "lease_ttl=10,last_call=0.5,stop_grace=30"
-    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
-        first = nodes.start("a", server.endpoint, "1:2", conf=conf)
+    with Proxy(int(store.endpoint.rpartition(":")[2])) as proxy:
+        first = nodes.start("a", store.endpoint, "1:2", conf=conf)
         first.wait_for(seen(1, 0))
-        second = nodes.start("b", proxy.endpoint, "1:2", "deaf:1", conf=conf)
+        second = nodes.start("b", proxy.endpoint, "1:2", "deaf:1", conf=f"{conf},is_host=0")
         second.wait_for(seen(2, 1))
         first.wait_for(seen(2, 1))
         (pid,) = [line["pid"] for line in reports(second)]
@@ -234,9 +251,9 @@ def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(
 
 
 @pytest.mark.seam
-def test_a_bug_on_one_node_ends_the_job_on_all(server, nodes):
-    first = nodes.start("a", server.endpoint, "2")
-    second = nodes.start("b", server.endpoint, "2", "bug:0")
+def test_a_bug_on_one_node_ends_the_job_on_all(store, nodes):
+    first = nodes.start("a", store.endpoint, "2")
+    second = nodes.start("b", store.endpoint, "2", "bug:0")
     assert second.finish().returncode == 65
     assert first.finish().returncode == 65
     assert "Traceback" not in first.err.partition("ChildFailedError")[0].partition("elastic_ext: stop")[0]

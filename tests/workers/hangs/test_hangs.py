@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import launch
@@ -27,6 +26,7 @@ from elastic_ext.workers.hangs.detector import Stuck, WorkerStatus
 from elastic_ext.workers.hangs.step_times import StepMark
 from elastic_ext.workers.hangs.waits import Wait
 from tests import jobs
+from tests.embedded_server import EmbeddedServer
 from tests.jobs import PATIENT_AGENT as AGENT
 from tests.jobs import SCRIPTS, TORCHRUN, Job, wait_gone
 from tests.until import until
@@ -506,10 +506,9 @@ def test_both_nodes_name_the_culprit_and_its_node(tmp_path):
 
 
 def start_two(stack: ExitStack, tmp_path: Path, fault: str, *options: str, conf: str = CONF, **env: str) -> list[Job]:
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    stack.callback(lambda: store)
-    where = [f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=2"]
-    how = ["--rdzv-backend=ext_c10d", f"--rdzv-conf={conf},last_call_timeout=1,is_host=0"]
+    store = stack.enter_context(EmbeddedServer())
+    where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=2"]
+    how = [*store.options, f"--rdzv-conf={conf}"]
     own = [{"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}")} for name in "ab"]
     command, env = [*TORCHRUN, *how, *where, *options, JOB, fault], {"STOP": str(tmp_path / "stop"), **env}
     return [stack.enter_context(Job(command, tmp_path, **env, **each)) for each in own]

@@ -1,0 +1,246 @@
+"""A helper process that the agents of a host share: the first one starts it, the others find it on its Unix socket.
+
+It outlives an agent that is killed, and is started again if it is killed itself. The wire, version 1: JSON objects, one a line.
+
+agent    {"say": "hello", "version": 1, "job": ...}     "job": which one it is for; a helper of another one ends, or fails
+helper   {"say": "info" | "warning", "text": ...}       for the agent's log, any number
+helper   {"say": "failed", "text": ...}                 and ends
+agent    {"say": "leaves"}                              its last word
+helper   {"say": "stays", "text": ...}                  it goes on without the agent; else it closes the socket when all is gone
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.base import isolated
+from elastic_ext.base.errors import ElasticExtError
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+UP, BUSY = b"up\n", b"another one is up\n"  # what a helper writes to its standard output as it starts
+MAX_LINE = 1 << 16
+TRIES, TRIES_S = 8, 60.0  # starts and entries of one agent within this time: one that always dies is not started for ever
+END_S = 12.0  # for the helper to leave nothing behind: milliseconds, or the lease of a host that was lost just before the end
+ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "LANG", "PYTHONHOME")  # nothing by which a reaper would find it
+QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}  # what it prints on stderr of a port that is taken is said better
+
+Message = dict[str, str | int]
+
+
+class HelperFailed(ElasticExtError):
+    """The helper cannot be started, or what it serves does not come up."""
+
+
+def send(connection: socket.socket, message: Message) -> bool:
+    """Send; return False if the other side is gone."""
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return False
+    return True
+
+
+class Lines:
+    """The messages that arrive on a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._rest = b""
+        self.ended = False
+
+    def read(self) -> list[Message]:
+        """Read once; return what is complete. Sets `ended` at the end of the stream, and where it is no stream of ours."""
+        try:
+            data = self._connection.recv(MAX_LINE)
+        except (BlockingIOError, TimeoutError):
+            return []
+        except OSError:
+            data = b""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.ended = not data or len(self._rest) > MAX_LINE
+        return list(self._parsed(lines))
+
+    def _parsed(self, lines: list[bytes]) -> Iterator[Message]:
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):
+                self.ended = True
+                return
+            yield message
+
+
+def text_of(message: Message, key: str) -> str:
+    """Return a text of a message; "" if it has none."""
+    found = message.get(key, "")
+    return found if isinstance(found, str) else ""
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A kind of helper.
+
+    Attributes:
+        name: for the log.
+        module: that its process runs.
+        address: of its socket: a path, or an abstract name, which begins with a null character.
+        told: what it gets on its standard input, so that no secret is in a command line or environment.
+        log: where it logs; "": nowhere.
+        job: which one it is for, where one address may serve several; "": any.
+    """
+
+    name: str
+    module: str
+    address: str
+    told: bytes = b""
+    log: str = ""
+    job: str = ""
+
+    @property
+    def where(self) -> str | bytes:
+        return os.fsencode(self.address) if self.address.startswith("\0") else self.address
+
+
+class HelperConnection:
+    """One agent's connection to a helper, until `close`.
+
+    Args of the constructor:
+        on_message: called with each message, on a thread of its own.
+        on_enter: called after each entering, before anything is received.
+    """
+
+    def __init__(
+        self, helper: Helper, on_message: Callable[[Message], None], on_enter: Callable[[], None] = lambda: None
+    ) -> None:
+        """Connect, and start a helper if there is none. Raises HelperFailed, UsageError."""
+        self._helper, self._on_message, self._on_enter = helper, on_message, on_enter
+        self._leaving = self._failed = False
+        self._lock = threading.Lock()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._tries: collections.deque[float] = collections.deque(maxlen=TRIES)  # monotonic
+        self._connection = self._enter()
+        self._thread = threading.Thread(target=self._run, name=f"elastic_ext {helper.name}"[:60], daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Leave. Return when the helper has left nothing behind, or goes on without this agent; a second call, at once.
+
+        Where the helper's host or container ends with its last agent, so would the helper: this is why the last one waits.
+        """
+        with self._lock:
+            if self._leaving:
+                return
+            self._leaving = True
+        atexit.unregister(self.close)
+        send(self._connection, {"say": "leaves"})
+        self._thread.join(END_S)
+        self._connection.close()
+        self._reap()
+
+    # Entering: on the thread of the constructor, then on our own.
+
+    def _enter(self) -> socket.socket:
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(self._helper.where)
+            except OSError:
+                connection.close()
+                self._start()
+            else:
+                if (user := _user_of(connection)) != os.geteuid():
+                    connection.close()
+                    raise HelperFailed(
+                        f"{self._helper.name} on this host is that of user {user}: use another port, or wait for its end"
+                    )
+                self._count_try()
+                send(connection, {"say": "hello", "version": VERSION, "job": self._helper.job})
+                self._on_enter()
+                return connection
+
+    def _count_try(self) -> None:
+        """Raises HelperFailed: there were too many lately."""
+        now = time.monotonic()
+        if len(self._tries) == TRIES and now - self._tries[0] < TRIES_S:
+            raise HelperFailed(f"{self._helper.name} on this host keeps ending: {TRIES} tries within {TRIES_S:g} s")
+        self._tries.append(now)
+
+    def _start(self) -> None:
+        """Start a helper, and return when it, or another one, listens. Raises HelperFailed."""
+        self._count_try()
+        name = self._helper.name
+        if not self._helper.address.startswith("\0"):
+            Path(self._helper.address).parent.mkdir(mode=0o700, exist_ok=True)
+        process = subprocess.Popen(
+            isolated.command(self._helper.module),
+            cwd="/",
+            env={**{name: os.environ[name] for name in ENVIRONMENT if name in os.environ}, **QUIET_GRPC},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # what ends the agent's process group does not end it
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin as stdin, process.stdout as stdout:
+            try:
+                stdin.write(self._helper.told)
+                stdin.close()
+            except BrokenPipeError:
+                pass
+            word = stdout.readline()
+        self._started = [each for each in self._started if each.poll() is None] + [process]
+        if word == BUSY:
+            process.wait()
+        elif word != UP:
+            log = f"; its log was {self._helper.log}" if self._helper.log else ""
+            said = word.decode(errors="replace").strip()
+            raise HelperFailed(f"{name} cannot be started: {said or f'exit code {process.wait()}'}{log}")
+
+    def _run(self) -> None:
+        """Take what the helper says; enter again if it is gone."""
+        while True:
+            lines = Lines(self._connection)
+            while not lines.ended:
+                for message in lines.read():
+                    self._failed = self._failed or text_of(message, "say") == "failed"
+                    self._on_message(message)
+            with self._lock:
+                if self._leaving or self._failed:
+                    return
+            logger.warning("%s on this host is gone; starting another", self._helper.name)
+            self._connection.close()
+            try:
+                self._connection = self._enter()
+            except (ElasticExtError, OSError) as error:
+                logger.error("%s", error)
+                self._on_message({"say": "failed", "text": str(error)})
+                return
+            self._reap()
+
+    def _reap(self) -> None:
+        """Let no helper that has ended stay as a zombie for as long as this agent runs."""
+        for process in self._started:
+            process.poll()
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return the user id of the process on the other side."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)

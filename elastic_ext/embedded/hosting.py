@@ -1,0 +1,292 @@
+"""The agent's side: who hosts the store of a job on `ext_c10d`, and the store's process beside the agent of that host."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fcntl
+import ipaddress
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
+from elastic_ext.base.printable import printable
+from elastic_ext.base.settings import Settings
+from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.own_etcd import certificates, secret
+from elastic_ext.rendezvous import interfaces
+from elastic_ext.rendezvous.address import endpoint_of, is_loopback
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+logger = logging.getLogger(__name__)
+
+NAME = "the embedded store"
+DEFAULT_PORT = 29400  # torch's for c10d
+START_S = 60.0  # for the name of the endpoint to be known, and then for the store to answer: torch's default for `read_timeout`
+LOOK_UP_S = 0.5  # between two look-ups: nothing reports that a name server has learned of a name
+ALL_ADDRESSES = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+_ENDPOINT = re.compile(
+    r"(?:\[(?P<bracketed>[0-9a-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+))(?::(?P<port>\d*))?|(?P<bare>[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*)",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the nodes of a job meet. host: a name or a numeric address, without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """Whether this node hosts the store. reason: for the log."""
+
+    here: bool
+    reason: str
+
+
+def parse(text: str, local_addr: str | None) -> Endpoint:
+    """Return the endpoint of a job of several nodes. Raises UsageError if they could not meet there."""
+    example = "expected --rdzv-endpoint=HOST[:PORT], the same on all nodes: a name or an address of one of them"
+    match = _ENDPOINT.fullmatch(text.strip())
+    number = int(match["port"] or DEFAULT_PORT) if match is not None else 0
+    if match is None or not 0 < number < 1 << 16:
+        raise UsageError(f"--rdzv-endpoint={printable(text)}: {example}, and a port from 1 to 65535")
+    host = match["bracketed"] or match["name"] or match["bare"]
+    if (is_loopback(host.lower()) or host in ("0.0.0.0", "::")) and not local_addr:
+        raise UsageError(
+            f"--rdzv-endpoint={printable(text)} with several nodes: {host} is another machine on each machine; {example}; or, "
+            "if all nodes are agents on this one machine, add --local-addr=127.0.0.1"
+        )
+    return Endpoint(host, number)
+
+
+def decide(endpoint: Endpoint, is_host: bool | None, resolved: Sequence[str], own: Sequence[str]) -> Hosting:
+    """Return whether this node hosts the store.
+
+    Never by the host's own name: it may lead nowhere, and another host may have the same one. A name that leads to the loopback
+    is this host's: Debian gives 127.0.1.1 to its own name.
+
+    Args:
+        is_host: of --rdzv-conf.
+        resolved: the addresses of the endpoint.
+        own: the addresses of this machine's interfaces.
+    """
+    if is_host is not None:
+        return Hosting(is_host, f"is_host={int(is_host)}")
+    for address in resolved:
+        if address in own or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return Hosting(True, f"{endpoint.host} is this host, by its address {address}")
+    return Hosting(False, f"{endpoint.host} is another host: {', '.join(resolved) or 'it resolves to no address'}")
+
+
+def await_addresses(host: str, timeout_s: float) -> list[str]:
+    """Return the addresses of a name, which may be about to become known, as that of a pod is; none after timeout_s."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := interfaces.resolved(host)) and time.monotonic() < deadline:
+        threading.Event().wait(LOOK_UP_S)
+    return found
+
+
+def torch_settings(conf: Mapping[str, str], settings: Settings) -> Settings:
+    """Return the settings with what torch's keys for c10d say, where ours are not given.
+
+    A node is dead after `keep_alive_max_attempt` (torch's default: 3) intervals of `keep_alive_interval` (5 s).
+
+    Raises UsageError: a key has no time.
+    """
+    usual = Settings()
+    changes: dict[str, float | int] = {}
+    if "last_call_timeout" in conf and settings.last_call == usual.last_call:
+        changes["last_call"] = _number(conf, "last_call_timeout", 0)
+    if ("keep_alive_interval" in conf or "keep_alive_max_attempt" in conf) and settings.lease_ttl == usual.lease_ttl:
+        silent_s = _number(conf, "keep_alive_interval", 5) * _number(conf, "keep_alive_max_attempt", 3)
+        changes["lease_ttl"] = max(2, math.ceil(silent_s))
+    return dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def _number(conf: Mapping[str, str], key: str, default: float) -> float:
+    try:
+        value = float(conf.get(key, default))
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"--rdzv-conf={key}={printable(str(conf[key]))}: expected a number, 0 or more")
+    return value
+
+
+def has_secret(settings: Settings) -> bool:
+    """Return whether the traffic of the store is encrypted, and clients need the job's secret."""
+    return settings.job_secret is not None or settings.job_secret_file is not None
+
+
+@contextmanager
+def store_visitor(run_id: str, settings: Settings) -> Iterator[Settings]:
+    """Give the settings for a client of a job's store that hosts nothing. Raises UsageError: the secret cannot be used."""
+    if not has_secret(settings) or settings.etcd_ca is not None:
+        yield settings
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield _with_tls(settings, _write_certificates(settings, run_id, ("visitor",), Path(folder)))
+
+
+def _write_certificates(settings: Settings, run_id: str, names: Iterable[str], folder: Path) -> certificates.Files:
+    return certificates.write(_secret(settings, folder), run_id, sorted(names), folder)
+
+
+def _secret(settings: Settings, folder: Path) -> bytes:
+    return secret.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
+
+
+def _with_tls(settings: Settings, files: certificates.Files) -> Settings:
+    return dataclasses.replace(settings, etcd_ca=files.ca, etcd_cert=files.cert, etcd_key=files.key)
+
+
+class _Folder:
+    """A private folder for this agent's certificates, locked while the agent lives. It outlives an agent that is killed, whose
+    reaper needs the files to give its lease back; the next agent of this user removes it.
+    """
+
+    def __init__(self) -> None:
+        beginning = f"elastic_ext_store_{os.geteuid()}_"
+        for left in Path(tempfile.gettempdir()).glob(f"{beginning}*"):
+            if (lock := _locked(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        self.path = Path(tempfile.mkdtemp(prefix=beginning))
+        self._lock = _locked(self.path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(folder: Path) -> int | None:
+    """Return a descriptor that holds the lock of a folder; None: another process holds it, or it is not this user's."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+class EmbeddedStore:
+    """This agent's part in the store of its job: its process if this node hosts it, and the certificates if there is a secret.
+
+    Attributes:
+        hosting: whether this node hosts it.
+    """
+
+    def __init__(self, params: RendezvousParameters, settings: Settings, environ: Mapping[str, str]) -> None:
+        """Start the store if this node hosts it. Raises UsageError, HelperFailed."""
+        if params.get("store_type", "tcp").strip().lower() != "tcp":
+            raise UsageError("--rdzv-conf=store_type: ext_c10d has one kind of store; expected tcp, or nothing")
+        self._params, self._settings = params, settings
+        self.endpoint = parse(endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
+        self._folder: _Folder | None = None
+        self._job = self._failed = ""
+        self._files: certificates.Files | None = None
+        if has_secret(settings):
+            self._folder = _Folder()
+            own_names = {each.address for each in interfaces.addresses()} | {self.endpoint.host, "localhost"}
+            self._files = _write_certificates(settings, params.run_id, own_names, self._folder.path)
+            self._job = certificates.name_of(_secret(settings, self._folder.path), params.run_id)
+        is_host = params.get_as_bool("is_host")
+        resolved = await_addresses(self.endpoint.host, self.wait_s) if is_host is None else []
+        own = [each.address for each in interfaces.addresses()]
+        self.hosting = decide(self.endpoint, is_host, resolved, own)
+        self._connection: HelperConnection | None = None
+        if self.hosting.here:
+            try:
+                self._host()
+            except HelperFailed as error:
+                if is_host is not None:
+                    raise
+                # A proxy, or a port that is forwarded: the store is behind it, as torch assumes, too.
+                self.hosting = Hosting(False, f"{self.hosting.reason}, but {error}")
+        where = "here" if self.hosting.here else "elsewhere"
+        logger.info("the job's store is at %s, %s: %s", self.endpoint, where, self.hosting.reason)
+
+    @property
+    def wait_s(self) -> float:
+        return _number(self._params.config, "read_timeout", START_S)
+
+    def _host(self) -> None:
+        alone = is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or "")
+        ledger = str(Path(self._settings.ledger_file).absolute()) if self._settings.ledger_file else ""
+        host = self.endpoint.host if alone else ALL_ADDRESSES
+        plan = Plan(host, self.endpoint.port, run_id=self._params.run_id, ledger_file=ledger)
+        if plan.host == "localhost":
+            plan = dataclasses.replace(plan, host="127.0.0.1")
+        if self._files is not None:
+            ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))
+            plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key, job=self._job)
+        helper = Helper(NAME, "elastic_ext.embedded.process", door_of(plan.port), plan.dump(), job=plan.job)
+        self._connection = HelperConnection(helper, self._take)
+
+    def _take(self, message: Message) -> None:
+        if text_of(message, "say") == "failed":
+            self._failed = text_of(message, "text")
+            logger.error("%s", self._failed)
+
+    @property
+    def hosted_here(self) -> bool:
+        return self.hosting.here
+
+    def access(self) -> tuple[RendezvousParameters, Settings]:
+        """Return the parameters and settings of a rendezvous through this store."""
+        params = copy.copy(self._params)
+        params.endpoint = str(self.endpoint)
+        settings = torch_settings(self._params.config, self._settings)
+        if self._files is not None:
+            settings = _with_tls(settings, self._files)
+        return params, settings
+
+    def trouble(self, seen: str) -> str:
+        """Return the message for a store that does not answer. seen: what its client has seen."""
+        why = self._failed or seen
+        return (
+            f"the job's store at {self.endpoint} does not answer ({self.hosting.reason}): {why}; expected an agent of this job "
+            "on that host, the same job_secret on all nodes or none, and the port open between the hosts; "
+            "--rdzv-conf=is_host=1 has a node host the store"
+        )
+
+    def follow(self, client: EtcdClient) -> None:
+        """Do nothing: the store stays where it is."""
+
+    def close(self) -> None:
+        """Leave. If the job is over, return when its store has ended. A second call does nothing."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._folder is not None:
+            self._folder.remove()

@@ -1,0 +1,249 @@
+"""The process of an embedded store, beside the first agent of its host.
+
+    python -m elastic_ext.embedded.process < plan    (see `plan`; it writes a line once agents can connect)
+
+It listens where `--rdzv-endpoint` says, and for the agents of its host on a Unix socket of an abstract name, which is also the
+lock: one store for each port of a network namespace. `lifetime` decides when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+import grpc  # type: ignore[import-untyped, unused-ignore]
+import grpc.aio  # type: ignore[import-untyped, unused-ignore]
+
+from elastic_ext.base.helper_process import BUSY, UP, VERSION
+from elastic_ext.base.records import RecordError
+from elastic_ext.embedded import lifetime
+from elastic_ext.embedded.keyspace import Keyspace
+from elastic_ext.embedded.lifetime import Lifetime, Situation
+from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.embedded.service import OPTIONS, Service
+from elastic_ext.embedded.snapshot import Snapshot
+from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.rendezvous.etcd.keys import ROOT, JobKeys
+from elastic_ext.rendezvous.round_records import Header, State, decode
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 0.2  # at the end, for answers on their way
+
+
+class Agents:
+    """The agents of this host that are connected; see `base.helper_process`.
+
+    Attributes:
+        had_any, orderly: see `lifetime.Situation`.
+        rivals: agents of another job, which want this port.
+    """
+
+    def __init__(self, job: str, changed: asyncio.Event) -> None:
+        """job: see `Plan`."""
+        self.had_any = self.orderly = False
+        self.rivals: list[asyncio.StreamWriter] = []
+        self._job = job
+        self._changed = changed
+        self._connected: dict[asyncio.StreamWriter, bool] = {}  # whether it has said hello
+        self._leaving: list[asyncio.StreamWriter] = []
+
+    @property
+    def number(self) -> int:
+        return len(self._connected)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one agent until it leaves, or is gone."""
+        if not _is_own(writer):
+            writer.close()
+            return
+        self._connected[writer] = False
+        said = set[str]()
+        try:
+            while "leaves" not in said and (line := await reader.readline()):
+                message = json.loads(line)
+                said.add(str(message["say"]))
+                if message.get("version", VERSION) != VERSION:
+                    self._say(writer, "failed", "the embedded store of this job is of another version of elastic_ext")
+                elif message.get("job", self._job) != self._job:
+                    self.rivals.append(writer)
+                    break
+                self.had_any = True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no agent of ours
+            pass
+        del self._connected[writer]
+        if "hello" in said and writer not in self.rivals:
+            self.orderly = "leaves" in said
+        if "leaves" in said:
+            self._leaving.append(writer)
+        elif writer not in self.rivals:
+            writer.close()
+        self._changed.set()
+
+    def stays(self, why: str) -> None:
+        """Let those that leave go: the store goes on."""
+        for writer in self._leaving:
+            self._say(writer, "stays", why)
+            writer.close()
+        self._leaving.clear()
+
+    def refuse_rivals(self) -> None:
+        for writer in self.rivals:
+            self._say(writer, "failed", "the port of --rdzv-endpoint serves another job on this host: use another port, or wait")
+            writer.close()
+        self.rivals.clear()
+
+    @staticmethod
+    def _say(writer: asyncio.StreamWriter, say: str, text: str) -> None:
+        writer.write(json.dumps({"say": say, "text": text}).encode() + b"\n")
+
+
+def _is_own(writer: asyncio.StreamWriter) -> bool:
+    """Return whether a process of this user has connected: anybody of this host may try."""
+    peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(peer[4:8], sys.byteorder) in (os.geteuid(), 0)
+
+
+class Process:
+    """One store, from its start to its end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._keyspace = Keyspace()
+        self._changed = asyncio.Event()
+        self._snapshot: Snapshot | None = None
+        if plan.ledger_file:
+            self._snapshot = Snapshot(self._keyspace, plan.run_id, plan.ledger_file)
+            self._snapshot.restore(time.monotonic())
+        on_change = self._snapshot.look if self._snapshot is not None else lambda: None
+        self._service = Service(self._keyspace, self._changed.set, on_change)
+        self._agents = Agents(plan.job, self._changed)
+        self._started = time.monotonic()
+        self._quiet: float | None = self._started
+        self._told: float | None = None
+
+    async def run(self, door: socket.socket) -> None:
+        """Serve until the end. Raises RuntimeError: the port is taken."""
+        server = grpc.aio.server(options=OPTIONS)
+        server.add_generic_rpc_handlers(tuple(self._service.handlers()))
+        self._listen(server)
+        await server.start()
+        await asyncio.start_unix_server(self._agents.serve, sock=door)
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(each, self._tell)
+        for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step
+            signal.signal(each, signal.SIG_IGN)
+        tasks = [asyncio.ensure_future(self._service.look_after_leases())]
+        if self._snapshot is not None:
+            tasks.append(asyncio.ensure_future(self._snapshot.keep()))
+        os.write(1, UP)
+        _forget_output()
+        try:
+            while not (life := self._look()).ends:
+                await self._wait(life)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await server.stop(STOP_S)
+            if self._snapshot is not None:
+                self._snapshot.end()
+
+    def _listen(self, server: grpc.aio.Server) -> None:
+        """Raises RuntimeError, OSError: the port is taken."""
+        plan = self._plan
+        family = socket.AF_INET6 if ":" in plan.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:  # gRPC does not say what is wrong
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((plan.host, plan.port))
+            probe.listen(1)
+        if plan.ca:
+            pair = (plan.key.encode(), plan.cert.encode())
+            credentials = grpc.ssl_server_credentials([pair], plan.ca.encode(), require_client_auth=True)
+            bound = server.add_secure_port(plan.address, credentials)
+        else:
+            bound = server.add_insecure_port(plan.address)
+        if not bound:  # gRPC before 1.60
+            raise RuntimeError(f"cannot listen on {plan.address}")
+
+    def _tell(self) -> None:
+        self._told = self._told or time.monotonic()
+        self._changed.set()
+
+    def _look(self) -> Lifetime:
+        now = time.monotonic()
+        streams = self._service.streams
+        self._quiet = None if streams else self._quiet or now
+        agents = self._agents
+        over = self._over()
+        seen = Situation(self._started, streams, agents.number, agents.had_any, agents.orderly, over, self._quiet, self._told)
+        life = lifetime.decide(seen, now)
+        if agents.rivals and not streams and not agents.number:
+            return Lifetime(True, "another job needs the port")
+        agents.refuse_rivals()
+        if agents.number or (streams and not over):
+            agents.stays("others are in the job")
+        return life
+
+    def _over(self) -> bool:
+        found = self._keyspace.range(etcdrpc().RangeRequest(key=ROOT.encode(), range_end=ROOT[:-1].encode() + b"0"))
+        headers = [kv.value for kv in found.kvs if kv.key.decode(errors="replace").endswith(_HEADER)]
+        return bool(headers) and all(map(_has_ended, headers))
+
+    async def _wait(self, life: Lifetime) -> None:
+        limit = None if life.look_again is None else max(0.0, life.look_again - time.monotonic())
+        try:
+            await asyncio.wait_for(self._changed.wait(), limit)
+        except asyncio.TimeoutError:
+            pass
+        self._changed.clear()
+
+
+_HEADER = JobKeys("").header.removeprefix(JobKeys("").prefix)
+
+
+def _has_ended(value: bytes) -> bool:
+    try:
+        return decode(Header, value, "the job's state").state in (State.CLOSED, State.DONE)
+    except RecordError:
+        return False
+
+
+def _forget_output() -> None:
+    """The agent's output is not this process's to keep open."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def main() -> int:
+    """Run one store; 0 unless it cannot."""
+    plan = Plan(**json.loads(sys.stdin.buffer.read()))
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        door.bind(door_of(plan.port))
+    except OSError:
+        os.write(1, BUSY)
+        return 0
+    try:
+        asyncio.run(Process(plan).run(door))
+    except OSError as error:
+        taken = "; another program of this host has the port" if error.errno == errno.EADDRINUSE else ""
+        os.write(1, f"port {plan.port}: {error.strerror}{taken}\n".encode())
+        return 1
+    except RuntimeError as error:
+        os.write(1, f"{plan.address}: {' '.join(str(error).split())[:300]}\n".encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # nothing is left to do, and no thread of gRPC may hold it up

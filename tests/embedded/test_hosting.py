@@ -1,0 +1,146 @@
+"""Where the nodes of a job on ext_c10d meet, which of them hosts the store, and what torch's keys mean for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.settings import Settings
+from elastic_ext.embedded import hosting
+from elastic_ext.embedded.hosting import DEFAULT_PORT, Endpoint
+from elastic_ext.embedded.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "shown"),
+    [
+        ("node1", "node1", DEFAULT_PORT, "node1:29400"),
+        ("node1:", "node1", DEFAULT_PORT, "node1:29400"),
+        ("node1:1234", "node1", 1234, "node1:1234"),
+        (" node1.example:65535 ", "node1.example", 65535, "node1.example:65535"),
+        ("10.0.0.1:1", "10.0.0.1", 1, "10.0.0.1:1"),
+        ("fd00::1", "fd00::1", DEFAULT_PORT, "[fd00::1]:29400"),
+        ("[fd00::1]", "fd00::1", DEFAULT_PORT, "[fd00::1]:29400"),
+        ("[fd00::1]:1234", "fd00::1", 1234, "[fd00::1]:1234"),
+        ("[fe80::1%eth0]:1234", "fe80::1%eth0", 1234, "[fe80::1%eth0]:1234"),
+    ],
+)
+def test_forms_of_an_endpoint(text, host, port, shown):
+    endpoint = hosting.parse(text, None)
+    assert endpoint == Endpoint(host, port)
+    assert str(endpoint) == shown
+    assert hosting.parse(str(endpoint), None) == endpoint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        ":29400",
+        "[]:29400",
+        "node1:0",
+        "node1:65536",
+        "node1:-1",
+        "node1:port",
+        "node1:1.5",
+        "node1:²",
+        "[fd00::1]x",
+        "[fd00::1]:x",
+        "http://node1:1",
+        "[fd00::1]1",
+        "[fd00::1",
+        "a,b,c:1",
+        "a b",
+        "node1/",
+        "user:pw@node1:29400",
+    ],
+)
+@pytest.mark.parametrize("local_addr", [None, "127.0.0.1"])
+def test_what_is_no_endpoint(text, local_addr):
+    with pytest.raises(
+        UsageError, match=r"expected --rdzv-endpoint=HOST\[:PORT\], the same on all nodes.*a port from 1 to 65535"
+    ):
+        hosting.parse(text, local_addr)
+
+
+@pytest.mark.parametrize(
+    "text", ["localhost", "localhost:1234", "127.0.0.1", "127.0.1.1:1234", "::1", "[::1]:1234", "LOCALHOST", "0.0.0.0"]
+)
+def test_the_loopback_is_for_one_machine(text):
+    with pytest.raises(UsageError, match=r"is another machine on each machine.*--local-addr=127\.0\.0\.1"):
+        hosting.parse(text, None)
+    with pytest.raises(UsageError):
+        hosting.parse(text, "")
+    assert hosting.parse(text, "127.0.0.1").host == text.strip("[]").removesuffix(":1234").strip("[]")
+
+
+def test_a_bad_endpoint_is_shown_on_one_line():
+    with pytest.raises(UsageError) as caught:
+        hosting.parse("node1:\x1b[2J\n", None)
+    assert str(caught.value).isprintable()
+
+
+OWN = ["127.0.0.1", "10.0.0.1", "192.168.7.1", "::1", "fd00::1"]
+
+
+@pytest.mark.parametrize(
+    ("is_host", "resolved", "here", "reason"),
+    [
+        (None, ["10.0.0.1"], True, "node1 is this host, by its address 10.0.0.1"),
+        (None, ["10.0.0.2", "192.168.7.1"], True, "node1 is this host, by its address 192.168.7.1"),
+        (None, ["fd00::1"], True, "node1 is this host, by its address fd00::1"),
+        (None, ["127.0.1.1"], True, "node1 is this host, by its address 127.0.1.1"),  # on no interface
+        (None, ["::1"], True, "node1 is this host, by its address ::1"),
+        (None, ["10.0.0.2"], False, "node1 is another host: 10.0.0.2"),
+        (None, ["10.0.0.2", "fd00::2"], False, "node1 is another host: 10.0.0.2, fd00::2"),
+        (None, ["fe80::2%eth0"], False, "node1 is another host: fe80::2%eth0"),
+        (None, [], False, "node1 is another host: it resolves to no address"),
+        # What the user says counts alone: behind NAT an address may be this host's and be on no interface.
+        (True, ["10.0.0.2"], True, "is_host=1"),
+        (True, [], True, "is_host=1"),
+        (False, ["10.0.0.1"], False, "is_host=0"),
+    ],
+)
+def test_the_host_is_known_by_its_address(is_host, resolved, here, reason):
+    decided = hosting.decide(Endpoint("node1", 29400), is_host, resolved, OWN)
+    assert (decided.here, decided.reason) == (here, reason)
+
+
+@pytest.mark.parametrize(
+    ("conf", "last_call", "lease_ttl"),
+    [
+        ({}, 2.0, 10),
+        ({"join_timeout": "600", "read_timeout": "60"}, 2.0, 10),
+        ({"last_call_timeout": "30"}, 30.0, 10),
+        ({"last_call_timeout": "0.5"}, 0.5, 10),
+        ({"keep_alive_interval": "4", "keep_alive_max_attempt": "5"}, 2.0, 20),
+        ({"keep_alive_interval": "4"}, 2.0, 12),
+        ({"keep_alive_max_attempt": "5"}, 2.0, 25),
+        ({"keep_alive_interval": "0.7"}, 2.0, 3),  # whole seconds, and not less
+        ({"keep_alive_interval": "0.1"}, 2.0, 2),
+    ],
+)
+def test_what_the_keys_of_torch_mean(conf, last_call, lease_ttl):
+    settings = hosting.torch_settings(conf, Settings(settle=0.25))
+    assert settings == Settings(last_call=last_call, lease_ttl=lease_ttl, settle=0.25)
+    assert isinstance(settings.lease_ttl, int)
+
+
+def test_our_own_settings_come_before_torchs():
+    ours = Settings(last_call=4.0, lease_ttl=9)
+    assert hosting.torch_settings({"last_call_timeout": "30", "keep_alive_interval": "4"}, ours) == ours
+
+
+@pytest.mark.parametrize("key", ["last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
+@pytest.mark.parametrize("value", ["", "x", "inf", "nan", "-1"])
+def test_a_key_of_torch_without_a_number(key, value):
+    with pytest.raises(UsageError, match=f"{key}={value}: expected a number, 0 or more"):
+        hosting.torch_settings({key: value}, Settings())
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("10.0.0.1", "10.0.0.1:29400"), ("::", "[::]:29400"), ("0.0.0.0", "0.0.0.0:29400")]
+)
+def test_a_plan_names_its_address(host, address):
+    assert Plan(host, 29400).address == address

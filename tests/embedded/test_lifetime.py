@@ -1,0 +1,72 @@
+"""When an embedded store ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ext.embedded import lifetime
+from elastic_ext.embedded.lifetime import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_S, Lifetime, Situation
+
+
+def seen(**more):
+    """A job whose nodes, here and elsewhere, have all left at 100, without a word."""
+    usual = {"started": 10.0, "streams": 0, "agents": 0, "had_agents": True, "orderly": False, "over": False, "quiet": 100.0}
+    return Situation(**{**usual, **more})
+
+
+def busy(**more):
+    return seen(**{"streams": 1, "quiet": None, **more})
+
+
+GOES_ON = Lifetime(False, "nodes are in the job")
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        busy(agents=1),
+        busy(),  # those of this host have left
+        busy(orderly=True),
+        busy(over=True),
+        busy(over=True, orderly=True),
+        seen(agents=1),  # between two streams
+        seen(agents=1, over=True),
+        seen(agents=1, had_agents=False),  # it has not said hello yet
+        busy(had_agents=False),
+    ],
+)
+def test_a_store_stays_while_it_is_needed(situation):
+    assert lifetime.decide(situation, 1e6) == GOES_ON
+
+
+@pytest.mark.parametrize(
+    ("situation", "until", "reason"),
+    [
+        (seen(had_agents=False, quiet=10.0), 10 + FIRST_AGENT_S, "no agent has come"),
+        (seen(had_agents=False, quiet=10.0, over=True), 10 + FIRST_AGENT_S, "no agent has come"),
+        (seen(), 100 + LONELY_S, "all agents are gone"),
+        (seen(over=True), 100 + OVER_S, "the job is over"),
+        (seen(over=True, orderly=True), 100 + OVER_S, "the job is over"),
+        (seen(orderly=True), 100 + OVER_S, "all have left"),
+        # Told to end: at once where nobody is left, else soon, whoever is there.
+        (seen(told=50.0), 50 + TOLD_S, "told to end"),
+        (seen(told=99.0), 100 + OVER_S, "all have left"),
+        (seen(told=99.0, over=True), 100 + OVER_S, "the job is over"),
+        (seen(told=99.0, agents=1), 99 + TOLD_S, "told to end"),
+        (busy(told=99.0), 99 + TOLD_S, "told to end"),
+        (busy(told=99.0, agents=2, over=True), 99 + TOLD_S, "told to end"),
+        (seen(told=11.0, had_agents=False, quiet=10.0), 11 + TOLD_S, "told to end"),
+        (seen(told=39.0, had_agents=False, quiet=10.0), 10 + FIRST_AGENT_S, "no agent has come"),
+    ],
+)
+def test_when_a_store_ends(situation, until, reason):
+    """It looks again at that time, and not before."""
+    assert lifetime.decide(situation, until - 0.01) == Lifetime(False, reason, until)
+    assert lifetime.decide(situation, until) == Lifetime(True, reason, until)
+    assert lifetime.decide(situation, until + 1000) == Lifetime(True, reason, until)
+
+
+def test_a_node_that_comes_back_is_waited_for():
+    """The time without a node counts from the last one."""
+    assert lifetime.decide(seen(quiet=100.0), 170.0).ends
+    assert not lifetime.decide(seen(quiet=150.0), 170.0).ends

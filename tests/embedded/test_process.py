@@ -1,0 +1,152 @@
+"""The process of an embedded store: whose agents it takes, for which job, and what outlives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base.helper_process import Helper, HelperConnection, text_of
+from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.etcd import Put
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Header, State, encode
+from tests.etcd_client import EtcdClient
+from tests.ports import free_port
+from tests.until import LIMIT_S, until
+
+pytestmark = pytest.mark.full
+
+KEYS = JobKeys("job")
+
+
+class Agent:
+    """An agent's connection to the store of its host."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.said: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        helper = Helper("the store", "elastic_ext.embedded.process", door_of(plan.port), plan.dump(), job=plan.job)
+        self.connection = HelperConnection(
+            helper, lambda message: self.said.put((text_of(message, "say"), text_of(message, "text")))
+        )
+
+
+@contextmanager
+def agent(plan: Plan) -> Iterator[Agent]:
+    made = Agent(plan)
+    try:
+        yield made
+    finally:
+        made.connection.close()
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Plan("127.0.0.1", free_port(), run_id="job")
+
+
+def birth(plan: Plan) -> int:
+    """The first revision of the store, by which two are told apart."""
+    with EtcdClient(f"127.0.0.1:{plan.port}") as client:
+        return client.revision("any") >> 32
+
+
+KILLED = """
+import os, sys
+from tests.embedded.test_process import Agent, Plan
+Agent(Plan("127.0.0.1", int(sys.argv[1]), job=sys.argv[2]))
+os._exit(9)
+"""
+
+
+def start_and_die(plan: Plan, job: str) -> None:
+    """An agent that starts a store and is killed: the store waits for the next one."""
+    subprocess.run([sys.executable, "-c", KILLED, str(plan.port), job], check=False, timeout=LIMIT_S)
+
+
+def test_the_next_agent_finds_the_store(plan):
+    start_and_die(plan, "")
+    first = birth(plan)
+    with agent(plan):
+        assert birth(plan) == first
+
+
+def test_an_idle_store_makes_way_for_another_job(plan):
+    start_and_die(plan, "secret a")
+    first = birth(plan)
+    with agent(dataclasses.replace(plan, job="secret b")):
+        until(lambda: birth(plan) != first)
+
+
+def test_a_busy_store_refuses_another_job(plan):
+    with agent(dataclasses.replace(plan, job="secret a")) as busy, agent(dataclasses.replace(plan, job="secret b")) as other:
+        say, text = other.said.get(timeout=LIMIT_S)
+        assert (say, "serves another job" in text) == ("failed", True)
+        assert busy.said.empty()
+
+
+STRANGER = """
+import os, sys
+from elastic_ext.base.helper_process import HelperFailed
+from tests.embedded.test_process import Agent, Plan
+os.setuid(65534)
+try:
+    Agent(Plan("127.0.0.1", int(sys.argv[1])))
+except HelperFailed as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_the_agent_of_another_user_is_refused(plan):
+    with agent(plan):
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGER, str(plan.port)], capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+    assert done.stdout == "the store on this host is that of user 0: use another port, or wait for its end\n"
+
+
+def write(plan: Plan, **values: str) -> None:
+    with EtcdClient(f"127.0.0.1:{plan.port}") as client:
+        lease = client.lease_grant(3600).lease_id
+        client.txn([], [Put(getattr(KEYS, name), value, lease_id=lease) for name, value in values.items()])
+
+
+def test_the_ledger_outlives_the_store(plan, tmp_path):
+    path = tmp_path / "ledger"
+    kept = dataclasses.replace(plan, ledger_file=str(path))
+    with agent(kept):
+        write(kept, ledger="what has failed", last_node="n1")
+        until(path.exists)
+    until(lambda: not reachable(kept))
+    with agent(kept), EtcdClient(f"127.0.0.1:{kept.port}") as client:
+        found = client.get(KEYS.ledger).kv
+        assert found is not None
+        assert found.value == b"what has failed"
+        assert 3000 < client.lease_left_s(found.lease_id) <= 3600
+        assert client.get(KEYS.last_node).kv is None
+        write(kept, header=encode(Header(1, State.DONE)))
+    until(lambda: not path.exists())
+
+
+@pytest.mark.parametrize("content", ["", "no JSON", "[]", json.dumps({"schema": 1, "launch": 7})])
+def test_an_unreadable_ledger_file_stops_nothing(plan, tmp_path, content):
+    path = Path(tmp_path / "ledger")
+    path.write_text(content)
+    kept = dataclasses.replace(plan, ledger_file=str(path))
+    with agent(kept):
+        write(kept, ledger="new")
+        until(lambda: '"launch"' in path.read_text() and len(path.read_text()) > 60)
+
+
+def reachable(plan: Plan) -> bool:
+    """Whether a store listens: its name is in the kernel's table of Unix sockets."""
+    return f"@{door_of(plan.port)[1:]}\n" in Path("/proc/net/unix").read_text()

@@ -1,0 +1,73 @@
+"""The embedded store as a server for tests: its process, as an agent starts it. Agents find it there, and start no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass, field
+
+from elastic_ext.base import isolated
+from elastic_ext.base.helper_process import UP, VERSION, send
+from elastic_ext.embedded.plan import Plan, door_of
+from tests.ports import free_port
+
+
+@dataclass
+class EmbeddedServer:
+    """One store. Its port stays the same over restarts; its data does not."""
+
+    client_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+    _agent: socket.socket | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.client_port}"
+
+    @property
+    def options(self) -> list[str]:
+        """Of torchrun, beside the endpoint. All agents are on this machine."""
+        return ["--rdzv-backend=ext_c10d", "--local-addr=127.0.0.1"]
+
+    def __enter__(self) -> EmbeddedServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        command = isolated.command("elastic_ext.embedded.process")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self.process.stdin as stdin, self.process.stdout as stdout:
+            stdin.write(Plan("127.0.0.1", self.client_port).dump())
+            stdin.close()
+            assert stdout.readline() == UP
+        self._agent = socket.socket(socket.AF_UNIX)  # without an agent it ends by itself
+        self._agent.connect(door_of(self.client_port).encode())
+        send(self._agent, {"say": "hello", "version": VERSION})
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self._agent.close()
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        """Freeze it: connections stay open, nothing answers. Returns when all its threads have stopped."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()

@@ -150,9 +150,13 @@ class HelperConnection:
             self._leaving = True
         atexit.unregister(self.close)
         send(self._connection, {"say": "leaves"})
-        self._thread.join(END_S)
-        self._connection.close()
-        self._reap()
+        try:
+            self._thread.join(END_S)
+        except Exception as error:  # noqa: BLE001 - of a signal handler: the job's result is decided, only the wait ends
+            logger.info("no wait for the end of %s: %s", self._helper.name, error)
+        finally:
+            self._connection.close()
+            self._reap()
 
     # Entering: on the thread of the constructor, then on our own.
 
@@ -228,6 +232,9 @@ class HelperConnection:
             self._connection.close()
             try:
                 self._connection = self._enter()
+                with self._lock:
+                    if self._leaving:  # it began while there was no connection
+                        send(self._connection, {"say": "leaves"})
             except (ElasticExtError, OSError) as error:
                 logger.error("%s", error)
                 self._on_message({"say": "failed", "text": str(error)})

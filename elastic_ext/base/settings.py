@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elastic_ext.base import setting_sources
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable
 from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 from elastic_ext.base.setting_types import (
     BOOLEAN,
@@ -337,6 +339,17 @@ def _torch_time(rdzv_conf: Mapping[str, Any], key: str) -> float | None:
         return float(rdzv_conf[key])
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def torch_number(conf: Mapping[str, Any], key: str, default: float) -> float:
+    """Return one of torch's own keys of --rdzv-conf. Raises UsageError: it is no number, or less than 0."""
+    try:
+        value = float(conf.get(key, default))
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"--rdzv-conf={key}={printable(str(conf[key]))}: expected a number, 0 or more")
+    return value
 
 
 def stop_grace(settings: Settings, shutdown_timeout: float) -> float:

@@ -9,22 +9,23 @@ import ipaddress
 import logging
 import math
 import os
+import queue
 import re
 import shutil
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
-from elastic_ext.base.settings import Settings
+from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.embedded.plan import Plan, door_of
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates, secret
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 NAME = "the embedded store"
 DEFAULT_PORT = 29400  # torch's for c10d
 START_S = 60.0  # for the name of the endpoint to be known, and then for the store to answer: torch's default for `read_timeout`
+TAKEN_S = 10.0  # for the store's process to take this agent
 LOOK_UP_S = 0.5  # between two look-ups: nothing reports that a name server has learned of a name
 ALL_ADDRESSES = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
@@ -94,12 +96,20 @@ def decide(endpoint: Endpoint, is_host: bool | None, resolved: Sequence[str], ow
         is_host: of --rdzv-conf.
         resolved: the addresses of the endpoint.
         own: the addresses of this machine's interfaces.
+
+    Raises UsageError: the endpoint is several machines.
     """
     if is_host is not None:
         return Hosting(is_host, f"is_host={int(is_host)}")
-    for address in resolved:
-        if address in own or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            return Hosting(True, f"{endpoint.host} is this host, by its address {address}")
+    here = [each for each in resolved if each in own or ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+    elsewhere = [each for each in resolved if each not in here and not each.startswith("fe80:")]
+    if here and elsewhere:
+        raise UsageError(
+            f"--rdzv-endpoint={endpoint}: names this host ({', '.join(here)}) and others ({', '.join(elsewhere)}); "
+            "expected a name of one host, or is_host=1 in --rdzv-conf on one node and is_host=0 on the others"
+        )
+    if here:
+        return Hosting(True, f"{endpoint.host} is this host, by its address {here[0]}")
     return Hosting(False, f"{endpoint.host} is another host: {', '.join(resolved) or 'it resolves to no address'}")
 
 
@@ -121,21 +131,11 @@ def torch_settings(conf: Mapping[str, str], settings: Settings) -> Settings:
     usual = Settings()
     changes: dict[str, float | int] = {}
     if "last_call_timeout" in conf and settings.last_call == usual.last_call:
-        changes["last_call"] = _number(conf, "last_call_timeout", 0)
+        changes["last_call"] = torch_number(conf, "last_call_timeout", 0)
     if ("keep_alive_interval" in conf or "keep_alive_max_attempt" in conf) and settings.lease_ttl == usual.lease_ttl:
-        silent_s = _number(conf, "keep_alive_interval", 5) * _number(conf, "keep_alive_max_attempt", 3)
+        silent_s = torch_number(conf, "keep_alive_interval", 5) * torch_number(conf, "keep_alive_max_attempt", 3)
         changes["lease_ttl"] = max(2, math.ceil(silent_s))
     return dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
-
-
-def _number(conf: Mapping[str, str], key: str, default: float) -> float:
-    try:
-        value = float(conf.get(key, default))
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UsageError(f"--rdzv-conf={key}={printable(str(conf[key]))}: expected a number, 0 or more")
-    return value
 
 
 def has_secret(settings: Settings) -> bool:
@@ -146,23 +146,34 @@ def has_secret(settings: Settings) -> bool:
 @contextmanager
 def store_visitor(run_id: str, settings: Settings) -> Iterator[Settings]:
     """Give the settings for a client of a job's store that hosts nothing. Raises UsageError: the secret cannot be used."""
-    if not has_secret(settings) or settings.etcd_ca is not None:
-        yield settings
-        return
     with tempfile.TemporaryDirectory() as folder:
-        yield _with_tls(settings, _write_certificates(settings, run_id, ("visitor",), Path(folder)))
-
-
-def _write_certificates(settings: Settings, run_id: str, names: Iterable[str], folder: Path) -> certificates.Files:
-    return certificates.write(_secret(settings, folder), run_id, sorted(names), folder)
+        key = _secret(settings, Path(folder))
+        yield _for_client(settings, certificates.write(key, run_id, ("visitor",), Path(folder)))
 
 
 def _secret(settings: Settings, folder: Path) -> bytes:
     return secret.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
 
 
-def _with_tls(settings: Settings, files: certificates.Files) -> Settings:
-    return dataclasses.replace(settings, etcd_ca=files.ca, etcd_cert=files.cert, etcd_key=files.key)
+def _for_client(settings: Settings, files: certificates.Files | None) -> Settings:
+    """Return the settings with the certificates of the store, and nothing that is meant for etcd's own servers."""
+    ca, cert, key = (files.ca, files.cert, files.key) if files is not None else (None, None, None)
+    return dataclasses.replace(settings, etcd_ca=ca, etcd_cert=cert, etcd_key=key, etcd_user=None, etcd_password=None)
+
+
+def _flag(params: RendezvousParameters, key: str) -> bool | None:
+    try:
+        return cast("bool | None", params.get_as_bool(key))
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf={key}={printable(str(params.config[key]))}: expected 1 or 0") from error
+
+
+def _file(path: str) -> str:
+    """Return the full path. Raises UsageError: it names something other than a file, which writing would replace."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        seen = "a directory, a pipe or a device"
+        raise UsageError(f"ledger_file={printable(path)}: expected a regular file or a new path; this is {seen}")
+    return os.path.abspath(path)
 
 
 class _Folder:
@@ -176,8 +187,9 @@ class _Folder:
             if (lock := _locked(left)) is not None:
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
-        self.path = Path(tempfile.mkdtemp(prefix=beginning))
-        self._lock = _locked(self.path)
+        made = Path(tempfile.mkdtemp(prefix=f".{beginning}"))
+        self._lock = _locked(made)
+        self.path = made.rename(made.with_name(made.name[1:]))  # locked before another agent could take it for left behind
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -211,21 +223,31 @@ class EmbeddedStore:
         """Start the store if this node hosts it. Raises UsageError, HelperFailed."""
         if params.get("store_type", "tcp").strip().lower() != "tcp":
             raise UsageError("--rdzv-conf=store_type: ext_c10d has one kind of store; expected tcp, or nothing")
-        self._params, self._settings = params, settings
+        self._params, self._settings = params, torch_settings(params.config, settings)
         self.endpoint = parse(endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
+        self._wait_s = torch_number(params.config, "read_timeout", START_S)
         self._folder: _Folder | None = None
-        self._job = self._failed = ""
         self._files: certificates.Files | None = None
-        if has_secret(settings):
+        self._connection: HelperConnection | None = None
+        self._answer: queue.SimpleQueue[str] = queue.SimpleQueue()  # of the store's process: "", or what is wrong
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        key = b""
+        if has_secret(self._settings):
             self._folder = _Folder()
-            own_names = {each.address for each in interfaces.addresses()} | {self.endpoint.host, "localhost"}
-            self._files = _write_certificates(settings, params.run_id, own_names, self._folder.path)
-            self._job = certificates.name_of(_secret(settings, self._folder.path), params.run_id)
-        is_host = params.get_as_bool("is_host")
-        resolved = await_addresses(self.endpoint.host, self.wait_s) if is_host is None else []
+            key = _secret(self._settings, self._folder.path)
+            names = {each.address for each in interfaces.addresses()} | {self.endpoint.host, "localhost"}
+            self._files = certificates.write(key, self._params.run_id, sorted(names), self._folder.path)
+        self._job = certificates.name_of(key, self._params.run_id)
+        is_host = _flag(self._params, "is_host")
+        resolved = await_addresses(self.endpoint.host, self._wait_s) if is_host is None else []
         own = [each.address for each in interfaces.addresses()]
         self.hosting = decide(self.endpoint, is_host, resolved, own)
-        self._connection: HelperConnection | None = None
         if self.hosting.here:
             try:
                 self._host()
@@ -237,27 +259,31 @@ class EmbeddedStore:
         where = "here" if self.hosting.here else "elsewhere"
         logger.info("the job's store is at %s, %s: %s", self.endpoint, where, self.hosting.reason)
 
-    @property
-    def wait_s(self) -> float:
-        return _number(self._params.config, "read_timeout", START_S)
-
     def _host(self) -> None:
         alone = is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or "")
-        ledger = str(Path(self._settings.ledger_file).absolute()) if self._settings.ledger_file else ""
+        ledger = _file(self._settings.ledger_file) if self._settings.ledger_file else ""
         host = self.endpoint.host if alone else ALL_ADDRESSES
-        plan = Plan(host, self.endpoint.port, run_id=self._params.run_id, ledger_file=ledger)
+        plan = Plan(host, self.endpoint.port, job=self._job, run_id=self._params.run_id, ledger_file=ledger)
         if plan.host == "localhost":
             plan = dataclasses.replace(plan, host="127.0.0.1")
         if self._files is not None:
             ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))
-            plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key, job=self._job)
+            plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key)
         helper = Helper(NAME, "elastic_ext.embedded.process", door_of(plan.port), plan.dump(), job=plan.job)
         self._connection = HelperConnection(helper, self._take)
+        try:
+            failed = self._answer.get(timeout=TAKEN_S)
+        except queue.Empty:
+            failed = f"{NAME} on this host has not answered for {TAKEN_S:g} s"
+        if failed:
+            raise HelperFailed(failed)
 
     def _take(self, message: Message) -> None:
-        if text_of(message, "say") == "failed":
-            self._failed = text_of(message, "text")
-            logger.error("%s", self._failed)
+        say, text = text_of(message, "say"), text_of(message, "text")
+        if say in ("taken", "failed"):
+            self._answer.put(text)
+        if say in ("warning", "failed"):
+            logger.warning("%s", text)
 
     @property
     def hosted_here(self) -> bool:
@@ -267,16 +293,12 @@ class EmbeddedStore:
         """Return the parameters and settings of a rendezvous through this store."""
         params = copy.copy(self._params)
         params.endpoint = str(self.endpoint)
-        settings = torch_settings(self._params.config, self._settings)
-        if self._files is not None:
-            settings = _with_tls(settings, self._files)
-        return params, settings
+        return params, _for_client(self._settings, self._files)
 
     def trouble(self, seen: str) -> str:
         """Return the message for a store that does not answer. seen: what its client has seen."""
-        why = self._failed or seen
         return (
-            f"the job's store at {self.endpoint} does not answer ({self.hosting.reason}): {why}; expected an agent of this job "
+            f"the job's store at {self.endpoint} does not answer ({self.hosting.reason}): {seen}; expected an agent of this job "
             "on that host, the same job_secret on all nodes or none, and the port open between the hosts; "
             "--rdzv-conf=is_host=1 has a node host the store"
         )
@@ -286,7 +308,9 @@ class EmbeddedStore:
 
     def close(self) -> None:
         """Leave. If the job is over, return when its store has ended. A second call does nothing."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._folder is not None:
-            self._folder.remove()
+        try:
+            if self._connection is not None:
+                self._connection.close()
+        finally:
+            if self._folder is not None:
+                self._folder.remove()

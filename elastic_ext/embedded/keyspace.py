@@ -41,6 +41,7 @@ class Limits:
     changes: int = 20_000
     request_bytes: int = 3 << 19
     operations: int = 128
+    leases: int = 10_000
 
 
 class Refused(Exception):
@@ -275,6 +276,8 @@ class Keyspace:
         """Answer a LeaseGrantRequest. Raises Refused."""
         if request.TTL > MAX_TTL_S:
             raise Refused("OUT_OF_RANGE", "etcdserver: too large lease TTL")
+        if len(self._leases) >= self._limits.leases:
+            raise Refused("RESOURCE_EXHAUSTED", "etcdserver: too many requests")
         if request.ID in self._leases:
             raise Refused("FAILED_PRECONDITION", "etcdserver: lease already exists")
         lease_id = request.ID or 1 + secrets.randbelow((1 << 63) - 1)

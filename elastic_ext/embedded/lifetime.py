@@ -17,6 +17,7 @@ class Situation:
     Attributes:
         started: since when it runs.
         streams: number of agents, on any host, that watch keys: those in a job do.
+        nodes: number of nodes with a record. One that leaves by itself has none any more, one that is cut off has.
         agents: number of agents of this host that are connected.
         had_agents: there has been one.
         orderly: the last agent of this host has left by itself, and was not killed.
@@ -27,6 +28,7 @@ class Situation:
 
     started: float
     streams: int
+    nodes: int
     agents: int
     had_agents: bool
     orderly: bool
@@ -52,7 +54,7 @@ def decide(seen: Situation, now: float) -> Lifetime:
     if seen.quiet is not None and not seen.agents:
         if not seen.had_agents:
             limits.append((seen.started + FIRST_AGENT_S, "no agent has come"))
-        elif seen.over or seen.orderly or seen.told is not None:
+        elif seen.over or (not seen.nodes and (seen.orderly or seen.told is not None)):
             limits.append((seen.quiet + OVER_S, "the job is over" if seen.over else "all have left"))
         else:
             limits.append((seen.quiet + LONELY_S, "all agents are gone"))

@@ -30,12 +30,15 @@ from elastic_ext.embedded.plan import Plan, door_of
 from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import Snapshot
 from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.rendezvous.etcd.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 
 logger = logging.getLogger(__name__)
 
 STOP_S = 0.2  # at the end, for answers on their way
+START_S = 30  # until it serves: a disk that hangs must not keep the port
+BACKLOG = 64  # agents that come while it starts
 
 
 class Agents:
@@ -72,9 +75,12 @@ class Agents:
                 said.add(str(message["say"]))
                 if message.get("version", VERSION) != VERSION:
                     self._say(writer, "failed", "the embedded store of this job is of another version of elastic_ext")
-                elif message.get("job", self._job) != self._job:
+                elif self._job and message.get("job", self._job) != self._job:
                     self.rivals.append(writer)
                     break
+                elif message["say"] == "hello":
+                    self._say(writer, "taken", "")
+                    self._changed.set()
                 self.had_any = True
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no agent of ours
             pass
@@ -86,6 +92,15 @@ class Agents:
         elif writer not in self.rivals:
             writer.close()
         self._changed.set()
+
+    @property
+    def some_leave(self) -> bool:
+        return bool(self._leaving)
+
+    def warn(self, text: str) -> None:
+        """Have the agents log it: nobody reads what this process writes."""
+        for writer in self._connected:
+            self._say(writer, "warning", text)
 
     def stays(self, why: str) -> None:
         """Let those that leave go: the store goes on."""
@@ -118,13 +133,13 @@ class Process:
         self._plan = plan
         self._keyspace = Keyspace()
         self._changed = asyncio.Event()
+        self._agents = Agents(plan.job, self._changed)
+        self._warnings: list[str] = []  # for the first agent
         self._snapshot: Snapshot | None = None
         if plan.ledger_file:
-            self._snapshot = Snapshot(self._keyspace, plan.run_id, plan.ledger_file)
+            self._snapshot = Snapshot(self._keyspace, plan.run_id, plan.ledger_file, self._warn)
             self._snapshot.restore(time.monotonic())
-        on_change = self._snapshot.look if self._snapshot is not None else lambda: None
-        self._service = Service(self._keyspace, self._changed.set, on_change)
-        self._agents = Agents(plan.job, self._changed)
+        self._service = Service(self._keyspace, self._changed.set, self._on_change)
         self._started = time.monotonic()
         self._quiet: float | None = self._started
         self._told: float | None = None
@@ -144,6 +159,9 @@ class Process:
         tasks = [asyncio.ensure_future(self._service.look_after_leases())]
         if self._snapshot is not None:
             tasks.append(asyncio.ensure_future(self._snapshot.keep()))
+        for task in tasks:
+            task.add_done_callback(_end_with)
+        signal.alarm(0)
         os.write(1, UP)
         _forget_output()
         try:
@@ -154,7 +172,7 @@ class Process:
                 task.cancel()
             await server.stop(STOP_S)
             if self._snapshot is not None:
-                self._snapshot.end()
+                await self._snapshot.end()
 
     def _listen(self, server: grpc.aio.Server) -> None:
         """Raises RuntimeError, OSError: the port is taken."""
@@ -173,6 +191,16 @@ class Process:
         if not bound:  # gRPC before 1.60
             raise RuntimeError(f"cannot listen on {plan.address}")
 
+    def _on_change(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.look()
+        if not self._service.streams:  # the last node's lease may have ended
+            self._changed.set()
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        self._changed.set()
+
     def _tell(self) -> None:
         self._told = self._told or time.monotonic()
         self._changed.set()
@@ -182,20 +210,30 @@ class Process:
         streams = self._service.streams
         self._quiet = None if streams else self._quiet or now
         agents = self._agents
-        over = self._over()
-        seen = Situation(self._started, streams, agents.number, agents.had_any, agents.orderly, over, self._quiet, self._told)
+        nodes, over = self._jobs()
+        seen = Situation(
+            self._started, streams, nodes, agents.number, agents.had_any, agents.orderly, over, self._quiet, self._told
+        )
         life = lifetime.decide(seen, now)
         if agents.rivals and not streams and not agents.number:
             return Lifetime(True, "another job needs the port")
         agents.refuse_rivals()
+        if agents.some_leave and self._snapshot is not None:
+            self._snapshot.write_now()  # their container may end with them
         if agents.number or (streams and not over):
             agents.stays("others are in the job")
+        if agents.number:
+            for text in self._warnings:
+                agents.warn(text)
+            self._warnings.clear()
         return life
 
-    def _over(self) -> bool:
-        found = self._keyspace.range(etcdrpc().RangeRequest(key=ROOT.encode(), range_end=ROOT[:-1].encode() + b"0"))
-        headers = [kv.value for kv in found.kvs if kv.key.decode(errors="replace").endswith(_HEADER)]
-        return bool(headers) and all(map(_has_ended, headers))
+    def _jobs(self) -> tuple[int, bool]:
+        """Return the number of nodes in all jobs here, and whether there is a job and all have ended."""
+        start, end = range_of_prefix(ROOT)
+        found = self._keyspace.range(etcdrpc().RangeRequest(key=start, range_end=end)).kvs
+        headers = [kv.value for kv in found if kv.key.endswith(_HEADER)]
+        return sum(_NODES in kv.key for kv in found), bool(headers) and all(map(_has_ended, headers))
 
     async def _wait(self, life: Lifetime) -> None:
         limit = None if life.look_again is None else max(0.0, life.look_again - time.monotonic())
@@ -206,7 +244,8 @@ class Process:
         self._changed.clear()
 
 
-_HEADER = JobKeys("").header.removeprefix(JobKeys("").prefix)
+_JOB = JobKeys("")
+_HEADER, _NODES = (key.removeprefix(_JOB.prefix[:-1]).encode() for key in (_JOB.header, _JOB.nodes))
 
 
 def _has_ended(value: bytes) -> bool:
@@ -214,6 +253,12 @@ def _has_ended(value: bytes) -> bool:
         return decode(Header, value, "the job's state").state in (State.CLOSED, State.DONE)
     except RecordError:
         return False
+
+
+def _end_with(task: asyncio.Task[None]) -> None:
+    """End the process if a task of its own has failed: an agent starts another one. Leases that never expire would be worse."""
+    if not task.cancelled():
+        os._exit(1)
 
 
 def _forget_output() -> None:
@@ -228,8 +273,10 @@ def main() -> int:
     """Run one store; 0 unless it cannot."""
     plan = Plan(**json.loads(sys.stdin.buffer.read()))
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    signal.alarm(START_S)
     try:
         door.bind(door_of(plan.port))
+        door.listen(BACKLOG)  # at once: who comes meanwhile waits, and starts no other one
     except OSError:
         os.write(1, BUSY)
         return 0

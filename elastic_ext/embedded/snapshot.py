@@ -8,57 +8,58 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import logging
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_ext.base import records
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.records import RecordError
-from elastic_ext.embedded.keyspace import Keyspace, Message
+from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode
 
-logger = logging.getLogger(__name__)
-
 
 class Snapshot:
     """Keeps the file up to date. For the event loop of the store."""
 
-    def __init__(self, keyspace: Keyspace, run_id: str, path: str) -> None:
-        self._keyspace, self._path = keyspace, Path(path)
+    def __init__(self, keyspace: Keyspace, run_id: str, path: str, warn: Callable[[str], None]) -> None:
+        """warn: gets one line for the user."""
+        self._keyspace, self._run_id, self._path, self._warn = keyspace, run_id, Path(path), warn
         self._job = JobKeys(run_id)
         self._prefixes = tuple(prefix.encode() for prefix in self._job.outliving)
         self._rpc: Any = etcdrpc()
         self._seen = keyspace.revision
-        self._before = SavedFile(secrets.token_hex(8), 0, 0, 0, ())
-        self._changed = asyncio.Event()
-        self._soon = False  # something but the goodput has changed
+        self._before = SavedFile(secrets.token_hex(8), 0, 0, 0, (), run_id)
+        self._changed, self._soon = asyncio.Event(), asyncio.Event()  # soon: something but the goodput has changed
+        self._writing: asyncio.Future[None] | None = None
 
     def restore(self, now: float) -> None:
         """Put back what the file holds, if it is this job's and can be read. now: monotonic."""
         try:
             with self._path.open("rb") as file:
-                self._before = records.read(SavedFile, file.read(MAX_BYTES), str(self._path), SCHEMA)
+                found = records.read(SavedFile, file.read(MAX_BYTES), str(self._path), SCHEMA)
+            if found.run_id != self._run_id:
+                return
+            gone_s = max(0, int(time.time()) - found.at)
+            for saved in found.keys:
+                if not saved.left_s or saved.left_s - gone_s >= LEAST_LEASE_S:
+                    self._put(saved, saved.left_s and saved.left_s - gone_s, now)
+            self._before = found
         except FileNotFoundError:
             return
-        except (OSError, RecordError) as error:
-            logger.warning("%s cannot be used: %s", self._path, error)
-            return
-        gone_s = max(0, int(time.time()) - self._before.at)
-        for saved in self._before.keys:
-            if not saved.left_s or saved.left_s - gone_s >= LEAST_LEASE_S:
-                self._put(saved, saved.left_s and saved.left_s - gone_s, now)
+        except (OSError, RecordError, ValueError, Refused) as error:  # ValueError: no base64
+            self._warn(f"ledger_file {self._path} cannot be used; starting a new ledger: {error}")
         self._seen = self._keyspace.revision
 
     def _put(self, saved: SavedKey, left_s: int, now: float) -> None:
         lease = self._keyspace.grant(self._rpc.LeaseGrantRequest(TTL=left_s), now).ID if left_s else 0
-        key, value = (self._job.prefix + saved.key).encode(), base64.b64decode(saved.value)
+        key, value = (self._job.prefix + saved.key).encode(), base64.b64decode(saved.value, validate=True)
         put = self._rpc.PutRequest(key=key, value=value, lease=lease)
         self._keyspace.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_put=put)]))
 
@@ -68,28 +69,37 @@ class Snapshot:
         for change in self._keyspace.since(self._seen + 1):
             key = change.event.kv.key
             if key.startswith(self._prefixes):
-                self._soon = self._soon or not key.startswith(goodput)
                 self._changed.set()
+                if not key.startswith(goodput):
+                    self._soon.set()
         self._seen = self._keyspace.revision
 
     async def keep(self) -> None:
         """Write the file after changes, for as long as the store runs: goodput at most once in GOODPUT_EVERY_S."""
         while True:
             await self._changed.wait()
-            if not self._soon:
-                await asyncio.sleep(GOODPUT_EVERY_S)
-            self._soon = False
-            self._changed.clear()
-            text = self._text(time.monotonic())
-            await asyncio.get_running_loop().run_in_executor(None, self._write, text)
+            try:
+                await asyncio.wait_for(self._soon.wait(), GOODPUT_EVERY_S)
+            except asyncio.TimeoutError:
+                pass
+            text = self._text()
+            self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, text)
+            await asyncio.shield(self._writing)
 
-    def end(self) -> None:
+    def write_now(self) -> None:
+        """Write what has changed, before this returns."""
+        if self._changed.is_set():
+            self._write(self._text())
+
+    async def end(self) -> None:
         """Write the last state; or remove the file if the job needs none: it is done, or not to be started again."""
+        if self._writing is not None:
+            await self._writing
         header = self._header()
         if header is not None and is_for_good(header):
             self._path.unlink(missing_ok=True)
-        elif self._changed.is_set():
-            self._write(self._text(time.monotonic()))
+        else:
+            self.write_now()
 
     def _header(self) -> Header | None:
         kvs = self._range(self._job.header.encode(), b"")
@@ -101,11 +111,15 @@ class Snapshot:
     def _range(self, start: bytes, end: bytes) -> list[Message]:
         return list(self._keyspace.range(self._rpc.RangeRequest(key=start, range_end=end)).kvs)
 
-    def _text(self, now: float) -> str:
+    def _text(self) -> str:
+        """Return the content of the file; what has changed until now is in it."""
+        self._changed.clear()
+        self._soon.clear()
+        now = time.monotonic()
         kvs = [kv for prefix in self._prefixes for kv in self._range(*range_of_prefix(prefix))]
         saved = tuple(self._saved(kv, now) for kv in {kv.key: kv for kv in kvs}.values())
-        before = self._before
-        file = SavedFile(before.launch, before.starts + 1, self._keyspace.revision, int(time.time()), saved)
+        before, revision = self._before, self._keyspace.revision
+        file = SavedFile(before.launch, before.starts + 1, revision, int(time.time()), saved, self._run_id)
         return json.dumps({"schema": SCHEMA, **records.plain(file)})
 
     def _saved(self, kv: Message, now: float) -> SavedKey:
@@ -119,4 +133,4 @@ class Snapshot:
         try:
             write_whole(self._path, text)
         except OSError as error:
-            logger.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._warn(f"ledger_file {self._path} cannot be written; the budget will not outlive the store: {error.strerror}")

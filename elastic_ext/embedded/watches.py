@@ -66,9 +66,10 @@ class Watches:
 
     def due(self) -> Iterator[Message]:
         """Return what is to be sent now: WatchResponses."""
-        answers, self._answers = self._answers, []
+        # Together: events of a watch that is created while an answer is on its way must not come before its own answer.
+        answers, self._answers, watches = self._answers, [], list(self._watches.items())
         yield from answers
-        for watch_id, watch in list(self._watches.items()):
+        for watch_id, watch in watches:
             yield from self._news(watch_id, watch)
 
     def _news(self, watch_id: int, watch: _Watch) -> Iterator[Message]:

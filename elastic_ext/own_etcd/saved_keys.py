@@ -49,13 +49,17 @@ class SavedKey:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """launch: name of the etcd, `starts`: how many the job has had, with this one. revision: of etcd. at: Unix time."""
+    """launch: name of the etcd, `starts`: how many the job has had, with this one. revision: of etcd. at: Unix time.
+
+    run_id: where the file's name does not say it.
+    """
 
     launch: str
     starts: int
     revision: int
     at: int
     keys: tuple[SavedKey, ...]
+    run_id: str = ""
 
     @property
     def age(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
-from elastic_ext.base.settings import Settings
+from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.job_state import JobStatus
@@ -40,7 +40,7 @@ class Patience:
 
     @classmethod
     def of(cls, params: RendezvousParameters) -> Patience:
-        return cls(float(params.config.get("join_timeout", JOIN_TIMEOUT_S)), params.min_nodes, params.max_nodes)
+        return cls(torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S), params.min_nodes, params.max_nodes)
 
     @property
     def over(self) -> str:

@@ -88,7 +88,7 @@ OWN = ["127.0.0.1", "10.0.0.1", "192.168.7.1", "::1", "fd00::1"]
     ("is_host", "resolved", "here", "reason"),
     [
         (None, ["10.0.0.1"], True, "node1 is this host, by its address 10.0.0.1"),
-        (None, ["10.0.0.2", "192.168.7.1"], True, "node1 is this host, by its address 192.168.7.1"),
+        (None, ["192.168.7.1", "fd00::1", "fe80::2%eth0"], True, "node1 is this host, by its address 192.168.7.1"),
         (None, ["fd00::1"], True, "node1 is this host, by its address fd00::1"),
         (None, ["127.0.1.1"], True, "node1 is this host, by its address 127.0.1.1"),  # on no interface
         (None, ["::1"], True, "node1 is this host, by its address ::1"),
@@ -105,6 +105,13 @@ OWN = ["127.0.0.1", "10.0.0.1", "192.168.7.1", "::1", "fd00::1"]
 def test_the_host_is_known_by_its_address(is_host, resolved, here, reason):
     decided = hosting.decide(Endpoint("node1", 29400), is_host, resolved, OWN)
     assert (decided.here, decided.reason) == (here, reason)
+
+
+def test_a_name_of_several_machines_is_refused():
+    """As that of a headless Service: each of its pods would host a store of its own."""
+    with pytest.raises(UsageError, match=r"names this host \(10.0.0.1\) and others \(10.0.0.2\).*is_host=1"):
+        hosting.decide(Endpoint("node1", 29400), None, ["10.0.0.2", "10.0.0.1"], OWN)
+    assert hosting.decide(Endpoint("node1", 29400), False, ["10.0.0.2", "10.0.0.1"], OWN).here is False
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,16 @@ from elastic_ext.embedded.lifetime import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_
 
 def seen(**more):
     """A job whose nodes, here and elsewhere, have all left at 100, without a word."""
-    usual = {"started": 10.0, "streams": 0, "agents": 0, "had_agents": True, "orderly": False, "over": False, "quiet": 100.0}
+    usual = {
+        "started": 10.0,
+        "streams": 0,
+        "nodes": 0,
+        "agents": 0,
+        "had_agents": True,
+        "orderly": False,
+        "over": False,
+        "quiet": 100.0,
+    }
     return Situation(**{**usual, **more})
 
 
@@ -48,6 +57,8 @@ def test_a_store_stays_while_it_is_needed(situation):
         (seen(over=True), 100 + OVER_S, "the job is over"),
         (seen(over=True, orderly=True), 100 + OVER_S, "the job is over"),
         (seen(orderly=True), 100 + OVER_S, "all have left"),
+        (seen(orderly=True, nodes=1), 100 + LONELY_S, "all agents are gone"),  # a node is cut off
+        (seen(over=True, nodes=1), 100 + OVER_S, "the job is over"),
         # Told to end: at once where nobody is left, else soon, whoever is there.
         (seen(told=50.0), 50 + TOLD_S, "told to end"),
         (seen(told=99.0), 100 + OVER_S, "all have left"),

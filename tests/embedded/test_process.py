@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
@@ -90,6 +91,7 @@ def test_a_busy_store_refuses_another_job(plan):
     with agent(dataclasses.replace(plan, job="secret a")) as busy, agent(dataclasses.replace(plan, job="secret b")) as other:
         say, text = other.said.get(timeout=LIMIT_S)
         assert (say, "serves another job" in text) == ("failed", True)
+        assert busy.said.get(timeout=LIMIT_S) == ("taken", "")
         assert busy.said.empty()
 
 
@@ -137,14 +139,53 @@ def test_the_ledger_outlives_the_store(plan, tmp_path):
     until(lambda: not path.exists())
 
 
-@pytest.mark.parametrize("content", ["", "no JSON", "[]", json.dumps({"schema": 1, "launch": 7})])
+SAVED = {"schema": 1, "launch": "a", "starts": 1, "revision": 1, "at": 1, "run_id": "job"}
+BAD_BASE64 = {**SAVED, "keys": [{"key": "ledger", "value": "no base64", "left_s": 0}]}
+
+
+@pytest.mark.parametrize("content", ["", "no JSON", "[]", json.dumps({"schema": 1, "launch": 7}), json.dumps(BAD_BASE64)])
 def test_an_unreadable_ledger_file_stops_nothing(plan, tmp_path, content):
     path = Path(tmp_path / "ledger")
     path.write_text(content)
     kept = dataclasses.replace(plan, ledger_file=str(path))
-    with agent(kept):
+    with agent(kept) as made:
+        assert made.said.get(timeout=LIMIT_S)[0] == "taken"
+        say, text = made.said.get(timeout=LIMIT_S)
+        assert (say, "starting a new ledger" in text) == ("warning", True)
         write(kept, ledger="new")
         until(lambda: '"launch"' in path.read_text() and len(path.read_text()) > 60)
+
+
+def test_the_ledger_of_another_run_is_left_out(plan, tmp_path):
+    path = tmp_path / "ledger"
+    value = base64.b64encode(b"of another run").decode()
+    path.write_text(json.dumps({**SAVED, "run_id": "other", "keys": [{"key": "ledger", "value": value, "left_s": 0}]}))
+    kept = dataclasses.replace(plan, ledger_file=str(path))
+    with agent(kept), EtcdClient(f"127.0.0.1:{kept.port}") as client:
+        assert client.get(KEYS.ledger).kv is None
+
+
+def test_a_ledger_that_cannot_be_written_is_reported(plan, tmp_path):
+    kept = dataclasses.replace(plan, ledger_file=str(tmp_path / "no" / "ledger"))
+    with agent(kept) as made:
+        write(kept, ledger="new")
+        until(lambda: "cannot be written" in made.said.get(timeout=LIMIT_S)[1])
+
+
+def test_a_node_that_is_cut_off_keeps_the_store(plan):
+    """The host's agent has left in order, and the only other node has lost its connection: its lease is still there."""
+    with agent(plan), EtcdClient(f"127.0.0.1:{plan.port}") as client:
+        lease = client.lease_grant(60).lease_id
+        client.txn([], [Put(KEYS.node("n2"), "{}", lease_id=lease)])
+        watch = client.watch(KEYS.header)
+        assert watch.get(0) is None
+    first = birth(plan)
+    with pytest.raises(AssertionError):
+        until(lambda: not reachable(plan), limit_s=3.0)
+    assert birth(plan) == first
+    with EtcdClient(f"127.0.0.1:{plan.port}") as client:
+        client.lease_revoke(lease)
+    until(lambda: not reachable(plan))
 
 
 def reachable(plan: Plan) -> bool:

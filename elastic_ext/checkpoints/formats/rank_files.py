@@ -79,20 +79,22 @@ def _axis(names: Sequence[RankName], number: int) -> Sequence[int]:
 def too_few(families: Mapping[str, Sequence[RankName]]) -> str:
     """Return which files of a checkpoint fewer ranks wrote than must have, for people; "" if none are seen. families: by pattern.
 
-    How many there are show the random states of all processes, else files alike, in the same folder or above. One group of ranks
+    The random states of all processes show how many there are, else files alike, in the same folder or above. One group of ranks
     may write for all (rank 0, or with MiCS the first that shares a model): then its size divides their number. DeepSpeed has such
-    groups only where they write the model, too.
+    groups only where they write the model, too. Names that say how many there are do not count here.
     """
+    groups: defaultdict[tuple[str, tuple[str, ...]], dict[str, int]] = defaultdict(dict)
     for pattern, names in sorted(families.items()):
-        words, count = names[0].words, len(names)
-        if words[0] not in _OF_ALL or names[0].totals[0] is not None:
-            continue
-        near = [each for other, each in families.items() if pattern.startswith(other[: other.rfind("/") + 1])]
-        alike = [len(each) for each in near if each[0].words == words]
-        total = max([len(each) for each in near if each[0].words[0] in _OF_RANDOM] or alike)
-        each_writes = words[0] == _ZERO and (len(alike) == 1 or count < max(alike))
-        if count < total and (each_writes or total % count):
-            return f"{pattern}: the files of {total - count} of {total} ranks are missing"
+        if names[0].totals[0] is None:
+            groups[pattern[: pattern.rfind("/") + 1], names[0].words][pattern] = len(names)
+    for (folder, words), counts in groups.items():
+        near = [(each, count) for (above, each), found in groups.items() if folder.startswith(above) for count in found.values()]
+        alike = [count for each, count in near if each == words]
+        total = max([count for each, count in near if each[0] in _OF_RANDOM] or alike)
+        for pattern, count in counts.items() if words[0] in _OF_ALL else ():
+            each_writes = words[0] == _ZERO and (len(alike) == 1 or count < max(alike))
+            if count < total and (each_writes or total % count):
+                return f"{pattern}: the files of {total - count} of {total} ranks are missing"
     return ""
 
 

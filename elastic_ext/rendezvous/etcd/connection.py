@@ -21,7 +21,7 @@ from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
-from elastic_ext.base.settings import Settings
+from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import EtcdClient, EtcdError, Put, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import drains, run_id
@@ -85,7 +85,7 @@ class JobConnection:
         check = run_id.checked_given if params.backend == ETCD else run_id.checked
         self.run_id = check(params.run_id)
         self._patience = Patience.of(params)
-        wait_s = min(float(params.config.get("read_timeout", START_S)), self._patience.timeout_s)
+        wait_s = min(torch_number(params.config, "read_timeout", START_S), self._patience.timeout_s)
         client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
         self._will = functools.partial(_last_will, params.endpoint, settings, client)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)

@@ -82,9 +82,10 @@ def trainer(path: Path, step: int) -> Path:
     return path
 
 
-def trainer_of_deepspeed(path: Path, step: int) -> Path:
-    saved(path / "scheduler.pt", {})
-    deepspeed(path / f"global_step{step}", step)
+def trainer_of_deepspeed(path: Path, step: int, ranks: int = 2) -> Path:
+    for name in ("scheduler.pt", *(f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth" for rank in range(ranks))):
+        saved(path / name, {})
+    deepspeed(path / f"global_step{step}", step, ranks)
     text(path / "latest", f"global_step{step}")
     text(path / "trainer_state.json", {"global_step": step})
     return path

@@ -433,22 +433,9 @@ def megatron_with_tracker(directory: Path) -> None:
 
 
 def trainer_with_its_state(directory: Path) -> None:
-    for step, count in ((100, 8), (200, 4)):
-        path = scenes.trainer_of_deepspeed(directory / f"checkpoint-{step}", step)
-        (path / "latest").unlink()
-        scenes.deepspeed(path / f"global_step{step}", step, count)
-
-
-def trainer_of_processes(path: Path, step: int, count: int) -> Path:
-    scenes.trainer_of_deepspeed(path, step)
-    ranks(path, "rng_state_{}.pth", count)
-    return scenes.deepspeed(path / f"global_step{step}", step, count)
-
-
-def trainer_with_states_of_processes(directory: Path) -> None:
     for step, count in ((100, 8), (200, 6)):
-        trainer_of_processes(directory / f"checkpoint-{step}", step, count)
-        (directory / f"checkpoint-{step}" / "latest").unlink()
+        path = scenes.trainer_of_deepspeed(directory / f"checkpoint-{step}", step, count)
+        (path / "latest").unlink()
 
 
 def lightning_with_inner_latest(directory: Path) -> None:
@@ -479,7 +466,7 @@ def shards_with_others(directory: Path) -> None:
     "make",
     [
         *(deepspeed_with_tracker, megatron_with_tracker, trainer_with_its_state, lightning_with_inner_latest),
-        *(totals_in_names, files_with_tracker, shards_with_others, trainer_with_states_of_processes),
+        *(totals_in_names, files_with_tracker, shards_with_others),
     ],
 )
 def test_a_job_that_has_shrunk_resumes_from_its_newest(tmp_path: Path, make: Callable[[Path], None]) -> None:
@@ -498,7 +485,7 @@ def of_stage_3(path: Path, step: int, count: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "make"), [("checkpoint-{}", trainer_of_processes), ("global_step{}", of_stage_3)])
+@pytest.mark.parametrize(("name", "make"), [("checkpoint-{}", scenes.trainer_of_deepspeed), ("global_step{}", of_stage_3)])
 @pytest.mark.parametrize("count", [2, 8])
 def test_the_last_rank_whose_file_only_others_beside_it_show(
     tmp_path: Path, name: str, make: Callable[[Path, int, int], Path], count: int
@@ -506,18 +493,18 @@ def test_the_last_rank_whose_file_only_others_beside_it_show(
     for step in (100, 200):
         path = make(tmp_path / name.format(step), step, count)
     assert chosen(tmp_path) == (name.format(200), 200)
-    next(path.glob(f"*zero_pp_rank_{count - 1}_*optim_states.pt")).unlink()
+    next(path.rglob(f"*zero_pp_rank_{count - 1}_*optim_states.pt")).unlink()
     assert chosen(tmp_path) == (name.format(100), 100)
     assert f"the files of 1 of {count} ranks are missing" in reasons(newest_complete(str(tmp_path)))[name.format(200)]
 
 
-@pytest.mark.parametrize("make", [scenes.trainer, scenes.trainer_of_fsdp, lambda path, step: trainer_of_processes(path, step, 1)])
-def test_random_states_of_processes_make_no_other_trainer_torn(tmp_path: Path, make: Make) -> None:
-    for count in (1, 4):
-        path = make(tmp_path / f"checkpoint-{count}", count)
-        if (path / "optimizer.pt").exists():
-            ranks(path, "rng_state_{}.pth", count)
-    assert chosen(tmp_path) == ("checkpoint-4", 4)
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("make", [scenes.trainer, scenes.trainer_of_fsdp, scenes.trainer_of_deepspeed])
+def test_random_states_of_processes_make_nothing_else_torn(tmp_path: Path, make: Callable[..., Path], count: int) -> None:
+    path = make(tmp_path / "checkpoint-5", 5, *([count] if make is scenes.trainer_of_deepspeed else []))
+    if count > 1:
+        ranks(path, "rng_state_{}.pth", count)
+    assert chosen(tmp_path) == ("checkpoint-5", 5)
 
 
 TEMPORARY = ("tmp-checkpoint-{}", "step_{}_tmp.pt", "tmp_step_{}.pt", "step_{}.tmp.pt", "trash_{}.pt", "step_{}.incomplete.pt")

@@ -34,20 +34,21 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
     """
     if not endpoint.strip():
         raise UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
+    what = f"{'the store of the job' if own else 'etcd'} at {redacted(endpoint)}"
     tls = None
     if settings.etcd_ca or settings.etcd_cert:
         tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
     try:
         client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
-        _await_answer(client, redacted(endpoint), wait_s, (Unavailable, TlsError) if own else (Unavailable,))
+        _await_answer(client, what, wait_s, (Unavailable, TlsError) if own else (Unavailable,))
     except NoAnswer:
         raise
     except EtcdError as error:
-        raise UsageError(f"etcd at {redacted(endpoint)}: {error}") from error
+        raise UsageError(f"{what}: {error}") from error
     return client
 
 
-def _await_answer(client: EtcdClient, name: str, wait_s: float, passing: tuple[type[EtcdError], ...]) -> None:
+def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[type[EtcdError], ...]) -> None:
     """Read once, so that a user without permission learns of it now."""
     deadline, told = time.monotonic() + wait_s, False
     while True:
@@ -59,8 +60,8 @@ def _await_answer(client: EtcdClient, name: str, wait_s: float, passing: tuple[t
                 raise
             if time.monotonic() >= deadline:
                 client.close()
-                raise NoAnswer(f"etcd at {name} has not answered for {wait_s:g} s: {error}") from error
+                raise NoAnswer(f"{what} has not answered for {wait_s:g} s: {error}") from error
             if not told:
-                logger.warning("etcd at %s does not answer; trying for %g s: %s", name, wait_s, error)
+                logger.warning("%s does not answer; trying for %g s: %s", what, wait_s, error)
                 told = True
             threading.Event().wait(RETRY_S)

@@ -85,6 +85,7 @@ class JobConnection:
         check = run_id.checked_given if params.backend == ETCD else run_id.checked
         self.run_id = check(params.run_id)
         self._patience = Patience.of(params)
+        self._has_gateway = params.backend == ETCD
         wait_s = min(torch_number(params.config, "read_timeout", START_S), self._patience.timeout_s)
         client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
         self._will = functools.partial(_last_will, params.endpoint, settings, client)
@@ -201,9 +202,12 @@ class JobConnection:
         return until if lease_id is not None else None
 
     def last_will(self) -> LastWill | None:
-        """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""
+        """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only.
+
+        None on the embedded store, which has no JSON gateway: there the reaper ends at once, and the links report that.
+        """
         lease_id, _ = self.participant.lease
-        if lease_id is None:
+        if lease_id is None or not self._has_gateway:
             return None
         return self._will(lease_id)
 

@@ -94,7 +94,9 @@ def hangs(record: dict[str, Any]) -> Rows:
 def rendezvous(record: dict[str, Any]) -> Rows:
     for row in record["rows"]:
         cells = []
-        for side, part in (("ours", "form"), ("sketch", "form"), ("ours", "rejoin"), ("stock", "form"), ("stock", "rejoin")):
+        own = (("embedded", "form"), ("embedded", "rejoin")) if "embedded" in row else ()
+        stock = (("stock", "form"), ("stock", "rejoin"))
+        for side, part in (("ours", "form"), ("sketch", "form"), ("ours", "rejoin"), *own, *stock):
             phase = row.get(side, {}).get(part)
             cells.append(seconds(phase["seconds"] if phase else None))
         yield [f"{row['agents']:,}", *cells]

@@ -85,10 +85,10 @@ class JobConnection:
         check = run_id.checked_given if params.backend == ETCD else run_id.checked
         self.run_id = check(params.run_id)
         self._patience = Patience.of(params)
-        self._has_gateway = params.backend == ETCD
         wait_s = min(torch_number(params.config, "read_timeout", START_S), self._patience.timeout_s)
         client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
-        self._will = functools.partial(_last_will, params.endpoint, settings, client)
+        will = functools.partial(_last_will, params.endpoint, settings, client)
+        self._will = will if params.backend == ETCD else None  # the embedded store has no JSON gateway
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
         self.address = run_id.checked_address(address)
         check_own(params.local_addr, self.address)
@@ -204,10 +204,10 @@ class JobConnection:
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only.
 
-        None on the embedded store, which has no JSON gateway: there the reaper ends at once, and the links report that.
+        None on the embedded store: there the reaper ends at once, and the links report that.
         """
         lease_id, _ = self.participant.lease
-        if lease_id is None or not self._has_gateway:
+        if lease_id is None or self._will is None:
             return None
         return self._will(lease_id)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import Reach, Silent
@@ -174,6 +175,7 @@ def reaches(view: View) -> dict[str, Reach]:
     }
 
 
+T = TypeVar("T")
 _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
@@ -375,7 +377,7 @@ def _count(number: int) -> str:
     return f"{number} node" if number == 1 else f"{number} nodes"
 
 
-def neighbors(rank: int, order: Sequence[str]) -> tuple[str, ...]:
+def neighbors(rank: int, order: Sequence[T]) -> tuple[T, ...]:
     """Return the ids of the nodes that the node of this rank keeps links to: the next one, and one half of the job away.
 
     Two, so that a node is missed although another one dies with it; far apart, because neighbors by rank share a rack.

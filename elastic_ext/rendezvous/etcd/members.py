@@ -37,13 +37,16 @@ class Members:
     def load(self) -> None:
         """Read the assignments."""
         folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
-        before, self.ranks = self._round, {}
+        before, self.ranks, known = self._round, {}, 0
         for kv in self._context.client.get_prefix(folder).kvs:
             id_, assignment = reader.id_of(folder, kv.key), reader.assignment(kv)
             if id_ is not None and assignment is not None and assignment.of(header):
-                self.ranks[id_] = assignment.rank
+                known += 1
+                # A node that was lost with its assignment, as the store was, is known by its neighbors'.
+                near = rounds.neighbors(assignment.rank, range(header.nodes))
+                self.ranks |= {id_: assignment.rank, **dict(zip(assignment.neighbors, near, strict=False))}
         self._round = (header.round, header.seal)
-        if before != self._round and len(self.ranks) < header.nodes:
+        if before != self._round and known < header.nodes:
             self._outage.expect_members()  # some assignments are lost; each node writes its own again
 
     def sealed(self, header: Header, assignments: Mapping[str, Assignment]) -> None:

@@ -112,7 +112,7 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
     assert marks["unknown"] == "n1"
     assert marks["node lost"] == "n2"
     for each in said:  # unless both others were told that it is lost before their workers noticed
-        assert re.match(r"  n2: node n2 was lost; then rank [01] raised RuntimeError: .*, on n[01]$", each), each
+        assert re.match(r"  n2: node n2 was lost; then rank [012] raised RuntimeError: .*, on n[01]$", each), each
     decided = [line for file in events for line in map(json.loads, Path(file).read_text().splitlines()) if "culprit_rank" in line]
     of_lost = [line for line in decided if line["kind"] == "network"]
     assert bool(of_lost) == bool(said)

@@ -209,7 +209,7 @@ class HelperConnection:
             except BrokenPipeError:
                 pass
             word = stdout.readline()
-        self._started = [each for each in self._started if each.poll() is None] + [process]
+        self._started.append(process)
         if word == BUSY:
             process.wait()
         elif word != UP:
@@ -243,8 +243,7 @@ class HelperConnection:
 
     def _reap(self) -> None:
         """Let no helper that has ended stay as a zombie for as long as this agent runs."""
-        for process in self._started:
-            process.poll()
+        self._started = [process for process in self._started if process.poll() is None]
 
 
 def _user_of(connection: socket.socket) -> int:

@@ -30,7 +30,7 @@ from elastic_ext.embedded.plan import Plan, door_of
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates, secret
 from elastic_ext.rendezvous import interfaces
-from elastic_ext.rendezvous.address import endpoint_of, is_loopback
+from elastic_ext.rendezvous.address import check_own, endpoint_of, is_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -237,6 +237,8 @@ class EmbeddedStore:
             raise
 
     def _begin(self) -> None:
+        if self._params.local_addr:  # before anything is started
+            check_own(self._params.local_addr, self._params.local_addr)
         key = b""
         if has_secret(self._settings):
             self._folder = _Folder()

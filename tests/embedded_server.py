@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 from dataclasses import dataclass, field
@@ -11,11 +9,12 @@ from dataclasses import dataclass, field
 from elastic_ext.base import isolated
 from elastic_ext.base.helper_process import UP, VERSION, send
 from elastic_ext.embedded.plan import Plan, door_of
+from tests.etcd_server import ServerProcess
 from tests.ports import free_port
 
 
 @dataclass
-class EmbeddedServer:
+class EmbeddedServer(ServerProcess):
     """One store. Its port stays the same over restarts; its data does not."""
 
     client_port: int = field(default_factory=free_port)
@@ -52,21 +51,9 @@ class EmbeddedServer:
         send(self._agent, {"say": "hello", "version": VERSION})
 
     def kill(self) -> None:
-        if self.process is not None:
+        if self._agent is not None:
             self._agent.close()
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    def pause(self) -> None:
-        """Freeze it: connections stay open, nothing answers. Returns when all its threads have stopped."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
+        super().kill()
 
     def restart(self) -> None:
         self.kill()

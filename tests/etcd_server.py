@@ -89,8 +89,30 @@ class Certificates:
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
+class ServerProcess:
+    """The one process of a server, which a test may kill or freeze."""
+
+    process: subprocess.Popen[bytes] | None
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        """Freeze it: connections stay open, nothing answers. Returns when all its threads have stopped."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+
 @dataclass
-class EtcdServer:
+class EtcdServer(ServerProcess):
     """One member. Its ports stay the same over restarts; so does its data, but for `wipe`.
 
     address, inside: where it listens, and the start of the command line, for a network namespace.
@@ -165,22 +187,6 @@ class EtcdServer:
             raise AssertionError(f"etcd is not ready after {READY_S} s: {(self.folder / 'log').read_text()[-2000:]}") from None
         finally:
             self._ready.close()
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    def pause(self) -> None:
-        """Freeze it: connections stay open, nothing answers. Returns when all its threads have stopped."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         self.kill()

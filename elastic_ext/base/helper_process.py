@@ -4,6 +4,7 @@ It outlives an agent that is killed, and is started again if it is killed itself
 
 agent    {"say": "hello", "version": 1, "job": ...}     "job": which one it is for; a helper of another one ends, or fails
 helper   {"say": "info" | "warning", "text": ...}       for the agent's log, any number
+helper   {"say": "taken"}                               it is for that job; of the embedded store alone
 helper   {"say": "failed", "text": ...}                 and ends
 agent    {"say": "leaves"}                              its last word
 helper   {"say": "stays", "text": ...}                  it goes on without the agent; else it closes the socket when all is gone
@@ -52,6 +53,20 @@ def send(connection: socket.socket, message: Message) -> bool:
     except OSError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The process on the other side of a Unix socket. pid: 0 if it is in another container. user: its id."""
+
+    pid: int
+    user: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return who has connected, or listens, as the kernel knows it (unix(7), SO_PEERCRED)."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return Peer(pid, user)
 
 
 class Lines:
@@ -128,7 +143,7 @@ class HelperConnection:
     def __init__(
         self, helper: Helper, on_message: Callable[[Message], None], on_enter: Callable[[], None] = lambda: None
     ) -> None:
-        """Connect, and start a helper if there is none. Raises HelperFailed, UsageError."""
+        """Connect, and start a helper if none runs. Raises HelperFailed."""
         self._helper, self._on_message, self._on_enter = helper, on_message, on_enter
         self._leaving = self._failed = False
         self._lock = threading.Lock()
@@ -169,7 +184,7 @@ class HelperConnection:
                 connection.close()
                 self._start()
             else:
-                if (user := _user_of(connection)) != os.geteuid():
+                if (user := peer_of(connection).user) != os.geteuid():
                     connection.close()
                     raise HelperFailed(
                         f"{self._helper.name} on this host is that of user {user}: use another port, or wait for its end"
@@ -180,7 +195,7 @@ class HelperConnection:
                 return connection
 
     def _count_try(self) -> None:
-        """Raises HelperFailed: there were too many lately."""
+        """Raises HelperFailed after TRIES within TRIES_S."""
         now = time.monotonic()
         if len(self._tries) == TRIES and now - self._tries[0] < TRIES_S:
             raise HelperFailed(f"{self._helper.name} on this host keeps ending: {TRIES} tries within {TRIES_S:g} s")
@@ -244,9 +259,3 @@ class HelperConnection:
     def _reap(self) -> None:
         """Let no helper that has ended stay as a zombie for as long as this agent runs."""
         self._started = [process for process in self._started if process.poll() is None]
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Return the user id of the process on the other side."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(user)

@@ -26,10 +26,10 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.embedded.plan import Endpoint, Plan, door_of
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates, secret
-from elastic_ext.rendezvous import interfaces
+from elastic_ext.rendezvous import interfaces, judging
 from elastic_ext.rendezvous.address import check_own, endpoint_of, is_loopback
 
 if TYPE_CHECKING:
@@ -43,23 +43,10 @@ START_S = 60.0  # for the name of the endpoint to be known, and then for the sto
 TAKEN_S = 10.0  # for the store's process to take this agent
 LOOK_UP_S = 0.5  # between two look-ups: nothing reports that a name server has learned of a name
 ALL_ADDRESSES = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-
-
 _ENDPOINT = re.compile(
     r"(?:\[(?P<bracketed>[0-9a-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+))(?::(?P<port>\d*))?|(?P<bare>[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*)",
     re.ASCII | re.IGNORECASE,
 )
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the nodes of a job meet. host: a name or a numeric address, without brackets."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -168,14 +155,6 @@ def _flag(params: RendezvousParameters, key: str) -> bool | None:
         raise UsageError(f"--rdzv-conf={key}={printable(str(params.config[key]))}: expected 1 or 0") from error
 
 
-def _file(path: str) -> str:
-    """Return the full path. Raises UsageError: it names something other than a file, which writing would replace."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        seen = "a directory, a pipe or a device"
-        raise UsageError(f"ledger_file={printable(path)}: expected a regular file or a new path; this is {seen}")
-    return os.path.abspath(path)
-
-
 class _Folder:
     """A private folder for this agent's certificates, locked while the agent lives. It outlives an agent that is killed, whose
     reaper needs the files to give its lease back; the next agent of this user removes it.
@@ -239,16 +218,16 @@ class EmbeddedStore:
     def _begin(self) -> None:
         if self._params.local_addr:  # before anything is started
             check_own(self._params.local_addr, self._params.local_addr)
+        own = [each.address for each in interfaces.addresses()]
         key = b""
         if has_secret(self._settings):
             self._folder = _Folder()
             key = _secret(self._settings, self._folder.path)
-            names = {each.address for each in interfaces.addresses()} | {self.endpoint.host, "localhost"}
-            self._files = certificates.write(key, self._params.run_id, sorted(names), self._folder.path)
+            names = sorted({*own, self.endpoint.host, "localhost"})
+            self._files = certificates.write(key, self._params.run_id, names, self._folder.path)
         self._job = certificates.name_of(key, self._params.run_id)
         is_host = _flag(self._params, "is_host")
         resolved = await_addresses(self.endpoint.host, self._wait_s) if is_host is None else []
-        own = [each.address for each in interfaces.addresses()]
         self.hosting = decide(self.endpoint, is_host, resolved, own)
         if self.hosting.here:
             try:
@@ -262,12 +241,14 @@ class EmbeddedStore:
         logger.info("the job's store is at %s, %s: %s", self.endpoint, where, self.hosting.reason)
 
     def _host(self) -> None:
-        alone = is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or "")
-        ledger = _file(self._settings.ledger_file) if self._settings.ledger_file else ""
-        host = self.endpoint.host if alone else ALL_ADDRESSES
+        ledger = self._settings.ledger_file or ""
+        if ledger:
+            judging.check_ledger_path(ledger)
+            ledger = os.path.abspath(ledger)
+        host = ALL_ADDRESSES
+        if is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or ""):
+            host = "127.0.0.1" if self.endpoint.host == "localhost" else self.endpoint.host
         plan = Plan(host, self.endpoint.port, job=self._job, run_id=self._params.run_id, ledger_file=ledger)
-        if plan.host == "localhost":
-            plan = dataclasses.replace(plan, host="127.0.0.1")
         if self._files is not None:
             ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))
             plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_ext.own_etcd.lifetime import Lifetime
+
 FIRST_AGENT_S = 30.0  # an agent that has started a store connects as soon as that listens
 OVER_S = 1.0  # after the last node has left a job that is over: for one whose connection has just broken
 LONELY_S = 60.0  # without a node: an agent that was killed may be started again, and finds its job
@@ -37,15 +39,6 @@ class Situation:
     told: float | None = None
 
 
-@dataclass(frozen=True)
-class Lifetime:
-    """ends: now. look_again: when the answer may change by itself, monotonic; None: only by an event. reason: for the log."""
-
-    ends: bool
-    reason: str
-    look_again: float | None = None
-
-
 def decide(seen: Situation, now: float) -> Lifetime:
     """Return whether the store ends. While a node is in a job it never does, unless it is told to."""
     limits: list[tuple[float, str]] = []
@@ -58,7 +51,4 @@ def decide(seen: Situation, now: float) -> Lifetime:
             limits.append((seen.quiet + OVER_S, "the job is over" if seen.over else "all have left"))
         else:
             limits.append((seen.quiet + LONELY_S, "all agents are gone"))
-    if not limits:
-        return Lifetime(False, "nodes are in the job")
-    until, reason = min(limits)
-    return Lifetime(now >= until, reason, until)
+    return Lifetime.until_first(limits, now, "nodes are in the job")

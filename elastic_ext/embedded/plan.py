@@ -9,6 +9,17 @@ BUILD = "+elastic_ext"  # the end of the version that a store gives; see `servic
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """Where the nodes of a job meet. host: a name or a numeric address, without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a store is told at its start.
 
@@ -30,7 +41,7 @@ class Plan:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return str(Endpoint(self.host, self.port))
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode()

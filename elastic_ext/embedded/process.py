@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import logging
 import os
 import signal
 import socket
@@ -21,20 +20,19 @@ import time
 import grpc  # type: ignore[import-untyped, unused-ignore]
 import grpc.aio  # type: ignore[import-untyped, unused-ignore]
 
-from elastic_ext.base.helper_process import BUSY, UP, VERSION
+from elastic_ext.base.helper_process import BUSY, UP, VERSION, peer_of
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded import lifetime
 from elastic_ext.embedded.keyspace import Keyspace
-from elastic_ext.embedded.lifetime import Lifetime, Situation
+from elastic_ext.embedded.lifetime import Situation
 from elastic_ext.embedded.plan import Plan, door_of
 from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import Snapshot
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
+from elastic_ext.own_etcd.lifetime import Lifetime
 from elastic_ext.rendezvous.etcd.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
-
-logger = logging.getLogger(__name__)
 
 STOP_S = 0.2  # at the end, for answers on their way
 START_S = 30  # until it serves: a disk that hangs must not keep the port
@@ -55,7 +53,7 @@ class Agents:
         self.rivals: list[asyncio.StreamWriter] = []
         self._job = job
         self._changed = changed
-        self._connected: dict[asyncio.StreamWriter, bool] = {}  # whether it has said hello
+        self._connected: set[asyncio.StreamWriter] = set()
         self._leaving: list[asyncio.StreamWriter] = []
 
     @property
@@ -64,10 +62,10 @@ class Agents:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one agent until it leaves, or is gone."""
-        if not _is_own(writer):
+        if peer_of(writer.get_extra_info("socket")).user not in (os.geteuid(), 0):  # anybody of this host may try
             writer.close()
             return
-        self._connected[writer] = False
+        self._connected.add(writer)
         said = set[str]()
         try:
             while "leaves" not in said and (line := await reader.readline()):
@@ -84,7 +82,7 @@ class Agents:
                 self.had_any = True
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no agent of ours
             pass
-        del self._connected[writer]
+        self._connected.remove(writer)
         if "hello" in said and writer not in self.rivals:
             self.orderly = "leaves" in said
         if "leaves" in said:
@@ -118,12 +116,6 @@ class Agents:
     @staticmethod
     def _say(writer: asyncio.StreamWriter, say: str, text: str) -> None:
         writer.write(json.dumps({"say": say, "text": text}).encode() + b"\n")
-
-
-def _is_own(writer: asyncio.StreamWriter) -> bool:
-    """Return whether a process of this user has connected: anybody of this host may try."""
-    peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(peer[4:8], sys.byteorder) in (os.geteuid(), 0)
 
 
 class Process:

@@ -37,7 +37,7 @@ class Snapshot:
         self._seen = keyspace.revision
         self._before = SavedFile(secrets.token_hex(8), 0, 0, 0, (), run_id)
         self._changed, self._soon = asyncio.Event(), asyncio.Event()  # soon: something but the goodput has changed
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[str] | None = None
 
     def restore(self, now: float) -> None:
         """Put back what the file holds, if it is this job's and can be read. now: monotonic."""
@@ -84,12 +84,12 @@ class Snapshot:
                 pass
             text = self._text()
             self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, text)
-            await asyncio.shield(self._writing)
+            self._report(await asyncio.shield(self._writing))
 
     def write_now(self) -> None:
         """Write what has changed, before this returns."""
         if self._changed.is_set():
-            self._write(self._text())
+            self._report(self._write(self._text()))
 
     async def end(self) -> None:
         """Write the last state; or remove the file if the job needs none: it is done, or not to be started again."""
@@ -129,8 +129,14 @@ class Snapshot:
         key = kv.key.decode(errors="replace").removeprefix(self._job.prefix)
         return SavedKey(key, base64.b64encode(kv.value).decode(), left_s)
 
-    def _write(self, text: str) -> None:
+    def _write(self, text: str) -> str:
+        """Return what went wrong; "": nothing. On any thread, and `warn` belongs to that of the event loop."""
         try:
             write_whole(self._path, text)
         except OSError as error:
-            self._warn(f"ledger_file {self._path} cannot be written; the budget will not outlive the store: {error.strerror}")
+            return error.strerror or str(error)
+        return ""
+
+    def _report(self, trouble: str) -> None:
+        if trouble:
+            self._warn(f"ledger_file {self._path} cannot be written; the budget will not outlive the store: {trouble}")

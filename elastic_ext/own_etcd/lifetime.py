@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FIRST_AGENT_S = 30.0  # an agent that has started a keeper comes in as soon as that listens
@@ -45,6 +46,14 @@ class Lifetime:
     reason: str
     look_again: float | None = None
 
+    @classmethod
+    def until_first(cls, limits: Sequence[tuple[float, str]], now: float, otherwise: str) -> Lifetime:
+        """Return what the first of these times, each with its reason, decides. otherwise: the reason to go on without any."""
+        if not limits:
+            return cls(False, otherwise)
+        until, reason = min(limits)
+        return cls(now >= until, reason, until)
+
 
 def begins_anew(seen: Situation, members: int, now: float) -> bool:
     """Return whether the member is to forget its data: it has had no majority for so long that the other members' data, which
@@ -76,7 +85,4 @@ def decide(seen: Situation, now: float) -> Lifetime:
         limits.append((seen.told + LAST_S, "told to end"))
     if seen.silent is not None:
         limits.append((seen.silent + NO_ETCD_S, "no agent is left here, and etcd does not answer"))
-    if not limits:
-        return Lifetime(False, "other hosts need this member")
-    until, reason = min(limits)
-    return Lifetime(now >= until, reason, until)
+    return Lifetime.until_first(limits, now, "other hosts need this member")

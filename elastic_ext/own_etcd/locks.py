@@ -9,9 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 from pathlib import Path
 
+from elastic_ext.base.helper_process import peer_of
 from elastic_ext.own_etcd import folder as folders
 
 
@@ -58,8 +58,8 @@ def keeper_of(folder: Path) -> int:
             probe.connect(str(folder / "socket"))
         except OSError:
             return 0
-        pid, user, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        return int(pid) if user == os.geteuid() else 0
+        peer = peer_of(probe)
+        return peer.pid if peer.user == os.geteuid() else 0
 
 
 def _locked(path: Path, how: int = fcntl.LOCK_EX) -> int | None:

@@ -66,6 +66,14 @@ def ledger_of(text: str) -> Ledger:
         return Ledger()
 
 
+def check_ledger_path(path: str) -> None:
+    """Raise UsageError if `ledger_file` names something other than a file, which writing would replace."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise UsageError(
+            f"ledger_file={printable(path)}: expected a regular file or a new path; this is a directory, a pipe or a device"
+        )
+
+
 class LedgerFile:
     """A job's ledger on the local disk, or in memory if no path is given.
 
@@ -80,10 +88,8 @@ class LedgerFile:
         """Raise UsageError if the path names something other than a file."""
         self._path = Path(path) if path else None
         self._run_id = run_id
-        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would replace it with a file
-            raise UsageError(
-                f"ledger_file={path}: expected a regular file or a new path; this is a directory, a pipe or a device"
-            )
+        if path:
+            check_ledger_path(path)
         found = self._read()
         self.job_ended = bool(found.verdicts) and not found.verdicts[-1].keeps_ledger
         self.ledger = Ledger() if self.job_ended else found

@@ -118,6 +118,10 @@ class EtcdClient:
         """Let this observer, instead of the one before, hear of all calls from now on."""
         self._caller.observer = observer
 
+    def now(self) -> float:
+        """Return the monotonic time by which leases are counted here, in seconds."""
+        return time.monotonic()
+
     # Keys
 
     def get(self, key: Key, *, revision: int = 0, timeout_s: float | None = None) -> Reading:
@@ -209,7 +213,7 @@ class EtcdClient:
         """Grant a lease that nobody renews; see `LeaseSession`. ttl_s: seconds."""
 
         def send(etcd: Any) -> Lease:
-            sent_at = time.monotonic()
+            sent_at = self.now()
             lease = etcd.lease(ttl_s)
             return Lease(lease.id, lease.ttl, sent_at)
 
@@ -231,7 +235,7 @@ class EtcdClient:
         requests = [rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids]
 
         def send(etcd: Any) -> KeptAlive:
-            sent_at = time.monotonic()
+            sent_at = self.now()
             answers = etcd.leasestub.LeaseKeepAlive(iter(requests), etcd.timeout, metadata=etcd.metadata)
             return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in answers})
 

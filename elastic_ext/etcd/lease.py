@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,6 +47,8 @@ class LeaseClient(Protocol):
 
     @property
     def renewer(self) -> Renewer: ...
+
+    def now(self) -> float: ...
 
     def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease: ...
 
@@ -117,7 +118,7 @@ class LeaseSession:
     @property
     def late(self) -> bool:
         """Whether more than LATE_SHARE of the lease time is over: etcd does not answer, or this process stood still."""
-        return time.monotonic() > self.alive_until - (1 - LATE_SHARE) * self.ttl_s
+        return self._client.now() > self.alive_until - (1 - LATE_SHARE) * self.ttl_s
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys now. Raises EtcdError if that fails; the lease then expires by itself."""
@@ -133,7 +134,7 @@ class LeaseSession:
     def renewed(self, sent_at: float, ttl_s: int) -> None:
         """Record a successful renewal. sent_at: monotonic, before its request was sent."""
         if self.late:
-            self.late_at = time.monotonic()
+            self.late_at = self._client.now()
         self.state = _state_of(self.lease_id, sent_at, ttl_s, self.state.patient)
 
     def retry_at(self, at: float) -> None:

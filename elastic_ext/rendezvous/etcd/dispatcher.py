@@ -27,15 +27,23 @@ class Runner(Protocol):
 
 
 class Dispatcher:
-    """The thread and its queue. An agent has one runner on it, its participant's; a simulation has many."""
+    """The thread and its queue. An agent has one runner on it, its participant's; a simulation has many.
+
+    It is also the clock of its runners, so that a test can have them all live by a clock of its own.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()
         self._due: dict[Runner, float] = {}
-        self._order: list[tuple[float, int, Runner]] = []  # a heap; an entry that contradicts `_due` is void
+        # A heap: a time, and a task to post then, or None for `on_timer`, which is void where it contradicts `_due`.
+        self._order: list[tuple[float, int, Runner, Callable[[], None] | None]] = []
         self._numbers = itertools.count()  # runners themselves cannot be ordered
         self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
         self._thread.start()
+
+    def now(self) -> float:
+        """Return the monotonic time, in seconds."""
+        return time.monotonic()
 
     def post(self, runner: Runner, task: Callable[[], None]) -> None:
         """Run a task after those posted before it. Any thread may call this; it returns at once."""
@@ -47,7 +55,11 @@ class Dispatcher:
             self._due.pop(runner, None)
         elif self._due.get(runner) != at:
             self._due[runner] = at
-            heapq.heappush(self._order, (at, next(self._numbers), runner))
+            heapq.heappush(self._order, (at, next(self._numbers), runner, None))
+
+    def run_at(self, runner: Runner, at: float, task: Callable[[], None]) -> None:
+        """Run a task at this monotonic time. Only from the dispatcher's thread."""
+        heapq.heappush(self._order, (at, next(self._numbers), runner, task))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Run the waiting tasks, then end. After timeout_s seconds, abandon the thread in whatever call it is in."""
@@ -58,9 +70,9 @@ class Dispatcher:
 
     def _run(self) -> None:
         while True:
-            at = self._run_due(time.monotonic())
+            at = self._run_due(self.now())
             try:
-                item = self._queue.get(timeout=None if at is None else max(0.0, at - time.monotonic()))
+                item = self._queue.get(timeout=None if at is None else max(0.0, at - self.now()))
             except queue.Empty:
                 continue
             if item is None:
@@ -69,17 +81,18 @@ class Dispatcher:
             runner.run(task)
 
     def _run_due(self, now: float) -> float | None:
-        """Wake the runners whose time has come; return the time of the next one."""
-        due: list[Runner] = []
+        """Run what is due; return the time of what comes next."""
+        due: list[tuple[Runner, Callable[[], None]]] = []
         while self._order:
-            at, _, runner = self._order[0]
-            holds = self._due.get(runner) == at
+            at, _, runner, task = self._order[0]
+            holds = task is not None or self._due.get(runner) == at
             if holds and at > now:
                 break
             heapq.heappop(self._order)
-            if holds:
+            if holds and task is None:
                 del self._due[runner]
-                due.append(runner)
-        for runner in due:
-            runner.run(runner.on_timer)
+            if holds:
+                due.append((runner, task or runner.on_timer))
+        for runner, task in due:
+            runner.run(task)
         return self._order[0][0] if self._order else None  # maybe of a void entry: then the next look is only too early

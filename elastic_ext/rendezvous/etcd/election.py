@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -54,7 +53,7 @@ class Election:
             if key != self._context.own_key and self._names_node(key.encode()):
                 self._to_follow = (key, self._registration.created)
                 # Later, or once this node is in a round: forming the round comes first.
-                return self._context.tasks.wake_at(time.monotonic() + FOLLOW_S)
+                return self._context.tasks.wake_at(self._context.tasks.now() + FOLLOW_S)
         self._to_follow = self._node_before()
         if self._to_follow is not None:
             return self.follow()
@@ -65,7 +64,7 @@ class Election:
     def on_timer(self) -> None:
         """Take the leader's look; on any other node, begin to watch the predecessor."""
         if self.leader is not None:
-            self._context.tasks.wake_at(self.leader.act(time.monotonic()))
+            self._context.tasks.wake_at(self.leader.act(self._context.tasks.now()))
         else:
             self.follow()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import time
 from collections.abc import Callable
 
 from elastic_ext.etcd import Compare, Delete, Put
@@ -35,7 +34,8 @@ OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 class FirstSeen:
     """When the leader has first seen each fact about the current round."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._round = 0
         self._at: dict[str, float] = {}
 
@@ -43,7 +43,7 @@ class FirstSeen:
         """Return the monotonic time; now, if it is new."""
         if round_ != self._round:
             self._round, self._at = round_, {}
-        return self._at.setdefault(fact, time.monotonic())
+        return self._at.setdefault(fact, self._now())
 
 
 class Leader:
@@ -73,7 +73,7 @@ class Leader:
         self._policy = policy
         self._restore = restore
         self._still_leading = Compare(context.own_key, "create", "=", created)
-        self._seen = FirstSeen()
+        self._seen = FirstSeen(context.tasks.now)
         self._rests_until = 0.0
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
@@ -112,7 +112,7 @@ class Leader:
             view = self._view()
             action = rounds.next_action(view, self._context.config.limits, now)
             if isinstance(action, Wait):
-                looked = time.monotonic()
+                looked = self._context.tasks.now()
                 self._rests_until = looked + min(REST_FACTOR * (looked - now), MAX_REST_S)
                 return min(action.until or self._upkeep.renew_at, self._upkeep.renew_at)
             logger.info("rendezvous: %s", action.reason)

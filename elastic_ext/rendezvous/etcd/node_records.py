@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 from elastic_ext.etcd import Batch, Delete, LeaseLost, Put, Snapshot, unchanged
@@ -30,7 +29,7 @@ class NodeRecords:
         self.nodes: dict[str, Node] = {}
         self.joined: dict[str, int] = {}
         self.written: dict[str, int] = {}
-        self.last_arrival = time.monotonic()
+        self.last_arrival = context.tasks.now()
         self._context = context
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known

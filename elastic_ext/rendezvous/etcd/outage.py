@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from elastic_ext.etcd import LeaseSession
@@ -20,15 +19,16 @@ def returning_s(ttl_s: float) -> float:
 class Outage:
     """The last outage that this node knows of. For the rendezvous thread."""
 
-    def __init__(self, ttl_s: float, session: Callable[[], LeaseSession | None]) -> None:
-        """session: returns the node's current lease, if any."""
+    def __init__(self, ttl_s: float, session: Callable[[], LeaseSession | None], now: Callable[[], float]) -> None:
+        """session: returns the node's current lease, if any. now: returns the monotonic time."""
         self._ttl_s = ttl_s
         self._session = session
+        self._now = now
         self._until: float | None = None
 
     def expect_members(self) -> None:
         """Start the wait: records are lost, or this node was cut off for long, and the others may have been as well."""
-        self._until = time.monotonic() + returning_s(self._ttl_s)
+        self._until = self._now() + returning_s(self._ttl_s)
 
     @property
     def returning_until(self) -> float | None:

@@ -72,7 +72,7 @@ class Participant:
         )
         self._context = context = NodeContext(client, config, JobKeys(config.run_id), RecordReader(), self.tasks)
         self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
-        outage = Outage(config.lease_ttl_s, lambda: self.registration.session)
+        outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
         self._job_records = JobRecords(context)
         self.header_record = header = HeaderRecord(context, outage, self)
         self._own_offer = OwnOffer(context, header, self.registration)

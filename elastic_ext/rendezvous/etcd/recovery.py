@@ -19,7 +19,6 @@ members time to come back (`Outage.returning_until`) before it breaks the round.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 from elastic_ext.etcd import Batch, Get, LeaseSession, Put, unchanged
@@ -106,7 +105,7 @@ class Recovery:
     def on_own_key_deleted(self, batch: Batch) -> None:
         """Take in events of the watch for deletes of the node's own key."""
         if batch.revision > self._registration.created and self._registration.node is not None:
-            self._registration.deleted_at = time.monotonic()
+            self._registration.deleted_at = self._context.tasks.now()
             self.restore_soon()
 
     def lease_lost(self) -> None:

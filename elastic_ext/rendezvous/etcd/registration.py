@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 from elastic_ext.etcd import Get, LeaseLost, LeaseSession, Put, absent
@@ -68,7 +67,7 @@ class Registration:
     def renew_if_due(self) -> None:
         """Renew the lease if needed: a round may start after an outage before a renewal is due, and the fence would close."""
         session = self.session
-        if session is None or session.alive_until - time.monotonic() > FRESH_SHARE * session.ttl_s:
+        if session is None or session.alive_until - self._context.tasks.now() > FRESH_SHARE * session.ttl_s:
             return
         kept = self._context.client.lease_keep_alive([session.lease_id])
         ttl_s = kept.ttl_s.get(session.lease_id, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
@@ -62,6 +61,10 @@ class TaskRunner:
         self._retried: set[Task] = set()  # tasks that wait for their retry
         self._held_up: set[Task] = set()  # tasks whose last try a full etcd refused
 
+    def now(self) -> float:
+        """Return the monotonic time by which this node lives. Any thread may call this."""
+        return self._dispatcher.now()
+
     def post(self, task: Task) -> None:
         """Run a task on the rendezvous thread. Any thread may call this; it returns at once."""
         self._dispatcher.post(self, task)
@@ -110,9 +113,7 @@ class TaskRunner:
         if task in self._retried:
             return
         self._retried.add(task)
-        timer = threading.Timer(RETRY_S, self.post, (lambda: self._run_again(task),))
-        timer.daemon = True
-        timer.start()
+        self._dispatcher.run_at(self, self.now() + RETRY_S, lambda: self._run_again(task))
 
     def _run_again(self, task: Task) -> None:
         self._retried.discard(task)

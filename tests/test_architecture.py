@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
-    "embedded": "base etcd own_etcd rendezvous",
+    "embedded": "base etcd failures own_etcd rendezvous",
     "agent": ". base checkpoints failures embedded observe own_etcd rendezvous workers",
     "cli": ". base checkpoints embedded etcd failures observe own_etcd rendezvous workers",
 }

@@ -22,8 +22,8 @@ from typing import Any
 
 from elastic_ext.etcd import EtcdClient, endpoints
 from elastic_ext.rendezvous.etcd.context import NodeConfig
-from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import Dispatcher
 from elastic_ext.rendezvous.round_records import Node, State
 from elastic_ext.rendezvous.rounds import Limits
 

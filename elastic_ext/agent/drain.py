@@ -19,7 +19,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.round_records import Drain
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class DrainWatch(Companion):
         directory = None
         if self._settings.checkpoint_dir is not None:
             directory = Directory(lambda: published(self._settings), lambda: self._job.on_event())
-        return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), self._job.save_wanted)
+        return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), self._job.part.save_wanted)
 
     def _carry_out(self, this: _UnderWay, workers: LocalWorkers) -> None:
         decided = plan(self._look(this, workers))
@@ -247,9 +247,9 @@ class DrainWatch(Companion):
         this.last = decided
         if decided.step is Step.ASK:
             this.asked = True
-            self._job.request_save(f"{self._job.host} is to leave: {this.drain.reason}")
+            self._job.part.request_save(f"{self._job.host} is to leave: {this.drain.reason}")
         elif decided.step is Step.GO:
-            self._job.report_ready_to_leave(this.drain.number, this.step(workers))
+            self._job.part.report_ready_to_leave(this.drain.number, this.step(workers))
             this.close()
 
     def _look(self, this: _UnderWay, workers: LocalWorkers) -> Seen:
@@ -258,7 +258,7 @@ class DrainWatch(Companion):
         reported = sum(row.saves for row in rows) > this.reported
         saved = [row.saved_step for row in rows if row.saved_step is not None]
         result = None
-        if self._saves is not None and this.asked and self._job.save_wanted > this.before:
+        if self._saves is not None and this.asked and self._job.part.save_wanted > this.before:
             result = self._saves.update(workers)
         return Seen(
             asks=self._saves is not None and bool(rows) and all(row.asks_for_saves for row in rows),

@@ -9,7 +9,7 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.printable import Block
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import NOTHING_KNOWN
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.hangs import detector, stacks
 from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
@@ -63,9 +63,9 @@ class HangHandling(Companion):
             progress = workers.read_progress()
             if progress and all(each.asks_for_saves for each in progress):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
-                self._handler.request_save(f"the workers on {self._handler.host} may hang")
+                self._handler.part.request_save(f"the workers on {self._handler.host} may hang")
         if assessment.stalled or stalled_before:
-            self._handler.report_stall(assessment.stalled)
+            self._handler.part.report_stall(assessment.stalled)
         if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):
             # While a rank of another node does its own part, the others wait for it. That is no news for users.
             level = logging.INFO if assessment.waiting or (self._waiting and not assessment.stalled) else logging.WARNING
@@ -85,9 +85,9 @@ class HangHandling(Companion):
         known = {each.address for each in before.unanswered} if before is not None else set()
         if (reach is None) != (before is None) or silent != known:
             self._told = _recorded(reach) if reach is not None else None
-            self._handler.report_quiet(self._told)
+            self._handler.part.report_quiet(self._told)
         elif silent and reach is not before:  # a check was due: it makes a new one
-            self._handler.report_quiet(self._told)
+            self._handler.part.report_quiet(self._told)
         for each in reach.unanswered if reach is not None else ():
             if each.address not in known:
                 logger.warning("elastic_ext: all workers wait, and %s", each.text)

@@ -18,8 +18,8 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.observe import job_document, job_status, node_report
 from elastic_ext.observe.job_status import Sources
 from elastic_ext.observe.sightings import Sightings
-from elastic_ext.rendezvous.handler import Rendezvous
-from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.rendezvous.job_status import JobStatus
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from elastic_ext.observe.events import Events
 from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
 from elastic_ext.observe.spans import Spans
-from elastic_ext.rendezvous.handler import Rendezvous, RoundEnd
+from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.hangs.detector import Stuck
 

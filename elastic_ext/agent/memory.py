@@ -31,7 +31,7 @@ from elastic_ext.checkpoints.memory.peers.send import Circle, PeerMetrics
 from elastic_ext.checkpoints.memory.peers.service import PeerService
 from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage, split_path
-from elastic_ext.rendezvous.round_server import listen_at
+from elastic_ext.rendezvous.round_store import listen_at
 from elastic_ext.workers.standby.memory import available
 
 logger = logging.getLogger(__name__)

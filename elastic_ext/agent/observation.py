@@ -32,7 +32,7 @@ from elastic_ext.observe.incidents import Incidents
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.observe.script_metrics import ScriptMetrics
 from elastic_ext.observe.textfile import TextFile
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 

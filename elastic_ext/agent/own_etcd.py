@@ -14,7 +14,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.policy import EX_TRY_AGAIN, exit_code_for
 from elastic_ext.own_etcd import bring
 from elastic_ext.own_etcd.attachment import Attachment
-from elastic_ext.rendezvous.handler import JOIN_TIMEOUT_S
+from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
 
 
 def exit_for(error: Exception, settings: Settings) -> SystemExit:

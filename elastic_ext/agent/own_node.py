@@ -15,7 +15,7 @@ from elastic_ext.observe.job_status import Own
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.node_report import NodeReport, Pace
 from elastic_ext.observe.round_history import RoundHistory
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 
 POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles

@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -158,13 +158,13 @@ def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopie
         place = replace(place, saved=copies.saved)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.round)
-        checkpoint = resolution.agree(settings, job.get_run_id(), job.exchange, place)
+        checkpoint = resolution.agree(settings, job.get_run_id(), job.part.exchange, place)
         copies.saved = Saved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
         if not copies.has(checkpoint.path):
             copies.checkpoint_step = checkpoint.at
         if room is not None:
             own = range(place.base_rank, place.base_rank + place.workers)
-            room = copies.exchange(room, checkpoint, own, lambda: job.round_over() is not None)
+            room = copies.exchange(room, checkpoint, own, lambda: job.part.over() is not None)
         memory = room.variables(place.workers) if room is not None else {}
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])

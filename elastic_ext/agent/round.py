@@ -29,7 +29,7 @@ from elastic_ext.workers.stderr.tails import StderrTails
 
 @dataclass(frozen=True)
 class StopLimit:
-    """The time by which the rendezvous wants this node's workers gone; see `Rendezvous.stop_by`. wakeup: set when it changes."""
+    """The time by which the rendezvous wants this node's workers gone; see `RoundPart.stop_by`. wakeup: set when it changes."""
 
     wakeup: Wakeup
     stop_by: Callable[[], float | None]

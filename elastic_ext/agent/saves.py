@@ -23,7 +23,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import reraise_signals
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.sources import deletion_grace_s, slurm
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe
 
@@ -121,14 +121,14 @@ class SaveOnDemand(Companion):
 
     def update(self, workers: LocalWorkers) -> SaveResult | None:
         """Show the workers the job's last request, and report it once it is saved. Returns at once, with None while unknown."""
-        wanted = self._job.save_wanted
+        wanted = self._job.part.save_wanted
         if not wanted:
             return None
         self._show(wanted, workers)
         result = self._result(wanted)
         if result is SaveResult.SAVED and self._reported != wanted:
             self._reported = wanted
-            self._job.save_completed(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
+            self._job.part.save_completed(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
         return result
 
     def save_before_leaving(
@@ -155,14 +155,14 @@ class SaveOnDemand(Companion):
             return None
         logger.warning("%s: asking the job for a checkpoint: %s", signal_name, asked.reason)
         begin = time.monotonic()
-        before = self._job.save_wanted
-        self._job.request_save(f"{signal_name} on {self._job.host}")
+        before = self._job.part.save_wanted
+        self._job.part.request_save(f"{signal_name} on {self._job.host}")
         reraise_signals(wakeup.clear())
         outcome = None
         while outcome is None and (left_s := begin + asked.wait_s - time.monotonic()) > 0:
-            if processes.failed or not processes.running or self._job.round_over() is not None:
+            if processes.failed or not processes.running or self._job.part.over() is not None:
                 outcome = "the round has ended"
-            elif self._job.save_wanted > before and (result := self.update(workers)) is not None:
+            elif self._job.part.save_wanted > before and (result := self.update(workers)) is not None:
                 outcome = result.value
             if outcome is None:
                 processes.wait(left_s, wakeup, wake_pipe)

@@ -23,7 +23,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import started_by
 from elastic_ext.rendezvous import interfaces
 from elastic_ext.rendezvous.address import is_loopback
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.hangs.quiet_watch import QuietWatch
 from elastic_ext.workers.hangs.watch import HangWatch

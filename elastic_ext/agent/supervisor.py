@@ -37,7 +37,7 @@ from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.sources import slurm
 from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.rendezvous.handler import JobDone, Rendezvous
+from elastic_ext.rendezvous.contract import JobDone, Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.logs import WorkerLogs
 
@@ -180,7 +180,7 @@ class Supervisor(TorchAgent):
         if result.state is WorkerState.UNHEALTHY:
             return self._verdicts.kernel_sleep()
         with self._phase("verdict"):
-            return self._handler.conclude(self._running.report(self._handler.host, cause.diagnosis))
+            return self._handler.part.conclude(self._running.report(self._handler.host, cause.diagnosis))
 
     def _prepare_restart(self, verdict: JobVerdict, decision: Decision) -> None:
         """Do what the verdict requires before the next round, and wait as long as it says. A signal ends the wait."""
@@ -238,10 +238,10 @@ class Supervisor(TorchAgent):
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
 
     def known_workers(self) -> list[Worker] | None:
-        return self._handler.workers()
+        return self._handler.part.workers()
 
     def all_nodes_finished(self) -> bool:
-        return self._handler.await_all_done()
+        return self._handler.part.await_all_done()
 
     def start_workers(self) -> dict[int, int]:
         """Start the workers of the joined round; see `RoundStart.run`. Return their pids by local rank."""
@@ -267,7 +267,7 @@ class Supervisor(TorchAgent):
         round_ = self._round
         if round_ is None or round_.stopped:
             return
-        limit = StopLimit(self._companions.wakeup, self._handler.stop_by)
+        limit = StopLimit(self._companions.wakeup, self._handler.part.stop_by)
         with self._phase("stop"):
             round_.stop(self._grace_s if grace_s is None else grace_s, show_stacks=grace_s is None, limit=limit)
         self._count_workers("stopped")

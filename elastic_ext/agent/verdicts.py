@@ -22,7 +22,7 @@ from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.matching import STOP_REQUESTED
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous
 
 logger = logging.getLogger(__name__)
 

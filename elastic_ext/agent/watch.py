@@ -12,7 +12,7 @@ from elastic_ext.agent import postmortem
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.round import RunningRound
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals
-from elastic_ext.rendezvous.handler import EndKind, Rendezvous, RoundEnd
+from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RoundWatch:
             if result.state is not WorkerState.HEALTHY:
                 return result
             self._running.check()
-            over = self._handler.round_over()
+            over = self._handler.part.over()
             if over is not None:
                 return self._end(over)
 
@@ -74,7 +74,9 @@ class RoundWatch:
         """Return the state of the worker group. If one worker failed, all are stopped when this returns."""
         processes = self._running.workers.processes
         if self._running.failed:
-            self._handler.break_round(f"workers failed on {self._handler.host}")  # first: workers elsewhere wait in collectives
+            self._handler.part.break_off(
+                f"workers failed on {self._handler.host}"
+            )  # first: workers elsewhere wait in collectives
             self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
             self._stop(None)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _explain_job(endpoint: str, run_id: str) -> int:
     from elastic_ext.cli.job_client import job_client
-    from elastic_ext.rendezvous.etcd import job_status
+    from elastic_ext.rendezvous import job_status
 
     with job_client(endpoint, run_id) as client:
         found = job_status.read(client, run_id)

@@ -69,8 +69,8 @@ def _from_etcd(args: argparse.Namespace, again: bool) -> Iterator[Read]:
     """Yield what reads the job once. Raises UsageError: etcd does not answer."""
     from elastic_ext.cli.job_client import job_client  # not needed for --url
     from elastic_ext.embedded.plan import BUILD
-    from elastic_ext.rendezvous.etcd import job_status as in_etcd
-    from elastic_ext.rendezvous.handler import C10D, ETCD
+    from elastic_ext.rendezvous import job_status as in_etcd
+    from elastic_ext.rendezvous.contract import C10D, ETCD
 
     sightings = Sightings()
 

@@ -17,7 +17,7 @@ from elastic_ext.cli.job_text import Terminal
 from elastic_ext.cli.terminal import print_error
 from elastic_ext.observe import job_document
 from elastic_ext.observe.job_document import Document
-from elastic_ext.rendezvous.job_state import NoSuchJob
+from elastic_ext.rendezvous.job_status import NoSuchJob
 
 WATCH_S = 2.0  # between two looks
 LOST_S = 60.0  # without an answer, after which `--watch` gives up: longer than an election in etcd

@@ -27,9 +27,10 @@ from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFail
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.embedded.plan import Endpoint, Plan, door_of
+from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates, secret
-from elastic_ext.rendezvous import interfaces, judging
+from elastic_ext.rendezvous import interfaces
 from elastic_ext.rendezvous.address import check_own, endpoint_of, is_loopback
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ class EmbeddedStore:
     def _host(self) -> None:
         ledger = self._settings.ledger_file or ""
         if ledger:
-            judging.check_ledger_path(ledger)
+            check_ledger_path(ledger)
             ledger = os.path.abspath(ledger)
         host = ALL_ADDRESSES
         if is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or ""):

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.base import records
+from elastic_ext.base.errors import UsageError
 from elastic_ext.base.files import write_whole
+from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
 from elastic_ext.etcd.messages import etcdrpc
@@ -23,6 +25,14 @@ from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode
+
+
+def check_ledger_path(path: str) -> None:
+    """Raise UsageError if `ledger_file` names something other than a file, which writing would replace."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise UsageError(
+            f"ledger_file={printable(path)}: expected a regular file or a new path; this is a directory, a pipe or a device"
+        )
 
 
 class Snapshot:

@@ -27,7 +27,7 @@ from elastic_ext.observe.job_document import (
     Unknown,
 )
 from elastic_ext.observe.node_report import NodeReport, RoundSpan
-from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
 
 STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine

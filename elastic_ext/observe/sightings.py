@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.job_status import JobStatus
 
 
 class Sightings:

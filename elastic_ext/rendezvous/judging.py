@@ -1,29 +1,30 @@
-"""Input for judging a failure: the rules, from settings; other nodes' records; the ledger of a job without etcd."""
+"""How an agent judges a failure for the job: other nodes' records, the rules from its settings, and its answers to the leader."""
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from elastic_ext.base import user_files
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.files import write_whole
+from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures import judgement, ledger
 from elastic_ext.failures.classify import classify
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.judgement import Circumstances, Lost
-from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_report, encode_ledger
+from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_report
 from elastic_ext.failures.policy import Backoff
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.round_records import State
 
 logger = logging.getLogger(__name__)
-
-LEDGER_BYTES = 16 << 20
 
 
 def circumstances(
@@ -66,61 +67,134 @@ def ledger_of(text: str) -> Ledger:
         return Ledger()
 
 
-def check_ledger_path(path: str) -> None:
-    """Raise UsageError if `ledger_file` names something other than a file, which writing would replace."""
-    if Path(path).exists() and not Path(path).is_file():
-        raise UsageError(
-            f"ledger_file={printable(path)}: expected a regular file or a new path; this is a directory, a pipe or a device"
-        )
-
-
-class LedgerFile:
-    """A job's ledger on the local disk, or in memory if no path is given.
-
-    Invariant: at any instant the file holds the whole old ledger or the whole new one.
+@dataclass(frozen=True)
+class RoundReports:
+    """The nodes' reports about the end of a round.
 
     Attributes:
-        ledger: a new one, if the file held that of a job that ended for good.
-        job_ended: whether it did. Somebody has looked at that job then, and what else it left counts no more, either.
+        texts: records of `failures.ledger`, by node id.
+        orders: etcd's revision of each, by node id.
+        lost: what became of members of the round that are gone, by id.
+        nodes: the current number of nodes.
+        reaches: see `judgement.Circumstances`.
+        needed: ids of nodes without which the job cannot go on: its store is there.
+        charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
     """
 
-    def __init__(self, path: str | None, run_id: str) -> None:
-        """Raise UsageError if the path names something other than a file."""
-        self._path = Path(path) if path else None
-        self._run_id = run_id
-        if path:
-            check_ledger_path(path)
-        found = self._read()
-        self.job_ended = bool(found.verdicts) and not found.verdicts[-1].keeps_ledger
-        self.ledger = Ledger() if self.job_ended else found
+    round: int
+    texts: Mapping[str, str]
+    orders: Mapping[str, int]
+    lost: Mapping[str, str]
+    nodes: int
+    reaches: Mapping[str, Reach]
+    needed: frozenset[str] = frozenset()
+    charges: int = 0
 
-    def _read(self) -> Ledger:
-        """Read the ledger. Ignore one of another run."""
-        if self._path is None or not self._path.exists():
-            return Ledger()
-        if not self._path.is_file():  # reading a pipe would never end
-            logger.warning("ledger_file %s cannot be used: it is not a regular file", self._path)
-            return Ledger()
+
+@dataclass(frozen=True)
+class Judgement:
+    """The judgement of the leader's agent on the reports.
+
+    Attributes:
+        state: of the job after it: BROKEN if the job goes on, else CLOSED.
+        verdict, ledger: records of `failures.ledger`.
+        charged: the restart counts against the budget, for `window_s` seconds (0: without end).
+        refunded: no earlier restart counts any more.
+        refused: host that may not come back for `refused_s` seconds; "" if none.
+    """
+
+    state: State
+    reason: str
+    verdict: str
+    ledger: str
+    charged: bool = False
+    refunded: bool = False
+    window_s: int = 0
+    refused: str = ""
+    refused_s: int = 0
+
+
+class LeaderPolicy(Protocol):
+    """The leader's questions to its own agent, on the rendezvous thread."""
+
+    def may_grow(self, round_: int) -> bool:
+        """Return whether waiting nodes may join this running round now; False: later."""
+
+    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
+        """Return one judgement for all nodes. ledger: the job's; "": a new one."""
+
+
+class NoAgent:
+    """The policy of a node without an agent, as in a simulation: nodes join at once, and no node reports a failure."""
+
+    def may_grow(self, round_: int) -> bool:
+        return True
+
+    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
+        raise AssertionError("only agents report failures, and they judge them")
+
+
+class AgentPolicy:
+    """A `verdict.LeaderPolicy`, from the settings of this agent.
+
+    Attributes:
+        max_restarts: the job's budget; our agent sets it before the first round.
+    """
+
+    def __init__(self, settings: Settings, min_nodes: int, newest_checkpoint: Callable[[], str | None]) -> None:
+        """newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`; called on the rendezvous thread."""
+        self.max_restarts = 0
+        self._settings = settings
+        self._min_nodes = min_nodes
+        self._newest_checkpoint = newest_checkpoint
+        self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when it was first asked about
+
+    def may_grow(self, round_: int) -> bool:
+        """Return whether waiting nodes may join: now, or once there is a checkpoint that did not exist when they came."""
+        if self._settings.grow_at == "now" or self._settings.checkpoint_dir is None:
+            return True
         try:
-            record = json.loads(user_files.read_text(str(self._path), LEDGER_BYTES))
-            return decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else Ledger()
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
-            logger.warning("ledger_file %s cannot be used; starting a new ledger: %s", self._path, printable(str(error)))
-            return Ledger()
+            path = self._newest_checkpoint()
+        except (OSError, UsageError) as error:  # the storage does not answer, or not this user: the next look may work
+            logger.debug("waiting nodes do not join now, as the newest checkpoint is unknown: %s", error)
+            return False
+        if self._first_seen is None or self._first_seen[0] != round_:
+            self._first_seen = (round_, path)
+        return path != self._first_seen[1]
 
-    def write(self, ledger: Ledger) -> None:
-        """Replace the ledger. If the file cannot be written, log that and keep the ledger in memory."""
-        self.ledger = ledger
-        if self._path is None:
-            return
-        try:
-            write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": encode_ledger(ledger)}))
-        except (OSError, ValueError) as error:  # ValueError: not a valid file name
-            logger.warning(
-                "ledger_file %s cannot be written; the restart budget will not outlive this agent: %s", self._path, error
-            )
+    def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
+        """Return one judgement for all nodes."""
+        given = {id_: report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
+        lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
+        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)
+        window_s = self._settings.budget_window or 0
+        if window_s:
+            rules = replace(rules, charges=reports.charges)
+        before = ledger_of(ledger_text)
+        after, verdict = judgement.judge(given, before, rules, reports.round)
+        if verdict.decision.response is Response.REPLACE_NODE and verdict.node in reports.needed:
+            after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)
+        return Judgement(
+            State.CLOSED if verdict.ends_job else State.BROKEN,
+            verdict.decision.reason,
+            ledger.encode_verdict(verdict),
+            ledger.encode_ledger(after),
+            charged=verdict.decision.charged,
+            refunded=reports.charges > 0 and after.charged == verdict.decision.charged,
+            window_s=window_s,
+            refused=verdict.host if verdict.decision.response is Response.REPLACE_NODE else "",
+            refused_s=self._settings.refuse_node,
+        )
 
-    def forget(self) -> None:
-        """Delete the file: the job has ended well. Whoever asks this agent still hears of its failures."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+    def judge_alone(self, node_id: str, report: ledger.Report, round_: int, left_behind: bool) -> ledger.JobVerdict:
+        """Return the verdict of a node that does not get the job's verdict.
+
+        left_behind: the job has gone on without this node, which was lost. So its workers failed because the others' were gone.
+        """
+        behind = judgement.Lost(report.host, "was cut off, and the job has gone on without it", node_id)
+        rules = replace(self._circumstances(1), lost=(behind,) if left_behind else ())
+        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), rules, round_)
+        return verdict
+
+    def _circumstances(self, nodes: int) -> judgement.Circumstances:
+        return circumstances(self._settings, self.max_restarts, nodes=nodes)

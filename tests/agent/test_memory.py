@@ -93,7 +93,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
     with copies_of(settings, run_dir) as copies:
         for number in (3, 4):
             exchange = SingleNode()
-            job = SimpleNamespace(round=number, exchange=exchange, get_run_id=lambda: "run")
+            job = SimpleNamespace(round=number, part=SimpleNamespace(exchange=exchange), get_run_id=lambda: "run")
             point = resume.agree(settings, job, Place(), copies)
             (offers,) = map(read_offers, exchange.offers(0))
             assert offers.has_memory

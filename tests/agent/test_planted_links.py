@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent import exits
+from elastic_ext.embedded.one_machine import JobFile
 from elastic_ext.failures.ledger import Ledger
-from elastic_ext.rendezvous.judging import LedgerFile
 from elastic_ext.workers.bootstrap import error_file
 from elastic_ext.workers.hangs.flight_recorder import DUMP_FILES, FlightRecorder
 
@@ -22,7 +22,7 @@ TEXT = "what must not be lost"
 
 WRITERS: dict[str, Callable[[str], object]] = {
     "exits": lambda path: exits.publish({"exit_code": 65}, path),
-    "ledger": lambda path: LedgerFile(path, "job").write(Ledger()),
+    "ledger": lambda path: JobFile(path, "job", "h").judged(Ledger(), 0, refunded=False),
     "error_file": lambda path: error_file.replace(path, "{}"),
 }
 

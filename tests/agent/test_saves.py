@@ -186,7 +186,8 @@ def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
     files = {saves.__file__, held_signals.__file__}
 
     def interrupted(line: int) -> bool:
-        on_demand = saves.SaveOnDemand(SimpleNamespace(save_wanted=1), progress, 1, ("localhost", store.port))
+        job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))
+        on_demand = saves.SaveOnDemand(job, progress, 1, ("localhost", store.port))
         with suppress(KeyboardInterrupt), told_at_line(line, files, signal.SIGINT) as told:
             on_demand.update(workers)
         on_demand.workers_ended(workers)

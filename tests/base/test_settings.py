@@ -8,8 +8,8 @@ import pytest
 
 from elastic_ext.base import settings, user_files
 from elastic_ext.base.errors import UsageError
+from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.failures import user_rules
-from elastic_ext.rendezvous.judging import LedgerFile
 from tests.until import LIMIT_S
 
 
@@ -133,7 +133,7 @@ def test_a_ledger_file_that_is_no_file_is_refused_before_a_file_takes_its_place(
     path = tmp_path / what
     os.mkfifo(path) if what == "fifo" else path.mkdir()
     with pytest.raises(UsageError, match="expected a regular file"):
-        LedgerFile(str(path), "x")
+        check_ledger_path(str(path))
 
 
 @pytest.mark.parametrize("text", ["on", "TRUE", "1", "yes", True])

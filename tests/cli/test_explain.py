@@ -17,7 +17,7 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.rendezvous.etcd import job_status
+from elastic_ext.rendezvous import job_status
 from elastic_ext.rendezvous.round_records import Header, State
 from tests.jobs import ROOT
 

@@ -25,7 +25,7 @@ from elastic_ext.failures.ledger import (
     encode_verdict,
 )
 from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
-from elastic_ext.rendezvous.judging import LedgerFile, ledger_of, report_of
+from elastic_ext.rendezvous.judging import ledger_of, report_of
 
 RULES = Circumstances(max_restarts=3, nodes=3, min_nodes=2)
 
@@ -350,25 +350,6 @@ def test_the_wait_grows_to_its_limit_and_progress_ends_it():
     assert verdict.decision.delay_s == 0
     assert Backoff(1.0, 60.0).delay_s(3, jitter=1.0) == 1.0
     assert Backoff(0.0, 60.0).delay_s(30, jitter=0.0) == 0
-
-
-def test_a_ledger_file(tmp_path, caplog):
-    path = tmp_path / "ledger"
-    file = LedgerFile(str(path), "one")
-    ledger, _ = judge({"a": report("ha", exit_code=3)}, file.ledger, RULES, 1)
-    file.write(ledger)
-    assert LedgerFile(str(path), "one").ledger == ledger
-    assert LedgerFile(str(path), "two").ledger == Ledger()
-    ended, _ = judge({"a": report("ha", "NameError", "x")}, ledger, RULES, 2)
-    file.write(ended)
-    assert LedgerFile(str(path), "one").ledger == Ledger()
-    path.write_text("{")
-    assert LedgerFile(str(path), "one").ledger == Ledger()
-    assert "starting a new ledger" in caplog.text
-    file.forget()
-    assert not path.exists()
-    LedgerFile(str(tmp_path / "no" / "folder"), "one").write(ledger)
-    assert "cannot be written" in caplog.text
 
 
 def test_what_cannot_be_read_does_not_leave_the_job_without_a_verdict(caplog):

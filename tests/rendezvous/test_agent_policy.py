@@ -9,8 +9,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Report, decode_verdict, encode_report
-from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
-from elastic_ext.rendezvous.etcd.verdict import RoundReports
+from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports
 
 
 @pytest.mark.parametrize(

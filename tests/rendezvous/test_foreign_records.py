@@ -18,6 +18,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import main
+from elastic_ext.embedded.one_machine import OneMachine
 from elastic_ext.etcd import KeyValue
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.judgement import judge
@@ -26,9 +27,7 @@ from elastic_ext.failures.policy import STOP_CODES, Action
 from elastic_ext.rendezvous import round_records
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.one_machine import OneMachine
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
 from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, changed, report
 from tests.jobs import EXT, TORCHRUN, Gate, Job, run

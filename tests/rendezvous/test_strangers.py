@@ -34,7 +34,7 @@ from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Node, decode
-from elastic_ext.rendezvous.round_server import serve
+from elastic_ext.rendezvous.round_store import serve
 from tests.checkpoints.choice.test_resolution import exchanges_of, save
 from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
@@ -402,18 +402,18 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
 @pytest.mark.seam
 def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agents):
     zero, one = pair(agents)
-    waits = started(lambda: one.exchange.choice(LONG_S))
-    old = zero.exchange
+    waits = started(lambda: one.part.exchange.choice(LONG_S))
+    old = zero.part.exchange
     old.publish("7")
     assert waits.result(LONG_S) == "7"
-    assert one.exchange.choice(LONG_S) == "7"
-    one.break_round("once more")
+    assert one.part.exchange.choice(LONG_S) == "7"
+    one.part.break_off("once more")
     meet(zero, one)
     assert zero._participant.header.resume == one._participant.header.resume == ""
     with pytest.raises(RoundOver):
         old.publish("stale")
-    waits = started(lambda: one.exchange.choice(LONG_S))
-    zero.exchange.publish("8")
+    waits = started(lambda: one.part.exchange.choice(LONG_S))
+    zero.part.exchange.publish("8")
     assert waits.result(LONG_S) == "8"
 
 
@@ -423,13 +423,13 @@ def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, l
     """The one of rank 0, that was to choose; and the leader."""
     both = pair(agents)
     other = both[1 - lost]
-    waits = started(lambda: other.exchange.choice(LONG_S) if lost == 0 else other.exchange.offers(LONG_S))
+    waits = started(lambda: other.part.exchange.choice(LONG_S) if lost == 0 else other.part.exchange.offers(LONG_S))
     both[lost].leave()
     if lost == 0:
         with pytest.raises(RoundOver, match="lost node"):
             waits.result(LONG_S)
     meet(other)
-    assert isinstance(other.exchange, SingleNode)
+    assert isinstance(other.part.exchange, SingleNode)
 
 
 @pytest.mark.full
@@ -446,7 +446,7 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
     with caplog.at_level(logging.DEBUG, seen.name):
         server.kill()
         seen.addHandler(handler)
-        waits, told = started(lambda: one.exchange.choice(LONG_S)), started(lambda: zero.exchange.publish("7"))
+        waits, told = started(lambda: one.part.exchange.choice(LONG_S)), started(lambda: zero.part.exchange.publish("7"))
         assert tried.wait(LONG_S)  # it could not be written
         seen.removeHandler(handler)
         server.start()
@@ -458,19 +458,19 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
 def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path):
     """Only where all nodes have such a disk; what was told in the round before is gone."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
-    waits = started(lambda: zero.exchange.offers(LONG_S))
-    one.exchange.offer("of 1")
-    zero.exchange.offer("of 0")
+    waits = started(lambda: zero.part.exchange.offers(LONG_S))
+    one.part.exchange.offer("of 1")
+    zero.part.exchange.offer("of 0")
     assert waits.result(LONG_S) == ["of 0", "of 1"]
-    zero.break_round("once more")
+    zero.part.break_off("once more")
     meet(zero, one)
-    waits = started(lambda: zero.exchange.offers(LONG_S))
-    zero.exchange.offer("again 0")
-    one.exchange.offer("again 1")
+    waits = started(lambda: zero.part.exchange.offers(LONG_S))
+    zero.part.exchange.offer("again 0")
+    one.part.exchange.offer("again 1")
     assert waits.result(LONG_S) == ["again 0", "again 1"]
     with EtcdClient(agents._endpoint) as client:
         assert len(client.get_prefix("/elastic_ext/job/offers/").kvs) == 2
-    one.exchange.offer("late")
+    one.part.exchange.offer("late")
     one.leave()
     meet(zero)
 
@@ -479,25 +479,25 @@ def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path)
 def test_on_etcd_what_a_node_has_on_its_disk_outlives_an_etcd_that_loses_all(agents, server, tmp_path):
     """Else node 0 would wait in vain, and all resume from an older checkpoint."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
-    one.exchange.offer("of 1")
+    one.part.exchange.offer("of 1")
     with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot(KEYS.offers("")[:-1]) as watch:
         while not client.get_prefix(KEYS.offers("")[:-1]).kvs:
             assert watch.get(LONG_S) is not None
     server.kill()
     server.wipe()
     server.start()
-    waits = started(lambda: zero.exchange.offers(LONG_S))
-    zero.exchange.offer("of 0")
+    waits = started(lambda: zero.part.exchange.offers(LONG_S))
+    zero.part.exchange.offer("of 0")
     assert waits.result(LONG_S) == ["of 0", "of 1"]
 
 
 @pytest.mark.seam
 def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
     zero, one = pair(agents)
-    assert zero.exchange.offers(LONG_S) is None
-    one.exchange.offer("nothing")
+    assert zero.part.exchange.offers(LONG_S) is None
+    one.part.exchange.offer("nothing")
     with EtcdClient(agents._endpoint) as client:
-        zero.exchange.publish("7")
+        zero.part.exchange.publish("7")
         assert client.get_prefix("/elastic_ext/job/offers/").kvs == ()
 
 

@@ -19,9 +19,8 @@ from elastic_ext.rendezvous.etcd.header_record import swap
 from elastic_ext.rendezvous.etcd.job_records import SharedSettings
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.tasks import LostRace
-from elastic_ext.rendezvous.job_state import NoSuchJob
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import SCHEMA, Drain, Header, State
+from elastic_ext.rendezvous.job_status import NoSuchJob
+from elastic_ext.rendezvous.round_records import SCHEMA, Drain, Header, RecordReader, State
 
 OVER = (State.DONE, State.CLOSED)
 

@@ -10,7 +10,7 @@ from elastic_ext.etcd import Batch, Watch
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.etcd.registration import Registration
+from elastic_ext.rendezvous.etcd.own_records import Registration
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.etcd.lease import LATE_SHARE
-from elastic_ext.rendezvous.etcd.node_states import BACK, TROUBLE, WELL, NodeStates, RoundStore
+from elastic_ext.rendezvous.round_store import BACK, TROUBLE, WELL, NodeStates, RoundStore
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import Compare, EtcdClient, Get, LeaseLost, Put, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.verdict import LEDGER_TTL_S
-from elastic_ext.rendezvous.reader import RecordReader
+from elastic_ext.rendezvous.etcd.leader import LEDGER_TTL_S
+from elastic_ext.rendezvous.round_records import RecordReader
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class OtherJob(ElasticExtError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """This agent in its job. job: see `Header.job`. rank: of the node, in this round, the last one that began."""
 
     job: str
@@ -53,8 +53,8 @@ class EtcdGoodput:
     of the agent's own job. So what an agent writes late does not count for the next job.
     """
 
-    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, place: Callable[[], Place]) -> None:
-        self._client, self._keys, self._key, self._place = client, keys, keys.goodput + host, place
+    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, position: Callable[[], Position]) -> None:
+        self._client, self._keys, self._key, self._position = client, keys, keys.goodput + host, position
         self._reader = RecordReader(lambda fault: logger.warning("%s", fault))
         self._own: _Own | None = None  # None: to be read
         self._shared = False
@@ -64,17 +64,17 @@ class EtcdGoodput:
 
         Raises EtcdError, and OtherJob. If the answer of a write was lost, the same seconds may be added twice.
         """
-        place, guard = self._place(), list[Compare]()
+        position, guard = self._position(), list[Compare]()
         while True:
             if self._own is None:
-                self._own, guard = self._read_own(place.job)
+                self._own, guard = self._read_own(position.job)
             record = self._own.record.with_more(spent, time.time(), first=not self._shared)
             # An agent that is new in a running job reads all records, too: the sum may be older than the steps to repeat.
-            new = not self._shared and place.round > 1
-            shared = self._sum(record) if place.rank == 0 or new else None
+            new = not self._shared and position.round > 1
+            shared = self._sum(record) if position.rank == 0 or new else None
             lease_id = self._lease(self._own.lease_id)
             puts: list[Op] = [Put(self._key, goodput.encode(record), lease_id=lease_id)]
-            if place.rank == 0 and shared is not None:
+            if position.rank == 0 and shared is not None:
                 puts.append(Put(self._keys.goodput_sum, goodput.encode_sum(shared), lease_id=lease_id))
             else:
                 puts.append(Get(self._keys.goodput_sum))

@@ -13,10 +13,9 @@ from typing import Protocol
 from elastic_ext.etcd import Compare, EtcdClient, Event, Get, Put, TxnResult, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.context import NodeContext, Outage
 from elastic_ext.rendezvous.etcd.job_records import JobSnapshot
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.tasks import LostRace
 from elastic_ext.rendezvous.round_records import Header, State, encode
 

@@ -1,4 +1,4 @@
-"""The records that belong to no node: the job's settings and its header, when a node enters the job.
+"""The records that belong to no node: the job's settings and its header, when a node enters the job, and how often hosts join.
 
 The first node writes the settings; every other node compares them with its own. This module deletes what an ended job left.
 """
@@ -6,21 +6,27 @@ The first node writes the settings; every other node compares them with its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, OtherSchema, RecordError
-from elastic_ext.etcd import Compare, Delete, Get, LeaseLost, Put, absent, unchanged
+from elastic_ext.etcd import Compare, Delete, EtcdClient, Get, LeaseLost, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.etcd.tasks import HostRefused, LostRace
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.tasks import HostRefused, LostRace, TaskRunner
+from elastic_ext.rendezvous.late_joins import WINDOW_S, Answer, decide, is_late
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
+
+logger = logging.getLogger(__name__)
 
 JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
 
@@ -202,3 +208,33 @@ class JobRecords:
             deletes += [Delete(each, prefix=True) for each in self._keys.outliving]
         self._client.txn(as_found, deletes)
         return True
+
+
+class LateJoins:
+    """Counts those of this host."""
+
+    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, limit: int, refused_s: int) -> None:
+        """limit, refused_s: the settings `max_rejoins` and `refuse_node`."""
+        self._client, self._keys, self._host = client, keys, host
+        self._limit, self._refused_s = limit, refused_s
+        self._last = 0  # the last round of this node
+
+    def entered(self, round_: int, tasks: TaskRunner) -> None:
+        """This node is in a new round. It is counted in the background if this node was not in the round before."""
+        late, self._last = is_late(round_, self._last), round_
+        if late:
+            count: Callable[[], None] = functools.partial(self._count, round_)
+            tasks.post(lambda: tasks.run(count))
+
+    def _count(self, round_: int) -> None:
+        """Raises HostRefused, EtcdError."""
+        lease = self._client.lease_grant(WINDOW_S)
+        self._client.txn([], [Put(self._keys.join(self._host, round_), "", lease_id=lease.lease_id)])
+        decided = decide(len(self._client.get_prefix(self._keys.joins(self._host), keys_only=True).kvs), self._limit)
+        line = decided.line(self._refused_s)
+        if decided.answer is not Answer.NOTHING:
+            lease = self._client.lease_grant(self._refused_s)
+            self._client.txn([], [Put(self._keys.refusal(self._host), decided.reason, lease_id=lease.lease_id)])
+        if decided.answer is Answer.LEAVE:
+            raise HostRefused(line)
+        logger.log(decided.level, "%s", line)

@@ -31,7 +31,7 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     a running job, and by `elastic-ext status`.
     goodput_sum     a base.goodput.Shared: the sum of these. Lease: that of rank 0's host among them.
                     Written by the agent of rank 0, in the same transaction as its own. Read by all agents as they write.
-    charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
+    charges/NUMBER  empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
     reports/ID      an observe.node_report.NodeReport, for people. Lease: node; of a job that has ended: job.
@@ -99,8 +99,8 @@ class JobKeys:
     def offer(self, seal: str, rank: int) -> str:
         return f"{self.offers(seal)}{rank}"
 
-    def charge(self, round_: int) -> str:
-        return f"{self.charges}{round_}"
+    def charge(self, number: int) -> str:
+        return f"{self.charges}{number}"
 
     def joins(self, host: str) -> str:
         """Return the prefix of the joins of one host."""

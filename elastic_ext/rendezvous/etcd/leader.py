@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from elastic_ext.etcd import Compare, Delete, Put
+from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, LeaseLost, Put, Snapshot, Watch, absent, unchanged
+from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import drains, rounds
-from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.context import NodeContext, Outage
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
-from elastic_ext.rendezvous.etcd.job_upkeep import JobUpkeep
-from elastic_ext.rendezvous.etcd.members import Members
-from elastic_ext.rendezvous.etcd.node_records import NodeRecords
-from elastic_ext.rendezvous.etcd.outage import Outage
-from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, RoundReports, write_verdict
-from elastic_ext.rendezvous.round_records import Header, State, encode
+from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
 
 logger = logging.getLogger(__name__)
@@ -212,3 +210,227 @@ class Leader:
         """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""
         self._header.read()
         self._members.load()
+
+
+LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
+
+
+def write_verdict(
+    context: NodeContext, header: HeaderRecord, still_leading: Compare, policy: LeaderPolicy, reports: RoundReports
+) -> bool:
+    """Judge, and write the verdict and its ledger in one transaction. Return False if the header or the ledger has changed or
+    this node no longer leads: then nothing is decided.
+
+    reports: without their charges, which are read here.
+    """
+    client, keys = context.client, context.keys
+    ledger = client.get(keys.ledger).kv
+    names = [kv.key[len(keys.charges) :] for kv in client.get_prefix(keys.charges, keys_only=True).kvs]
+    charges = [int(name) for name in names if name.isdigit()]
+    reports = dataclasses.replace(reports, charges=len(charges))
+    judgement = policy.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
+    puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=_ledger_lease(context, ledger))]
+    if judgement.refunded:  # before, since a transaction may not delete and write in one range
+        client.txn([header.unchanged, still_leading], [Delete(keys.charges, prefix=True)])
+    if judgement.charged and judgement.window_s:
+        # No clock is compared: etcd itself deletes the charge when its time is over.
+        lease = client.lease_grant(judgement.window_s)
+        # Not the round: the next launch of the job begins again from 1, and these charges outlive this one.
+        puts.append(Put(keys.charge(max(charges, default=0) + 1), "", lease_id=lease.lease_id))
+    if judgement.refused:
+        lease = client.lease_grant(judgement.refused_s)
+        puts.append(Put(keys.refusal(judgement.refused), judgement.reason, lease_id=lease.lease_id))
+    same_ledger = unchanged(keys.ledger, ledger.mod_revision) if ledger is not None else absent(keys.ledger)
+    judged = dataclasses.replace(
+        header.value, state=judgement.state, reason=judgement.reason, verdict=judgement.verdict, end=None
+    )
+    return header.write(judged, [still_leading, same_ledger], puts)
+
+
+def _ledger_lease(context: NodeContext, ledger: KeyValue | None) -> int:
+    """Return the ledger's lease. The ledger outlives the job, for a scheduler that starts the job again."""
+    if ledger is not None and ledger.lease_id:
+        context.client.lease_keep_alive([ledger.lease_id])
+        return ledger.lease_id
+    return context.client.lease_grant(LEDGER_TTL_S).lease_id
+
+
+class Members:
+    """Ranks of the current round. For the rendezvous thread.
+
+    Attributes:
+        ranks: rank of each node in the round, by id; includes lost nodes.
+    """
+
+    def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
+        self.ranks: dict[str, int] = {}
+        self._context = context
+        self._header = header
+        self._outage = outage
+        self._round: tuple[int, str] = (0, "")  # number and seal of their round
+        self._load_at = 0.0
+
+    def refresh(self, now: float) -> None:
+        """Load the ranks of a round that this leader has not sealed, and load them again while assignments are missing."""
+        header = self._header.value
+        missing = len(self.ranks) < header.nodes
+        if self._round != (header.round, header.seal) or (missing and now >= self._load_at):
+            self.load()
+            self._load_at = now + rounds.ASSIGNMENTS_POLL_S
+
+    def load(self) -> None:
+        """Read the assignments."""
+        folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
+        before, self.ranks, known = self._round, {}, 0
+        for kv in self._context.client.get_prefix(folder).kvs:
+            id_, assignment = reader.id_of(folder, kv.key), reader.assignment(kv)
+            if id_ is not None and assignment is not None and assignment.of(header):
+                known += 1
+                # A node that was lost with its assignment, as the store was, is known by its neighbors'.
+                near = rounds.neighbors(assignment.rank, range(header.nodes))
+                self.ranks |= {id_: assignment.rank, **dict(zip(assignment.neighbors, near, strict=False))}
+        self._round = (header.round, header.seal)
+        if before != self._round and known < header.nodes:
+            self._outage.expect_members()  # some assignments are lost; each node writes its own again
+
+    def sealed(self, header: Header, assignments: Mapping[str, Assignment]) -> None:
+        """Take the ranks from the assignments that this leader has written."""
+        self.ranks = {id_: assignment.rank for id_, assignment in assignments.items()}
+        self._round = (header.round, header.seal)
+
+
+class NodeRecords:
+    """The records, kept up to date by a watch. For the rendezvous thread.
+
+    Attributes:
+        nodes: by id.
+        joined: create revision of each node's key, by id.
+        written: revision of each node's record, by id.
+        last_arrival: when the last new node came, in monotonic seconds.
+    """
+
+    def __init__(self, context: NodeContext, on_event: Callable[[], None], on_member_of_lost_round: Callable[[], None]) -> None:
+        """
+        Args:
+            on_event: called from any thread when `read` has something to read.
+            on_member_of_lost_round: called when a node comes whose record says that it is in a round.
+        """
+        self.nodes: dict[str, Node] = {}
+        self.joined: dict[str, int] = {}
+        self.written: dict[str, int] = {}
+        self.last_arrival = context.tasks.now()
+        self._context = context
+        self._on_member_of_lost_round = on_member_of_lost_round
+        self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
+        self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
+        self._watch = context.client.watch_with_snapshot(context.keys.nodes, on_item=on_event)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def read(self, now: float) -> None:
+        """Take in what has happened since the last call."""
+        reader, folder = self._context.reader, self._context.keys.nodes
+        while (item := self._watch.get(timeout_s=0)) is not None:
+            if isinstance(item, Snapshot):
+                self.nodes, self.joined = {}, {}
+                for kv in item.kvs:
+                    self._put(kv, now)
+            elif isinstance(item, Batch):
+                for event in item.events:
+                    if event.kind == "put":
+                        self._put(event.kv, now)
+                    elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
+                        self.nodes.pop(id_, None)
+                        self._known.pop(id_, None)
+
+    def _put(self, kv: KeyValue, now: float) -> None:
+        """Take in a node's record, or what somebody else has put there: that is no node."""
+        id_ = self._context.reader.id_of(self._context.keys.nodes, kv.key)
+        if id_ is None:
+            return None
+        node = self._context.reader.node(kv)
+        if node is None:
+            return self._put_back(id_, kv)
+        if id_ not in self.nodes:
+            self.last_arrival = now
+        self._known[id_] = node, kv.lease_id
+        self.nodes[id_] = node
+        self.joined[id_] = kv.create_revision
+        self.written[id_] = kv.mod_revision
+        if node.round:
+            self._on_member_of_lost_round()
+        return None
+
+    def _put_back(self, id_: str, kv: KeyValue) -> None:
+        """Put back the last readable record of a node whose record was overwritten, under its lease, so that its end will be
+        seen. Until then the node counts as before. A key that never held a node is not one.
+        """
+        client = self._context.client
+        if id_ not in self._known:
+            self._overwritten[id_] = kv
+            return
+        node, lease_id = self._known[id_]
+        same = unchanged(kv.key, kv.mod_revision)
+        try:
+            client.txn([same], [Put(kv.key, encode(node), lease_id=lease_id)])
+            self.nodes[id_] = node
+            self.joined.setdefault(id_, kv.create_revision)
+        except LeaseLost:  # the lease has ended since, so nothing would delete the intruding record
+            client.txn([same], [Delete(kv.key)])
+
+    def clear_overwritten(self, members: Mapping[str, object]) -> None:
+        """Delete members' records that were overwritten before this leader had read them: then their nodes write them again."""
+        for id_ in self._overwritten.keys() & members.keys():
+            kv = self._overwritten.pop(id_)
+            self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
+
+
+class JobUpkeep:
+    """Watches the job's record and renews the lease of the records that belong to no node. For the rendezvous thread.
+
+    That lease outlives the last node for a while, and lasts between two leaders.
+
+    Attributes:
+        renew_at: monotonic time of the next renewal.
+    """
+
+    def __init__(self, context: NodeContext, header: HeaderRecord, restore: Callable[[], None]) -> None:
+        """restore: writes lost records again."""
+        self.renew_at = 0.0
+        self._context = context
+        self._header = header
+        self._restore = restore
+        self._closed = False
+        self._watch = self._open()
+
+    def _open(self) -> Watch:
+        tasks = self._context.tasks
+        return Watch(
+            self._context.client,
+            self._context.keys.job,
+            start_revision=FROM_NOW,
+            callback=lambda item: tasks.post(lambda: self._on_job(item)),
+        )
+
+    def _on_job(self, item: Item) -> None:
+        """Restore the record if needed: the watch begins or ends, or somebody has written or deleted the record."""
+        if self._closed:
+            return
+        self._restore()
+        if not isinstance(item, Batch | Began):
+            self._watch = self._open()
+
+    def renew(self, now: float) -> None:
+        """Renew the lease if it is due. Raises LeaseLost."""
+        if now < self.renew_at:
+            return
+        lease_id = self._header.lease_id
+        ttl_s = self._context.client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0)
+        if ttl_s <= 0:
+            raise LeaseLost(f"lease {lease_id:x} of the job's records is gone")
+        self.renew_at = now + ttl_s / 3
+
+    def close(self) -> None:
+        self._closed = True
+        self._watch.close()

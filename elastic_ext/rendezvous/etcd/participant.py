@@ -3,9 +3,9 @@
 A participant consists of parts, each for one subject:
 
     tasks.TaskRunner            runs all work on the rendezvous thread, and tries again what etcd cannot do now
-    registration.Registration   the node's own record and lease
+    own_records.Registration    the node's own record and lease
+    own_records.OwnAssignment   the node's assignment to the round
     header_record.HeaderRecord  the header of the rounds, which every node watches and acts on
-    own_assignment.OwnAssignment  the node's assignment to the round
     election.Election           whether the node leads; if so it has a leader.Leader
     recovery.Recovery           writes again what etcd has lost
 
@@ -21,24 +21,17 @@ from collections.abc import Callable
 
 from elastic_ext.etcd import Batch, EtcdClient, EtcdError, QuotaExceeded
 from elastic_ext.etcd.values import KeyValue
-from elastic_ext.failures.cuts import Reach
-from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
-from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext, Outage
 from elastic_ext.rendezvous.etcd.election import Election
-from elastic_ext.rendezvous.etcd.header_record import HeaderRecord, with_save
+from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 from elastic_ext.rendezvous.etcd.job_records import JobRecords
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.leader import Leader
-from elastic_ext.rendezvous.etcd.outage import Outage
-from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
-from elastic_ext.rendezvous.etcd.own_offer import OwnOffer
-from elastic_ext.rendezvous.etcd.own_watches import OwnWatches
+from elastic_ext.rendezvous.etcd.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
 from elastic_ext.rendezvous.etcd.recovery import Recovery
-from elastic_ext.rendezvous.etcd.registration import Registration
-from elastic_ext.rendezvous.etcd.tasks import TaskRunner
-from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, NoAgent
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
+from elastic_ext.rendezvous.etcd.tasks import Dispatcher, TaskRunner
+from elastic_ext.rendezvous.judging import LeaderPolicy, NoAgent
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +90,10 @@ class Participant:
     # Read by the agent, from any thread.
 
     @property
+    def config(self) -> NodeConfig:
+        return self._context.config
+
+    @property
     def header(self) -> Header:
         """The newest header of the job's rounds that this node knows."""
         return self.header_record.value
@@ -127,51 +124,19 @@ class Participant:
         """Wait for the next round as `node`."""
         self.tasks.post(lambda: self._ready(node))
 
-    def done(self) -> None:
-        """Record that the workers of this node have finished the round without a failure."""
-        self.tasks.post(self._done)
-
-    def report(self, round_: int, text: str, follows: bool = False) -> None:
-        """Record that the workers of this node have been stopped.
-
-        Args:
-            text: what failed in this round, a record of `failures.ledger`.
-            follows: see Node.
-        """
-        self._update(lambda node: dataclasses.replace(node, reported=round_, report=text, follows=follows))
-
-    def stalled(self, round_: int, stalled: bool) -> None:
-        """Record whether all workers of this node stall in this round. If those of all nodes do, the round ends."""
-        self._update(lambda node: dataclasses.replace(node, stalled=round_ if stalled else 0))
-
-    def quiet(self, round_: int, reach: Reach | None) -> None:
-        """Record whether all workers of this node are quiet in this round, and who does not answer them."""
-        addresses = reach.addresses if reach is not None else ()
-        silent = tuple(each.address for each in reach.silent) if reach is not None else ()
-        quiet = round_ if reach is not None else 0
-        self._update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
-
-    def saved(self, number: int, step: int) -> None:
-        """Record that the save on demand with this number is complete."""
-        self._update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
-
-    def ready_to_leave(self, number: int, step: int) -> None:
-        """Record that a checkpoint was published since the drain with this number was asked for. step: -1 if unknown."""
-        self._update(lambda node: dataclasses.replace(node, drained=number, drained_at=step))
+    def update(self, change: Callable[[Node], Node]) -> None:
+        """Change this node's record."""
+        self.tasks.post(lambda: self.registration.update(change))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""
-        self._change_header(
+        self.change_header(
             round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=None), state is State.CLOSED
         )
 
-    def request_save(self, round_: int, reason: str) -> None:
-        """Have all nodes of round `round_` save a checkpoint at one step boundary."""
-        self._change_header(round_, lambda header: with_save(header, reason))
-
-    def chosen(self, round_: int, text: str) -> None:
-        """Publish the choice of the node of rank 0: all nodes of round `round_` resume from this."""
-        self._change_header(round_, lambda header: dataclasses.replace(header, resume=text))
+    def change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
+        """Change the header while that round runs. in_any_round: while the job is not closed."""
+        self.tasks.post(lambda: self.header_record.update(round_, change, in_any_round))
 
     def offer(self, seal: str, rank: int, text: str) -> None:
         """Tell the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
@@ -197,12 +162,6 @@ class Participant:
         if not left.wait(timeout_s + 1):
             logger.warning("etcd did not answer within %g s: the node's lease will expire by itself", timeout_s)
         return None
-
-    def _update(self, change: Callable[[Node], Node]) -> None:
-        self.tasks.post(lambda: self.registration.update(change))
-
-    def _change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
-        self.tasks.post(lambda: self.header_record.update(round_, change, in_any_round))
 
     # Everything below runs on the rendezvous thread.
 
@@ -268,10 +227,6 @@ class Participant:
 
     def on_lost_record(self) -> None:
         self.recovery.restore_soon()
-
-    def _done(self) -> None:
-        if (joined := self.joined) is not None:
-            self.registration.update(lambda node: dataclasses.replace(node, done=joined[0].round))
 
     def _leave(self, timeout_s: float) -> None:
         self._watches.close()

@@ -24,12 +24,10 @@ from collections.abc import Callable
 from elastic_ext.etcd import Batch, Get, LeaseSession, Put, unchanged
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.context import NodeContext, Outage
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 from elastic_ext.rendezvous.etcd.job_records import JobRecords
-from elastic_ext.rendezvous.etcd.outage import Outage
-from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
-from elastic_ext.rendezvous.etcd.registration import Registration
+from elastic_ext.rendezvous.etcd.own_records import OwnAssignment, Registration
 from elastic_ext.rendezvous.etcd.tasks import LostRace
 from elastic_ext.rendezvous.round_records import encode
 

@@ -21,8 +21,7 @@ from elastic_ext.etcd import (
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.etcd.header_record import swap, with_save
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, decode
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.cli.main import main
-from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
 from tests.checkpoints.choice.test_resolution import copies
 

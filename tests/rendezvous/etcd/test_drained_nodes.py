@@ -13,15 +13,15 @@ from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
 from elastic_ext.rendezvous.etcd.context import NodeConfig
-from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.tasks import HostRefused
+from elastic_ext.rendezvous.etcd.tasks import Dispatcher, HostRefused
 from elastic_ext.rendezvous.round_records import Header, Node, State
 from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
+from tests.participants import part_of
 
 KEYS = JobKeys("job")
 NEWS_S = 60.0
@@ -124,7 +124,7 @@ def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
         assert isinstance(late.node.failure, HostRefused)
     server.kill()
     server.restart()
-    b.node.ready_to_leave(1, 40)
+    part_of(b.node).report_ready_to_leave(1, 40)
     b.until_released()
     server.kill()
     server.restart()
@@ -151,11 +151,11 @@ def test_a_node_that_cannot_be_spared_is_asked_to_save_again_once_it_can(server)
         number = drains.of_node(b.node.header, b.id).number
         spare.node.leave(5)
         await_nodes(client, 2)
-        b.node.ready_to_leave(number, 40)
+        part_of(b.node).report_ready_to_leave(number, 40)
         b.until(lambda header: drains.of_node(header, b.id).held)
         spare = Member(stack, server, "d", limits=limits)
         b.until(lambda header: drains.of_node(header, b.id).number > number)
-        b.node.ready_to_leave(drains.of_node(b.node.header, b.id).number, 90)
+        part_of(b.node).report_ready_to_leave(drains.of_node(b.node.header, b.id).number, 90)
         b.until_released()
         a.until(lambda header: header.state is State.BROKEN)
         a.join(1)

@@ -20,9 +20,9 @@ import pytest
 
 from elastic_ext.etcd import Event, QuotaExceeded
 from elastic_ext.rendezvous.etcd.context import NodeConfig
-from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import Dispatcher
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd.proxy import Proxy

@@ -7,9 +7,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from elastic_ext.rendezvous.etcd import fence
+from elastic_ext.rendezvous.etcd.context import returning_s
 from elastic_ext.rendezvous.etcd.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
-from elastic_ext.rendezvous.etcd.node_states import NodeStates, RoundStore
-from elastic_ext.rendezvous.etcd.outage import returning_s
+from elastic_ext.rendezvous.round_store import NodeStates, RoundStore
 from tests.store_server import StoreServer
 from tests.until import until
 

@@ -10,9 +10,9 @@ import pytest
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import PRODUCTIVE, Shared, Spent, seconds_of
 from elastic_ext.etcd import Delete, Put
-from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, OtherJob, Place
+from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, OtherJob, Position
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.verdict import LEDGER_TTL_S
+from elastic_ext.rendezvous.etcd.leader import LEDGER_TTL_S
 from elastic_ext.rendezvous.round_records import Header, encode
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
@@ -35,7 +35,7 @@ def begin_job(client: EtcdClient, name: str) -> None:
 
 
 def agent(client: EtcdClient, host: str, rank: int = 0, job: str = "first", round_: int = 1) -> EtcdGoodput:
-    return EtcdGoodput(client, KEYS, host, lambda: Place(job, rank, round_))
+    return EtcdGoodput(client, KEYS, host, lambda: Position(job, rank, round_))
 
 
 def productive(client: EtcdClient) -> dict[str, float]:

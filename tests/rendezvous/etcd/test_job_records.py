@@ -9,12 +9,10 @@ import pytest
 from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
-from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.job_records import JobRecords, JobSnapshot
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.tasks import TaskRunner
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import Header, Node, State, encode
+from elastic_ext.rendezvous.etcd.tasks import Dispatcher, TaskRunner
+from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, encode
 from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd_client import EtcdClient
 

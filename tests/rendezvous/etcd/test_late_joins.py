@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.late_joins import LateJoins
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.late_joins import WINDOW_S
 from tests.etcd_client import EtcdClient

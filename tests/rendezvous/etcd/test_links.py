@@ -24,14 +24,12 @@ from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd import links
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.links import peers, presence, watcher
-from elastic_ext.rendezvous.etcd.links.calls import in_thread
 from elastic_ext.rendezvous.etcd.links.links import Links
-from elastic_ext.rendezvous.etcd.links.messages import Hello
+from elastic_ext.rendezvous.etcd.links.messages import Hello, in_thread
 from elastic_ext.rendezvous.etcd.links.messages import encode as encode_hello
 from elastic_ext.rendezvous.etcd.links.peers import DEAD, Peers, Standing
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import Node, encode
-from elastic_ext.rendezvous.round_server import listen_at
+from elastic_ext.rendezvous.round_records import Node, RecordReader, encode
+from elastic_ext.rendezvous.round_store import listen_at
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer

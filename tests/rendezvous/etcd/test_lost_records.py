@@ -24,9 +24,10 @@ from elastic_ext.etcd.values import Op, TxnResult
 from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.ledger import decode_ledger
 from elastic_ext.rendezvous.etcd.context import NodeConfig
-from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.round_part import EtcdRound
+from elastic_ext.rendezvous.etcd.tasks import Dispatcher
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Limits
 from tests.agent.test_supervisor import DEAF
@@ -34,6 +35,7 @@ from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
+from tests.participants import part_of
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
 from tests.until import until
 
@@ -321,7 +323,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 @pytest.mark.full
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.place").format(
             told="still waiting for the job's verdict in etcd"
         )
     )
@@ -403,6 +405,10 @@ class Alone:
                 assert news.get(BACK_S) is not None, kv
         return decode(Header, kv.value, key)
 
+    @property
+    def part(self) -> EtcdRound:
+        return part_of(self.node)
+
     def says(self) -> Node | None:
         kv = self.client.get(PREFIX + "nodes/alone").kv
         return decode(Node, kv.value, "nodes/alone") if kv is not None else None
@@ -454,11 +460,11 @@ def test_a_write_of_what_a_node_says_that_fails_is_tried_again(server, stack, mo
 def test_what_a_node_has_said_last_is_what_stays_said(server, stack, monkeypatch):
     alone = Alone(stack, server)
     with alone.refused_once(monkeypatch) as failed:
-        alone.node.stalled(1, True)
+        alone.part.report_stall(True)
         assert failed.wait(BACK_S)
-        alone.node.stalled(1, False)
+        alone.part.report_stall(False)
         alone.until_retried()
-        alone.node.saved(1, 5)
+        alone.part.save_completed(1, 5)
         alone.until_says(lambda node: node.saved == 1)
     assert alone.says().stalled == 0
 
@@ -468,12 +474,12 @@ def test_what_is_said_again_is_not_written_again(server, stack):
     """Agents repeat their claims at each check."""
     alone = Alone(stack, server)
     reach = Reach(("10.0.0.1",), (Silent(0, "10.0.0.2", 20.0),))
-    alone.node.quiet(1, reach)
+    alone.part.report_quiet(reach)
     alone.until_says(lambda node: node.quiet == 1)
     before = alone.client.get(PREFIX + "nodes/alone").kv
     for _ in range(5):
-        alone.node.quiet(1, reach)
-    alone.node.saved(1, 5)
+        alone.part.report_quiet(reach)
+    alone.part.save_completed(1, 5)
     alone.until_says(lambda node: node.saved == 1)
     after = alone.client.get(PREFIX + "nodes/alone").kv
     assert after.version == before.version + 1
@@ -483,12 +489,12 @@ def test_what_is_said_again_is_not_written_again(server, stack):
 def test_what_is_done_in_one_round_is_not_said_of_the_next(server, stack, monkeypatch):
     alone = Alone(stack, server)
     with alone.refused_once(monkeypatch) as failed:
-        alone.node.done()
+        alone.node.update(lambda node: dataclasses.replace(node, done=1))
         assert failed.wait(BACK_S)
         alone.node.end_round(1, State.BROKEN, "over")
         alone.join(1)
         alone.until_retried()
-        alone.node.saved(1, 5)
+        alone.part.save_completed(1, 5)
         alone.until_says(lambda node: node.saved == 1)
     assert alone.says().done < 2
     assert alone.node.header.state is State.RUNNING

@@ -9,9 +9,8 @@ import pytest
 from elastic_ext.etcd import Put
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.members import Members
-from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.round_records import Assignment, Header, State, encode
+from elastic_ext.rendezvous.etcd.leader import Members
+from elastic_ext.rendezvous.round_records import Assignment, Header, RecordReader, State, encode
 from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 

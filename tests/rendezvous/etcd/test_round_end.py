@@ -2,8 +2,8 @@
 
 import pytest
 
-from elastic_ext.rendezvous.etcd.handler import round_end
-from elastic_ext.rendezvous.handler import EndKind
+from elastic_ext.rendezvous.contract import EndKind
+from elastic_ext.rendezvous.etcd.round_part import round_end
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.rounds import STALLED
 

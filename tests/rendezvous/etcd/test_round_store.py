@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ext.rendezvous.etcd.round_store import MAX_SILENT, ROUNDS_SILENT, lately
+from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, lately
 
 
 @pytest.mark.parametrize(

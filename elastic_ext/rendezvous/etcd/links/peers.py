@@ -20,7 +20,7 @@ from elastic_ext.etcd import (
 )
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.reader import RecordReader
+from elastic_ext.rendezvous.round_records import RecordReader
 
 DOUBT, DEAD = "doubt", "dead"  # values of the key; "dead" is followed by the create revision of the record that was deleted
 CALL_TIMEOUT_S = 2.0  # of a call to etcd; the lease tells, too, so nothing depends on an answer

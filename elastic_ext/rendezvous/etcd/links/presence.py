@@ -12,8 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from elastic_ext.etcd import EtcdError
-from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
-from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
+from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, in_thread, keep_alive, within
 from elastic_ext.rendezvous.etcd.links.peers import Standing
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from elastic_ext.etcd import EtcdError
-from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
-from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
+from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, in_thread, keep_alive, within
 from elastic_ext.rendezvous.etcd.links.peers import Peer
 from elastic_ext.rendezvous.etcd.links.presence import CONFIRM_S, DECIDE_S
 

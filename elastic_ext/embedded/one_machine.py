@@ -1,0 +1,319 @@
+"""`ext_c10d` on one machine: there is no node to wait for and no shared store. Each round has its own store server."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elastic_ext.base import goodput, round_store
+from elastic_ext.base.exchange import Exchange, SingleNode
+from elastic_ext.base.goodput import HostRecord, Shared, Spent
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import RecordError
+from elastic_ext.base.settings import Settings
+from elastic_ext.embedded.keyspace import Keyspace
+from elastic_ext.embedded.snapshot import Snapshot, check_ledger_path
+from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.values import range_of_prefix
+from elastic_ext.failures import judgement
+from elastic_ext.failures.cuts import Reach
+from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
+from elastic_ext.rendezvous import contract, judging, run_id
+from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous.contract import EndKind, RoundEnd
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.round_records import Header, State
+from elastic_ext.rendezvous.round_store import serve
+from elastic_ext.rendezvous.rounds import STALLED
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
+
+logger = logging.getLogger(__name__)
+
+
+class JobFile:
+    """The ledger, charges and goodput of a job, in the keys and the file of an embedded store, but within this process.
+
+    Invariant: at any instant the file holds the whole old state or the whole new one.
+
+    Attributes:
+        ledger: a new one, if the file held that of a job that ended for good: somebody has looked at that job then.
+    """
+
+    def __init__(self, path: str | None, run_id: str, host: str) -> None:
+        """Raise UsageError if the path names something other than a file."""
+        if path:
+            check_ledger_path(path)
+        self._path = Path(path) if path else None
+        self._keys, self._own = JobKeys(run_id), JobKeys(run_id).goodput + host
+        self._keyspace, self._rpc, self._lock = Keyspace(), etcdrpc(), threading.Lock()
+        self._snapshot = Snapshot(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
+        self._shared = False
+        if self._snapshot is not None:
+            self._snapshot.restore(time.monotonic())
+        self.ledger = judging.ledger_of(self._value(self._keys.ledger))
+        if self.ledger.verdicts and not self.ledger.verdicts[-1].keeps_ledger:
+            self.ledger = Ledger()
+            for prefix in self._keys.outliving:
+                self._change("delete_range", dict(zip(("key", "range_end"), range_of_prefix(prefix), strict=True)))
+
+    def charges(self) -> int:
+        """Return how many restarts were charged within the window that each of them was given."""
+        with self._lock:
+            return len(self._read(self._keys.charges))
+
+    def judged(self, ledger: Ledger, charged_s: int, refunded: bool) -> None:
+        """Replace the ledger. charged_s: one more restart counts for so long; 0: none. refunded: no earlier one counts."""
+        with self._lock:
+            self.ledger = ledger
+            self._put(self._keys.ledger, encode_ledger(ledger))
+            if refunded:
+                self._change("delete_range", dict(zip(("key", "range_end"), range_of_prefix(self._keys.charges), strict=True)))
+            if charged_s:
+                names = [key.removeprefix(self._keys.charges) for key in self._read(self._keys.charges)]
+                number = max((int(name) for name in names if name.isdigit()), default=0) + 1
+                self._put(self._keys.charge(number), "", charged_s)
+            self._save()
+
+    def share(self, spent: Spent) -> Shared:
+        """Add what this agent has spent since its last call; return the sum of the job."""
+        with self._lock:
+            record = self._record(self._value(self._own)).with_more(spent, time.time(), first=not self._shared)
+            self._put(self._own, goodput.encode(record))
+            self._shared = True
+            self._save()
+            records = {key: self._record(value) for key, value in self._read(self._keys.goodput).items()}
+            return Shared(goodput.total(records), len(records))
+
+    def forget(self) -> None:
+        """Delete the file: the job has ended well. Whoever asks this agent still hears of its failures."""
+        with self._lock:
+            self._snapshot = None
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+
+    def _record(self, text: str) -> HostRecord:
+        try:
+            return goodput.decode(text, str(self._path)) if text else HostRecord()
+        except RecordError as error:
+            logger.warning("goodput in %s does not count, for it cannot be read: %s", self._path, printable(str(error)))
+            return HostRecord()
+
+    def _value(self, key: str) -> str:
+        return self._read(key).get(key, "")
+
+    def _read(self, prefix: str) -> dict[str, str]:
+        self._keyspace.expire(time.monotonic())
+        start, end = range_of_prefix(prefix)
+        kvs = self._keyspace.range(self._rpc.RangeRequest(key=start, range_end=end)).kvs
+        return {kv.key.decode(errors="replace"): kv.value.decode(errors="replace") for kv in kvs}
+
+    def _put(self, key: str, value: str, ttl_s: int = 0) -> None:
+        request = self._rpc.LeaseGrantRequest(TTL=ttl_s)
+        lease = self._keyspace.grant(request, time.monotonic()).ID if ttl_s else 0
+        self._change("put", {"key": key.encode(), "value": value.encode(), "lease": lease})
+
+    def _change(self, kind: str, fields: dict[str, Any]) -> None:
+        names = {"put": self._rpc.PutRequest, "delete_range": self._rpc.DeleteRangeRequest}
+        operation = self._rpc.RequestOp(**{f"request_{kind}": names[kind](**fields)})
+        self._keyspace.txn(self._rpc.TxnRequest(success=[operation]))
+
+    def _save(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.look()
+            self._snapshot.write_now()
+
+
+class OneRound:
+    """See `contract.RoundPart`, which documents the methods without a docstring."""
+
+    def __init__(self, round_: int, job: OneMachine) -> None:
+        self.round = round_
+        self.save_wanted = 0
+        # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
+        self._job = cast("OneMachine", weakref.proxy(job))
+        self._stalled = False
+
+    def workers(self) -> None:
+        """Return None: torch works the ranks out through its store."""
+
+    @property
+    def exchange(self) -> Exchange:
+        return SingleNode()
+
+    def over(self) -> RoundEnd | None:
+        return RoundEnd(EndKind.STALLED, STALLED) if self._stalled else None
+
+    def stop_by(self) -> float | None:
+        """Return None: the workers always get the usual grace."""
+        return None
+
+    def break_off(self, reason: str) -> None:
+        """Do nothing: there is no other node."""
+
+    def report_stall(self, stalled: bool) -> None:
+        if stalled:
+            self._stalled = True
+            self._job.on_event()
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        """Do nothing: there is no other node to reach."""
+
+    def request_save(self, reason: str) -> None:
+        self.save_wanted += 1
+        self._job.on_event()
+
+    def save_completed(self, number: int, step: int) -> None:
+        """Do nothing: nobody outside this agent requests saves."""
+
+    def report_ready_to_leave(self, number: int, step: int | None) -> None:
+        """Do nothing: no node is drained."""
+
+    def conclude(self, report: Report) -> JobVerdict:
+        return self._job.judge(report)
+
+    def await_all_done(self) -> bool:
+        return True
+
+
+class OneMachine(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
+    """A `contract.Rendezvous`, which documents the attributes and the methods without a docstring.
+
+    Invariant: two rounds never share a store.
+    """
+
+    is_elastic_ext = True
+
+    def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
+        """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
+        run_id.checked(params.run_id)
+        if params.local_addr:
+            run_id.checked_address(params.local_addr)
+        self.address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
+        check_own(params.local_addr, self.address)
+        self.settings = settings
+        self.torch_conf = dict(params.config)
+        self.host = self.node_id = run_id.host_name(settings)
+        self.attached = False
+        self.reaper_runs: Callable[[], bool] = lambda: False
+        self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
+        self.on_wait: Callable[[], None] = lambda: None
+        self.part = OneRound(0, self)
+        self.launch = secrets.token_hex(8)
+        self._run_id: str = params.run_id
+        self._backend: str = params.backend
+        self._max_restarts = 0
+        self._file = JobFile(settings.ledger_file, params.run_id, self.host)
+        self._server: TCPStore | None = None
+        self._done = self._closed = False
+
+    # For torch
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def round(self) -> int:
+        return self.part.round
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Tell torch that the workers connect to the round's store, which is up before they start."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        contract.warn_other_agent(self)
+        if self._closed:
+            raise RendezvousClosedError(f"the job {self._run_id} is over: this agent closed it")
+        self.part = OneRound(self.round + 1, self)
+        self._server = serve(self.address)
+        store = PrefixStore(round_store.PREFIX, self._server)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.address, self._server.port))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0; 1 once the round is over, for an agent that is not ours: that is all it wants to know."""
+        return int(self.part.over() is not None and not self.attached)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+    # For our agent
+
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+
+    def judge(self, report: Report) -> JobVerdict:
+        """Return the verdict on the current round."""
+        circumstances = judging.circumstances(self.settings, self._max_restarts, nodes=1, min_nodes=1)
+        window_s = self.settings.budget_window or 0
+        if window_s:
+            circumstances = replace(circumstances, charges=self._file.charges())
+        ledger, verdict = judgement.judge({self.node_id: report}, self._file.ledger, circumstances, self.round)
+        charged = verdict.decision.charged
+        self._file.judged(ledger, window_s if charged else 0, refunded=ledger.charged == charged)
+        return verdict
+
+    def finished(self) -> None:
+        self._done = True
+        self._file.forget()
+
+    def share_goodput(self, spent: Spent) -> Shared:
+        return self._file.share(spent)
+
+    def announce_leaving(self, reason: str) -> None:
+        logger.info("leaving the round: %s", reason)
+
+    @property
+    def drain(self) -> None:
+        """Return None: the only node cannot leave the job."""
+
+    @property
+    def link_fds(self) -> tuple[int, ...]:
+        return ()
+
+    def observe_etcd(self, observer: CallObserver) -> None:
+        """Return None: there is no etcd."""
+
+    def last_will(self) -> None:
+        """Return None: there is no other node."""
+
+    def show(self, report: str, last: bool) -> None:
+        """Do nothing: there is nowhere to show it; the agent has its own page."""
+
+    def status(self) -> JobStatus:
+        state = State.FORMING if not self.round else State.DONE if self._done else State.RUNNING
+        header = Header(self.round, state, job=self.launch)
+        return JobStatus(self._run_id, header, {}, {}, self._file.ledger, {}, unknown={})
+
+    def leave(self) -> None:
+        """Do nothing: there are no other nodes."""

@@ -1,0 +1,248 @@
+"""The contract between the agent and a rendezvous: the agent uses nothing else of it.
+
+`rendezvous.etcd.handler` and `embedded.one_machine` implement it, on top of torch's own RendezvousHandler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+
+from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.last_will import LastWill
+from elastic_ext.base.printable import printable
+from elastic_ext.base.settings import Settings, torch_number
+from elastic_ext.failures.cuts import Reach
+from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
+from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.round_records import Drain, EndKind
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
+
+__all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd", "RoundPart"]
+
+logger = logging.getLogger(__name__)
+
+ETCD, C10D = "ext_etcd", "ext_c10d"  # our backends
+JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a node waits for a round (`join_timeout`), of so many nodes."""
+
+    timeout_s: float
+    min_nodes: int
+    max_nodes: int
+
+    @classmethod
+    def of(cls, params: RendezvousParameters) -> Patience:
+        return cls(torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S), params.min_nodes, params.max_nodes)
+
+    @property
+    def over(self) -> str:
+        """What the node says when it leaves."""
+        return (
+            f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
+            "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
+        )
+
+
+class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
+    """All workers of the job have finished while this node waited as a spare, or before it came: nothing went wrong."""
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """The end of a round, after which its workers must stop. reason: one line, for people."""
+
+    kind: EndKind
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class RoundPart(Protocol):
+    """This node's part in one round. After the round's end it stays that of the last round until the next one begins.
+
+    Attributes:
+        round: number of the round, from 1; 0 before the first. It is the same on every node and never reused in a job.
+    """
+
+    round: int
+
+    def workers(self) -> list[Worker] | None:
+        """Return the ranks of this node's workers if the rendezvous knows them; None if torch is to work them out."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """Return the exchange by which the nodes agree on what to resume from."""
+
+    def over(self) -> RoundEnd | None:
+        """Return why the workers of this round must stop; None while it runs."""
+
+    def stop_by(self) -> float | None:
+        """Return the monotonic time by which the workers must be gone; None if they get the usual grace."""
+
+    def break_off(self, reason: str) -> None:
+        """Have all nodes end this round; return at once."""
+
+    def report_stall(self, stalled: bool) -> None:
+        """Claim that all workers of this node stall, or withdraw the claim. If all nodes claim it, the round ends as STALLED."""
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        """Report that all workers of this node are quiet, and who does not answer them; None: no longer.
+
+        If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
+        """
+
+    @property
+    def save_wanted(self) -> int:
+        """Number of the last save on demand requested in this round; 0 if none was."""
+
+    def request_save(self, reason: str) -> None:
+        """Ask all nodes of this round for a save on demand; return at once."""
+
+    def save_completed(self, number: int, step: int) -> None:
+        """Note that the save on demand with this number is complete."""
+
+    def report_ready_to_leave(self, number: int, step: int | None) -> None:
+        """Report that a checkpoint was published since the drain with this number was asked for. step: None if unknown."""
+
+    def conclude(self, report: Report) -> JobVerdict:
+        """Return the one verdict of the whole job. The workers of this node have failed and been stopped."""
+
+    def await_all_done(self) -> bool:
+        """Wait, after this node's workers have finished, for those of all nodes. Return False if the round ends otherwise."""
+
+
+class Rendezvous(Protocol):
+    """The part of a rendezvous that the agent uses for as long as it is in the job; `part` is for one round.
+
+    Attributes:
+        settings: this agent's settings, read once.
+        torch_conf: the user's --rdzv-conf, as torch parsed it.
+        attached: our agent sets it when it begins to use this handler; otherwise another agent uses it (`warn_other_agent`).
+        reaper_runs: returns whether a reaper runs that ends the workers if the agent is killed; our agent sets it.
+        address: the address by which the other nodes reach this one.
+        host, node_id: this machine's name; this agent's unique name within the job.
+        launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
+        part: this node's part in the current round.
+        on_event: called from any thread when `part.over` or `part.save_wanted` may have changed; our agent sets it.
+        on_verdict: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
+            agent sets it.
+        on_wait: called every second by a main thread that waits for other nodes; it may raise; our agent sets it.
+    """
+
+    settings: Settings
+    torch_conf: Mapping[str, Any]
+    attached: bool
+    reaper_runs: Callable[[], bool]
+    address: str
+    host: str
+    node_id: str
+    on_event: Callable[[], None]
+    on_verdict: Callable[[JobVerdict], None]
+    on_wait: Callable[[], None]
+
+    @property
+    def launch(self) -> str:
+        """See the class."""
+
+    @property
+    def part(self) -> RoundPart:
+        """See the class."""
+
+    @property
+    def round(self) -> int:
+        """Return the number of the current round."""
+
+    def get_backend(self) -> str:
+        """Return the value of --rdzv-backend."""
+
+    def get_run_id(self) -> str:
+        """Return the value of --rdzv-id, or its substitute."""
+
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+        """Set what this node offers to a round, and the job's budget; the agent calls it before the first round."""
+
+    @property
+    def drain(self) -> Drain | None:
+        """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""
+
+    def share_goodput(self, spent: Spent) -> Shared:
+        """Add what this agent has spent since the last call; return the sum of the job as far as known. For a thread of its own.
+
+        Raises ElasticExtError or OSError; then nothing was added, as far as this node knows.
+        """
+
+    @property
+    def link_fds(self) -> tuple[int, ...]:
+        """Descriptors for the reaper to inherit: while a process has them open, the other nodes do not take this one for dead."""
+
+    def last_will(self) -> LastWill | None:
+        """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
+
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None] | None:
+        """Let `observer` hear of all calls to etcd. Return None on a backend without etcd.
+
+        Returns:
+            A function that returns until when, monotonic, etcd certainly keeps this node in the job; None: it does not now.
+        """
+
+    def show(self, report: str, last: bool) -> None:
+        """Publish this node's report for the job's status. From a thread that may wait for seconds.
+
+        last: nothing follows. Raises ElasticExtError, OSError: the report is not published.
+        """
+
+    def status(self) -> JobStatus:
+        """Return what can be known of the whole job, for people. As for `show`, from a thread that may wait."""
+
+    def finished(self) -> None:
+        """Note that the job has ended well on all nodes."""
+
+    def announce_leaving(self, reason: str) -> None:
+        """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
+
+    def leave(self) -> None:
+        """Leave the job to the other nodes. A second call does nothing."""
+
+
+# The rendezvous under an agent that is not ours: torch's LocalElasticAgent, a project's own, or a loop. It only forms rounds: the
+# next one starts when a node calls `next_rendezvous` again, is lost, or joins. One warning says so. It also appears when torch's
+# launcher does not build our agent because it is patched or newer than this package.
+
+
+def warn_other_agent(handler: Rendezvous) -> None:
+    """Warn before the first round if the agent is not ours. The handler calls it before each round."""
+    if not handler.attached and handler.round == 0:
+        logger.warning(
+            "elastic_ext: this rendezvous is used by an agent other than elastic_ext's: it forms rounds, but there are no "
+            "verdicts, no job-wide budget, no choice of a checkpoint, no warm standbys, no hang detection and no metrics; if you "
+            "use torchrun, its launcher is patched or newer than elastic_ext supports: run `python -m elastic_ext.agent`, which "
+            "takes the same options"
+        )
+
+
+@contextmanager
+def closed_by_verdict(handler: Rendezvous) -> Iterator[None]:
+    """Present a job ended by a verdict as closed: another agent does not know verdicts."""
+    try:
+        yield
+    except JobStopped as stopped:
+        if handler.attached:
+            raise
+        raise RendezvousClosedError(f"the job is over: {printable(str(stopped))}") from stopped

@@ -1,0 +1,22 @@
+"""A node's part in a round, for tests that have a `Participant` and no agent."""
+
+from __future__ import annotations
+
+import threading
+
+from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.place import Place
+from elastic_ext.rendezvous.etcd.round_part import EtcdRound
+
+
+class NoFence:
+    """Of a node without workers."""
+
+    closed, stop_by = False, None
+
+
+def part_of(participant: Participant) -> EtcdRound:
+    """Return the part in the round that this node has joined last."""
+    assert participant.joined is not None
+    place = Place("127.0.0.1", None, participant, None, NoFence(), None, threading.Condition(), lambda: None)
+    return EtcdRound(place, *participant.joined, 1, None)

@@ -68,7 +68,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
-        raise NoSuchJob(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
+        raise NoSuchJob(f"no job with --rdzv-id={run_id} in this store: it never ran there, or it ended successfully")
     faults: list[str] = []
     reader = RecordReader(faults.append)
     header, ledger = Header(), Ledger()

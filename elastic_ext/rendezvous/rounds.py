@@ -159,7 +159,9 @@ def lost(view: View) -> dict[str, str]:
     """
     number, released = view.header.round, drains.released(view.header)
     became = {id_: "was told to leave" for id_ in view.members if id_ in released}
-    became |= {id_: "was cut off from etcd" for id_, node in view.nodes.items() if id_ in view.members and node.cut == number}
+    became |= {
+        id_: "was cut off from the job's store" for id_, node in view.nodes.items() if id_ in view.members and node.cut == number
+    }
     gone = [id_ for id_ in view.members if id_ not in view.nodes or id_ == view.header.lost]
     return {**dict.fromkeys(gone, "was lost"), **became}
 

@@ -166,7 +166,7 @@ class _Job:
         header, job, nodes, refusals, assigned = self.client.txn([], gets).readings
         found = self._reader.header(header.kv) if header.kv is not None else None
         if header.kv is None or found is None or job.kv is None:
-            raise NoSuchJob(f"the job {self._run_id} is not running: etcd holds no round of it")
+            raise NoSuchJob(f"the job {self._run_id} is not running: its store holds no round of it")
         if found.state in OVER:
             raise NoSuchJob(f"the job {self._run_id} has ended: {found.reason}")
         shared = records.read(SharedSettings, job.kv.value, keys.job, SCHEMA)

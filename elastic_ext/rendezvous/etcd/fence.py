@@ -197,7 +197,7 @@ class Fence:
             self.closed = self.closed or closed
         if closes:
             logger.error(
-                "cut off from etcd, and other nodes are not; stopping this node's workers before the others continue without it"
+                "cut off from the job's store, and other nodes are not; stopping its workers before they go on without it"
             )
             self._on_change()
 

@@ -69,13 +69,14 @@ class HeaderRecord:
         value: the newest header that this node knows; replaced, never changed in place; readable from any thread.
         revision: of the header in etcd; 0 if there is none.
         lease_id: lease of the records that belong to no node.
+        store: another number for each store that it was read from.
         job: name of the job that this node has entered. Another may begin under its run id while this node is cut off.
     """
 
     def __init__(self, context: NodeContext, outage: Outage, listener: Listener) -> None:
         self.value = Header()
         self.revision = 0
-        self.lease_id = 0
+        self.lease_id = self.store = 0
         self.job = ""
         self._context = context
         self._outage = outage
@@ -104,11 +105,14 @@ class HeaderRecord:
 
     def observe(self, header: KeyValue | None, revision: int) -> None:
         """Take in a reading at this revision; None: no header. If it is older than what is known, it changes nothing."""
-        if (header.mod_revision if header is not None else revision) < self._heard:
+        at = header.mod_revision if header is not None else revision
+        found = self.readable(header) if header is not None else self.value
+        if at < self._heard or (at == self._heard and found != self.value and not rounds.precedes(found, self.value)):
             # Readings are linearizable: this is another store, new or from a backup, whatever was written there since.
             self._heard = 0
+            self.store += 1
         if header is not None:
-            self._take(self.readable(header), header.mod_revision)
+            self._take(found, header.mod_revision)
         elif revision > self._heard:
             self._heard, self.revision = revision, 0
             if rounds.needs_restoring(None, self.value):
@@ -175,7 +179,7 @@ class HeaderRecord:
             raise LostRace("another node wrote the header at the same time")
         self._heard = self.revision = written.revision
         self._outage.expect_members()
-        logger.warning("etcd had lost the job's records; wrote round %s again", self.value.round)
+        logger.warning("the store had lost the records of the job; wrote round %s again", self.value.round)
 
     def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
         """Write the result of `change` while that round runs. in_any_round: while the job is not closed.

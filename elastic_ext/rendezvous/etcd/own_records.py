@@ -195,17 +195,13 @@ class OwnAssignment:
         if node is None or self.joined is not None or node.after >= header.round:
             return
         assignment = self.current
-        if assignment is None:
-            if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn its rank
-                self._wait_for_next_round(header)
-        elif header.state is State.RUNNING:
+        if header.state is State.RUNNING and assignment is not None:
             self.joined = (header, assignment)
             self._on_joined()
-        elif header.state is State.BROKEN:
-            self._wait_for_next_round(header)
-
-    def _wait_for_next_round(self, header: Header) -> None:
-        self._registration.update(lambda node: dataclasses.replace(node, after=header.round))
+        elif header.state is State.BROKEN or (header.state is State.RUNNING and self._unreadable):
+            # Also without an assignment: a member whose assignment was lost, or cannot be read, never learns that it is a member,
+            # and the others wait until it has left that round.
+            self._registration.update(lambda node: dataclasses.replace(node, after=header.round))
 
 
 class OwnOffer:
@@ -238,17 +234,21 @@ class OwnOffer:
 class OwnWatches:
     """The watches of one node. For the rendezvous thread, which receives all events."""
 
-    def __init__(self, context: NodeContext, on_began: Callable[[], None], read: Callable[[], None]) -> None:
+    def __init__(
+        self, context: NodeContext, on_began: Callable[[], None], read: Callable[[], None], store: Callable[[], int]
+    ) -> None:
         """
         Args:
-            on_began: work to run each time the server has one more watch.
+            store: returns another number once the keys were read from another store; any thread may call it.
+            on_began: work to run each time the news of one more key are delivered.
             read: reads the keys; called when events may have been missed.
         """
         self._context = context
         self._on_began = on_began
         self._read = read
+        self._store = store
         self._watches: list[Watch] = []
-        self._began = 0  # number of watches that the server has
+        self._awaited: set[str] = set()  # keys whose news are not delivered yet
 
     @property
     def empty(self) -> bool:
@@ -258,7 +258,7 @@ class OwnWatches:
     @property
     def all_began(self) -> bool:
         """Whether everything written from now on is delivered."""
-        return self._began >= len(self._watches)
+        return not self._awaited
 
     def add(
         self,
@@ -271,29 +271,34 @@ class OwnWatches:
         """Call `on_batch` with all later events of the key. on_gap: called when events may have been missed."""
 
         def take(item: Item) -> None:
-            if isinstance(item, Began):
-                self._began += 1
-                self._context.tasks.run(self._on_began)
-            elif isinstance(item, Batch):
+            if isinstance(item, Batch):
                 on_batch(item)
-            else:  # the watch has ended, perhaps because its history was compacted: read, then watch from there
+                return
+            if not isinstance(
+                item, Began
+            ):  # it has ended, perhaps because its history was compacted: read, then watch from there
                 revision = self._context.client.revision(key)
                 self._read()
                 self._open(key, take, revision + 1, deletes_only)
                 if on_gap is not None:
                     on_gap()
+            if key in self._awaited:
+                self._awaited.remove(key)
+                self._context.tasks.run(self._on_began)
 
+        self._awaited.add(key)
         self._open(key, take, FROM_NOW, deletes_only)
 
     def _open(self, key: str, take: Callable[[Item], None], start_revision: int, deletes_only: bool) -> None:
         tasks = self._context.tasks
-        watch = Watch(
-            self._context.client,
-            key,
-            start_revision=start_revision,
-            callback=lambda item: tasks.post(lambda: take(item)),
-            deletes_only=deletes_only,
-        )
+
+        def on_item(item: Item) -> None:
+            store = self._store()
+            # What waits behind a reading of another store is news of the one before, whose revisions say nothing there.
+            tasks.post(lambda: take(item) if store == self._store() or not isinstance(item, Batch) else None)
+
+        client = self._context.client
+        watch = Watch(client, key, start_revision=start_revision, callback=on_item, deletes_only=deletes_only)
         self._watches.append(watch)
 
     def close(self) -> None:

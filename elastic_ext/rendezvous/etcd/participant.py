@@ -85,7 +85,7 @@ class Participant:
             outage,
             leads=lambda: self.election.leader is not None,
         )
-        self._watches = OwnWatches(context, self._enter_or_write, header.read)
+        self._watches = OwnWatches(context, self._enter_or_write, header.read, lambda: header.store)
 
     # Read by the agent, from any thread.
 
@@ -160,7 +160,7 @@ class Participant:
 
         self.tasks.post(work)
         if not left.wait(timeout_s + 1):
-            logger.warning("etcd did not answer within %g s: the node's lease will expire by itself", timeout_s)
+            logger.warning("the job's store did not answer within %g s: the node's lease will expire by itself", timeout_s)
         return None
 
     # Everything below runs on the rendezvous thread.
@@ -201,7 +201,7 @@ class Participant:
         else:
             self.header_record.enter(self._job_records.read_or_create())
             registration.write()
-        self._assignment.join_if_assigned()
+        self.on_header()
 
     def _on_header_events(self, batch: Batch) -> None:
         self.header_record.on_event(batch.events[-1])
@@ -224,6 +224,7 @@ class Participant:
 
     def on_own_assignment(self, kv: KeyValue) -> None:
         self._assignment.take(kv)
+        self._assignment.join_if_assigned()  # its event may never come
 
     def on_lost_record(self) -> None:
         self.recovery.restore_soon()

@@ -89,7 +89,8 @@ class EtcdRound:
     def over(self) -> RoundEnd | None:
         if self._place.fence.closed:
             return RoundEnd(
-                EndKind.CUT_OFF, "the other nodes may continue without this one, which is cut off from etcd or was declared dead"
+                EndKind.CUT_OFF,
+                "the other nodes may continue without this one, which is cut off from the job's store or was declared dead",
             )
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.

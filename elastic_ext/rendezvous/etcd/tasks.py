@@ -212,14 +212,16 @@ class TaskRunner:
     def _note_full(self, error: QuotaExceeded, task: Task) -> None:
         """Log one line when the trouble begins; `_note_done` logs one when it ends."""
         if self.etcd_full is None:
-            logger.warning("%s; the running round continues, but no new round can form until etcd accepts writes again", error)
+            logger.warning(
+                "%s; the running round continues, but no new round can form until the store accepts writes again", error
+            )
         self.etcd_full = error
         self._held_up.add(task)
 
     def _note_done(self, task: Task) -> None:
         self._held_up.discard(task)
         if self.etcd_full is not None and not self._held_up:
-            logger.info("etcd accepts writes again")
+            logger.info("the job's store accepts writes again")
             self.etcd_full = None
 
     def _fail(self, error: Exception) -> None:

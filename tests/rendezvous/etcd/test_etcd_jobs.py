@@ -168,7 +168,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(store, 
         (pid,) = [line["pid"] for line in reports(second)]
         proxy.deaf()
         assert wait_gone([pid]) == []
-        second.wait_for("cut off from etcd")
+        second.wait_for("cut off from the job's store")
         first.wait_for(seen(1, 2))
         # The link is back: it joins again.
         proxy.stop()

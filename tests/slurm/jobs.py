@@ -35,7 +35,7 @@ class Training:
             **DEFAULTS,
             "STATE": str(self.folder / "state"),
             "ELASTIC_EXT_SETTLE": "5",  # a busy machine may be slow to tell of a failure
-            "ELASTIC_EXT_CHECKPOINT_DIR": str(self.folder / "checkpoints"),
+            "CHECKPOINT_DIR": str(self.folder / "checkpoints"),
             **variables,
         }
         train = script or (str(JOB), str(self.folder))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
 from elastic_ext.failures.sources import slurm
-from tests.slurm.cluster import SlurmCluster
-from tests.slurm.jobs import Training
+from tests.jobs import DEFAULTS
+from tests.slurm.cluster import SlurmCluster, SlurmJob
+from tests.slurm.jobs import SBATCH, Training
 from tests.until import until
 
 
@@ -53,3 +55,34 @@ def test_an_array(training: Training) -> None:
 def test_slurm_reads_its_own_lists_of_hosts(cluster: SlurmCluster) -> None:
     environ = {**cluster.environ, "SLURM_JOB_NODELIST": "n[1-3],gpu[08-10],login"}
     assert slurm.hostnames(environ) == ("n1", "n2", "n3", "gpu08", "gpu09", "gpu10", "login")
+
+
+# What a test changes: where the shared storage is, and sizes. A spare that comes when so short a job is over would run it again.
+SMALLER = {"--nodes=4 --gpus-per-node=8": "--nodes=1", "--nodes=5 --gpus-per-node=8": "--nodes=1", "SPARES=1": "SPARES=0"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "commands"),
+    [("README.md", r"```sh\n(.*?)```"), ("train.sbatch", r"submit it with\n#     (.*?)\n")],
+    ids=["page", "script"],
+)
+def test_commands_as_written(training: Training, file: str, commands: str) -> None:
+    """With CHECKPOINT_DIR, which agents and Checkpointer have as ELASTIC_EXT_CHECKPOINT_DIR."""
+    found = re.search(commands, (SBATCH.parent / file).read_text(), re.DOTALL)
+    assert found is not None
+    command, shared = found[1], training.folder / "shared"
+    for written, here in {**SMALLER, "/mnt/shared": str(shared)}.items():
+        command = command.replace(written, here)
+    shutil.copy(SBATCH, training.folder)
+    (training.folder / "train.py").write_text(
+        "import os, sys; names = 'CHECKPOINT_DIR', 'ELASTIC_EXT_CHECKPOINT_DIR'; "
+        "print('saves in', *map(os.environ.get, names), sys.argv[1])"
+    )
+    said = training.cluster.call("sh", "-ec", command, cwd=training.folder, **DEFAULTS)
+    jobs = [SlurmJob(training.cluster, number, training.folder) for number in re.findall(r"Submitted batch job (\d+)", said)]
+    training.jobs += jobs
+    assert len(jobs) == command.count("sbatch ") - command.count("train.sbatch ") >= 1
+    for job in jobs:
+        assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.out
+        assert f"saves in {shared}/checkpoints {shared}/checkpoints --its=arguments\n" in job.out

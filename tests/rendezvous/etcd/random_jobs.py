@@ -26,6 +26,7 @@ from tests.simulation import KEYS, READER, Client, Node, World, header_in, store
 TTL_S = 10
 STOP_S = 2.0  # that workers need to stop, at most
 CONVERGES_S = 90.0  # after the last fault: a lease ends, then the next one; members get their time to come back; a round forms
+SETTLES_S = 6.0  # until those that leave have left
 WINDOW_S = 3600
 REPORT = encode_report(report("h", signal="SIGKILL"))
 VERDICT = judge({"h": report("h", signal="SIGKILL")}, Ledger(), RULES, 1)[1]
@@ -59,7 +60,6 @@ class Agent(Node):
 
     Attributes:
         joins: the rounds that it was in.
-        stays: it may leave when it is told to.
     """
 
     def __init__(self, world: World, name: str, limits: Limits) -> None:
@@ -67,12 +67,21 @@ class Agent(Node):
         self.stage = Stage.WAITING
         self.joins: list[tuple[Header, Assignment]] = []
         self._after = self._saved = 0
-        self._failed = False
+        self._failed = self._away = False
         self.agent.run(lambda: self.ready(0))
 
     @property
     def lives(self) -> bool:
         return not self.process.dead and self.stage is not Stage.LEFT
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it lives, and was never cut off and never stood still."""
+        return self.lives and not self._away
+
+    def stray(self) -> None:
+        """Note that it will have missed something."""
+        self._away = True
 
     def on_change(self) -> None:
         header, joined = self.participant.header, self.participant.joined
@@ -120,6 +129,7 @@ class Agent(Node):
         self.stage = Stage.WAITING
         self._after = self.joins[-1][0].round
         self.ready(self._after, cut=self._after if cut else 0)
+        self.on_change()
 
     def go(self) -> None:
         """Leave the job, as when a scheduler takes the node."""
@@ -143,23 +153,18 @@ class Agent(Node):
 class Invariants:
     """What must hold of all that is written; `wrong` says what does not.
 
-    A store that forgets may have to take an older header, or use a number twice, if nobody who knows better is there: so `excused`
-    once a header was lost and a process has been killed, cut off or stood still.
+    A store that has lost the header may get an older one, or see a number again, if no node is there that knows better.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, agents: list[Agent]) -> None:
         self.wrong: list[str] = []
-        self.lost = self.absent = False
-        self._limits = limits
-        self._header: Header | None = None  # the last one, and all of them by seal
+        self.lost = False
+        self._limits, self._agents = limits, agents
+        self._header: Header | None = None  # the last one
         self._sealed: dict[int, str] = {}
         self._verdicts: dict[tuple[int, str], str] = {}
         self._parts: dict[str, Assignment] = {}
         self._nodes: dict[str, Record] = {}
-
-    @property
-    def excused(self) -> bool:
-        return self.lost and self.absent
 
     def __call__(self, change: Change) -> None:
         event = Event.parse(change.event)
@@ -180,35 +185,35 @@ class Invariants:
 
     def _on_header(self, new: Header) -> None:
         old, self._header = self._header, new
-        if old is not None and rounds.precedes(new, old):
-            self._blame("an older header", f"{new} came after {old}")
-        if old is not None and old.job and new.job != old.job:
-            self._blame("another job", f"{new} came after {old}")
+        if old is not None and not self.lost and rounds.precedes(new, old):
+            self.wrong.append(f"an older header: {new} came after {old}")
+        if old is not None and old.job and new.job != old.job and self._is_known(old.round):
+            self.wrong.append(f"another job: {new} came after {old}")
         if new.round and self._sealed.get(new.round) != new.seal:
             self._on_seal(new)
         if new.verdict and self._verdicts.setdefault((new.round, new.seal), new.verdict) != new.verdict:
-            self._blame("a second verdict", str(new))
+            self.wrong.append(f"a second verdict: {new}")
+
+    def _is_known(self, round_: int) -> bool:
+        """Whether a node that was never away has been in this round or a later one, or no record was lost."""
+        return not self.lost or any(
+            header.round >= round_ for each in self._agents if each.is_steady for header, _ in each.joins
+        )
 
     def _on_seal(self, new: Header) -> None:
-        if new.state is not State.RUNNING:
-            self._blame("not sealed before", str(new))
-        if new.round <= max(self._sealed, default=0):
-            self._blame("a number was used before", f"{new}; before: {self._sealed}")
+        if new.round <= max(self._sealed, default=0) and self._is_known(new.round):
+            self.wrong.append(f"a number that was used before: {new}; before: {self._sealed}")
         self._sealed[new.round] = new.seal
         parts = {id_: part for id_, part in self._parts.items() if part.of(new)}
         by_rank = sorted(parts.values(), key=lambda part: part.rank)
         ends = [*(part.base_rank for part in by_rank), new.world]
         fits = [part.rank for part in by_rank] == list(range(new.nodes)) and ends[0] == 0
         fits = fits and all(first < second for first, second in itertools.pairwise(ends))
-        if not fits or not self._limits.min_nodes <= new.nodes <= self._limits.max_nodes:
+        if new.state is not State.RUNNING or not fits or not self._limits.min_nodes <= new.nodes <= self._limits.max_nodes:
             self.wrong.append(f"numbering: {new} {by_rank}")
         late = [id_ for id_ in parts if id_ in self._nodes and self._nodes[id_].after >= new.round]
         if late:
             self.wrong.append(f"{late} wait for a later round than {new}")
-
-    def _blame(self, what: str, seen: str) -> None:
-        if not self.excused:
-            self.wrong.append(f"{what}: {seen}")
 
 
 class Job:
@@ -219,7 +224,7 @@ class Job:
         self.random = self.world.random
         self.limits = Limits(least := self.random.randint(2, 4), self.random.randint(least + 1, least + 4), 0.5)
         self.agents: list[Agent] = []
-        self.invariants = Invariants(self.limits)
+        self.invariants = Invariants(self.limits, self.agents)
         self.world.observers.append(self.invariants)
         self.log: list[str] = []
         self._operator = Client(self.world)
@@ -262,14 +267,13 @@ class Job:
     def kill(self) -> None:
         if agent := self.one():
             self.note(f"{agent.name} is killed")
-            self.invariants.absent = True
             agent.kill()
 
     def freeze(self) -> None:
         if agent := self.one():
             seconds = self.random.choice([0.5, 5.0, 15.0]) * self.random.random()
             self.note(f"{agent.name} stands still for {seconds}")
-            self.invariants.absent = True
+            agent.stray()
             agent.freeze(seconds)
             self.world.after(seconds, agent.fence)
 
@@ -283,8 +287,8 @@ class Job:
     def _cut(self, agents: list[Agent]) -> None:
         seconds = self.random.choice([1.0, 10.0, 40.0]) * self.random.random()
         self.note(f"{[each.name for each in agents]} are cut off for {seconds}")
-        self.invariants.absent = True
         for each in agents:
+            each.stray()
             each.cut(seconds)
             self.world.after(0.9 * TTL_S, each.fence)
 
@@ -364,23 +368,30 @@ class Job:
     def run(self) -> None:
         """Let the faults happen, then wait until the job is whole. Raises AssertionError."""
         for _ in range(self.random.randint(2, 8)):
-            end = self.world.now + self.random.expovariate(0.2)
-            while self.world.now < end:
-                self.world.step()
-                self.check()
+            self.run_for(self.random.expovariate(0.2))
             self.strike()
         self.world.until(lambda: self.check() or not any(self._is_hampered(each) for each in self.living))
+        self.run_for(STOP_S + SETTLES_S)
         while len(self.living) < self.limits.min_nodes:
             self.late()
         self.world.until(lambda: self.check() or self.is_whole(), CONVERGES_S)
-        self._check_joins()
+        self._check_ends()
+
+    def run_for(self, seconds: float) -> None:
+        end = self.world.now + seconds
+        self.world.until(lambda: self.check() or self.world.now >= end)
 
     def _is_hampered(self, agent: Agent) -> bool:
         agent.client._hooks.clear()
         agent.client.lose_answers = 0
         return agent.process.frozen or not agent.client.reachable
 
-    def _check_joins(self) -> None:
+    def _check_ends(self) -> None:
+        """The header that has come back is the newest that anybody knows, and no node was in two places."""
+        header = stored(self.world)
+        for each in self.living:
+            assert header is not None
+            assert not any(rounds.precedes(header, known) for known in each.headers), (header, each.headers)
         ranks: dict[tuple[int, str, int], str] = {}
         for each in self.agents:
             for header, part in each.joins:

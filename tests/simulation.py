@@ -12,12 +12,11 @@ one another this way end in the reverse order: an inner one that takes long hold
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 from elastic_ext.embedded.keyspace import Change, Keyspace, Refused
 from elastic_ext.embedded.service import TICK_S
 from elastic_ext.embedded.watches import Watches
-from elastic_ext.etcd import Compacted, EtcdError, Event, LeaseSession, SnapshotWatch, Unavailable, Watch, errors
+from elastic_ext.etcd import Batch, Compacted, EtcdError, Event, LeaseSession, Snapshot, SnapshotWatch, Unavailable, Watch, errors
 from elastic_ext.etcd.errors import classify, short_text
 from elastic_ext.etcd.lease_renewer import plan
 from elastic_ext.etcd.messages import etcdrpc
@@ -324,6 +323,32 @@ class Client(etcd_client.EtcdClient):
         self._world.clients.remove(self)
 
 
+class Operator(Client):
+    """A client outside the job, whose waits let the job go on."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+
+    def watch_with_snapshot(self, prefix: Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
+        return Waiting(self._world, SnapshotWatch(self, prefix, on_item, began_s=0.0))  # type: ignore[return-value]
+
+
+class Waiting:
+    """A `SnapshotWatch` whose `get` waits in virtual time; where nothing comes, the test has failed."""
+
+    def __init__(self, world: World, watch: SnapshotWatch) -> None:
+        self._world, self._watch = world, watch
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._watch.close()
+
+    def get(self, timeout_s: float | None = None) -> Snapshot | Batch:
+        return self._world.until(lambda: self._watch.get(0))
+
+
 class Stubs:
     """etcd3's client with its stubs, as far as `EtcdClient` uses them."""
 
@@ -475,6 +500,10 @@ class Node:
 
     def on_change(self) -> None:
         """Act, as an agent does, on what the participant knows now."""
+
+    @property
+    def lives(self) -> bool:
+        return not self.process.dead
 
     @property
     def failure(self) -> Exception | None:

@@ -15,6 +15,7 @@ from elastic_ext.failures.ledger import MAX_VERDICTS, Ledger, encode_ledger, enc
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
+from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import Judgement, RoundReports
 from elastic_ext.rendezvous.judging import ledger_of
 from elastic_ext.rendezvous.round_records import Assignment, Header, State, decode
@@ -26,6 +27,9 @@ from tests.simulation import KEYS, READER, Client, Node, World, header_in, store
 TTL_S = 10
 STOP_S = 2.0  # that workers need to stop, at most
 CONVERGES_S = 90.0  # after the last fault: a lease ends, then the next one; members get their time to come back; a round forms
+SAVE_S = 5.0  # that a checkpoint takes, at most
+STEP = 7
+MEET_S = 20.0  # that workers wait for one another when a round begins
 SETTLES_S = 6.0  # until those that leave have left
 WINDOW_S = 3600
 REPORT = encode_report(report("h", signal="SIGKILL"))
@@ -33,18 +37,24 @@ VERDICT = judge({"h": report("h", signal="SIGKILL")}, Ledger(), RULES, 1)[1]
 
 
 class Restarts:
-    """Lets the job go on after each failure, and counts that in the ledger."""
+    """Lets the job go on after each failure, and counts that in the ledger.
+
+    Attributes:
+        judged: all that it was asked about.
+    """
+
+    def __init__(self) -> None:
+        self.judged: list[RoundReports] = []
 
     def may_grow(self, round_: int) -> bool:
         return True
 
     def judge(self, reports: RoundReports, ledger: str) -> Judgement:
+        self.judged.append(reports)
         before = ledger_of(ledger)
         verdict = replace(VERDICT, round=reports.round, restarts=before.charged + 1)
         after = Ledger((), before.charged + 1, (*before.verdicts, verdict)[-MAX_VERDICTS:])
-        return Judgement(
-            State.BROKEN, "restart", encode_verdict(verdict), encode_ledger(after), charged=True, window_s=WINDOW_S
-        )
+        return Judgement(State.BROKEN, "restart", encode_verdict(verdict), encode_ledger(after), charged=True, window_s=WINDOW_S)
 
 
 class Stage(Enum):
@@ -60,11 +70,16 @@ class Agent(Node):
 
     Attributes:
         joins: the rounds that it was in.
+        saves: it publishes a checkpoint when it is to leave.
     """
 
-    def __init__(self, world: World, name: str, limits: Limits) -> None:
-        super().__init__(world, name, limits, TTL_S, Restarts())
+    def __init__(self, world: World, name: str, limits: Limits, agents: list[Agent] | None = None) -> None:
+        """agents: all of the job; this one is added to them."""
+        super().__init__(world, name, limits, TTL_S, Restarts(), drains.host_of(name))
+        self._agents = agents if agents is not None else []
+        self._agents.append(self)
         self.stage = Stage.WAITING
+        self.saves = True
         self.joins: list[tuple[Header, Assignment]] = []
         self._after = self._saved = 0
         self._failed = self._away = False
@@ -94,15 +109,22 @@ class Agent(Node):
         elif self.stage is Stage.WAITING and joined is not None and joined[0].round > self._after:
             self.joins.append(joined)
             self.stage = Stage.RUNNING
+            self.world.after(MEET_S, lambda: self.agent.run(lambda: self._meet(*joined)))
             self.on_change()
         elif self.stage is Stage.RUNNING and not (header.state is State.RUNNING and joined[1].of(header)):
             self._stop()
-        elif self.stage is Stage.RUNNING and drain is not None and drain.number != self._saved:
-            self._saved = drain.number
-            number, at = drain.number, self.world.now + self.world.random.random() * 5
-            self.world.at(at, lambda: self.agent.run(lambda: self.participant.ready_to_leave(number, 7)))
+        elif self.stage is Stage.RUNNING and drain is not None and drain.number != self._saved and self.saves:
+            self._saved = number = drain.number
+            save_s = self.world.random.random() * SAVE_S
+            self.world.after(save_s, lambda: self.agent.run(lambda: self.participant.ready_to_leave(number, STEP)))
         elif self.stage is Stage.JUDGING and (header.verdict or header.round != self.joins[-1][0].round):
             self._wait()
+
+    def _meet(self, header: Header, part: Assignment) -> None:
+        """Break the round if not all of it have come: their workers wait for one another."""
+        come = sum(any(theirs.seal == part.seal for _, theirs in each.joins) for each in self._agents)
+        if come < header.nodes and self.stage is Stage.RUNNING and self.joins[-1][1] == part:
+            self.participant.end_round(header.round, State.BROKEN, "some have not come")
 
     def fail(self) -> None:
         """Let a worker die."""
@@ -143,11 +165,9 @@ class Agent(Node):
 
     def fence(self) -> None:
         """Stop the workers if the others can go on without this node."""
-        others = any(each.client.reachable and not each.process.frozen for each in self.job.agents if each is not self)
+        others = any(each.client.reachable and not each.process.frozen for each in self._agents if each is not self)
         if self.stage is Stage.RUNNING and others and self.participant.lease[1] < self.world.now + TTL_S / 10:
             self._stop(cut=True)
-
-    job: Job
 
 
 class Invariants:
@@ -196,9 +216,7 @@ class Invariants:
 
     def _is_known(self, round_: int) -> bool:
         """Whether a node that was never away has been in this round or a later one, or no record was lost."""
-        return not self.lost or any(
-            header.round >= round_ for each in self._agents if each.is_steady for header, _ in each.joins
-        )
+        return not self.lost or any(header.round >= round_ for each in self._agents if each.is_steady for header, _ in each.joins)
 
     def _on_seal(self, new: Header) -> None:
         if new.round <= max(self._sealed, default=0) and self._is_known(new.round):
@@ -227,6 +245,7 @@ class Job:
         self.invariants = Invariants(self.limits, self.agents)
         self.world.observers.append(self.invariants)
         self.log: list[str] = []
+        self._drained: set[str] = set()
         self._operator = Client(self.world)
         self._names = (f"n{number}" for number in itertools.count())
         absent = [self.kill, self.freeze, self.cut, self.cut_all]
@@ -250,7 +269,10 @@ class Job:
         fault = self.random.choice(self._faults)
         if not self.living or self.random.random() < 0.5:
             return fault()
-        client, part = self.random.choice(self.living).client, self.random.choice(["", "/round", "/assign", "/ledger", "/nodes", "lease"])
+        client, part = (
+            self.random.choice(self.living).client,
+            self.random.choice(["", "/round", "/assign", "/ledger", "/nodes", "lease"]),
+        )
         return self.random.choice([client.before, client.after])(part, fault)
 
     def one(self) -> Agent | None:
@@ -260,9 +282,7 @@ class Job:
         if len(self.living) < 8:
             name = next(self._names)
             self.note(f"{name} comes")
-            agent = Agent(self.world, name, self.limits)
-            agent.job = self
-            self.agents.append(agent)
+            Agent(self.world, name, self.limits, self.agents)
 
     def kill(self) -> None:
         if agent := self.one():
@@ -315,6 +335,7 @@ class Job:
     def drain(self) -> None:
         if agent := self.one():
             self.note(f"{agent.name} is drained")
+            self._drained.add(agent.name)
             request = Request(agent.name, "", 60, self.random.random() < 0.3)
             try:
                 drain_request._Job(self._operator, "job").ask(request, 5.0)
@@ -348,7 +369,8 @@ class Job:
     def check(self) -> None:
         assert not self.invariants.wrong, "\n".join(self.invariants.wrong)
         for each in self.agents:
-            assert each.failure is None, f"{each.name}: {each.failure!r}"
+            refused = each.name in self._drained and isinstance(each.failure, HostRefused)  # it had to register again
+            assert each.failure is None or refused, f"{each.name}: {each.failure!r}"
 
     def is_whole(self) -> bool:
         """All that live are in the round that runs, as far as it has room, and all records are there."""

@@ -7,6 +7,7 @@ import threading
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.place import Place
 from elastic_ext.rendezvous.etcd.round_part import EtcdRound
+from elastic_ext.rendezvous.round_records import Assignment, Header
 
 
 class NoFence:
@@ -15,8 +16,9 @@ class NoFence:
     closed, stop_by = False, None
 
 
-def part_of(participant: Participant) -> EtcdRound:
-    """Return the part in the round that this node has joined last."""
-    assert participant.joined is not None
+def part_of(participant: Participant, joined: tuple[Header, Assignment] | None = None) -> EtcdRound:
+    """Return the node's part in a round that it has joined; by default that in which it is."""
+    joined = joined or participant.joined
+    assert joined is not None
     place = Place("127.0.0.1", None, participant, None, NoFence(), None, threading.Condition(), lambda: None)
-    return EtcdRound(place, *participant.joined, 1, None)
+    return EtcdRound(place, *joined, 1, None)

@@ -261,12 +261,12 @@ class Keyspace:
         self._history += changes
         self._history_size += sum(change.size for change in changes)
         if len(self._history) > self._limits.changes or self._history_size > self._limits.data_bytes:
-            self._compact()
+            self.compact(self._history[len(self._history) // 2].revision)
 
-    def _compact(self) -> None:
-        """Forget the older half of the history, in whole revisions."""
+    def compact(self, revision: int) -> None:
+        """Forget the changes up to this revision."""
         revision_of = operator.attrgetter("revision")
-        self.compacted = self._history[len(self._history) // 2].revision
+        self.compacted = revision
         kept = self._history[bisect_right(self._history, self.compacted, key=revision_of) :]
         self._history, self._history_size = kept, sum(change.size for change in kept)
 

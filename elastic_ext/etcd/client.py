@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_ext.etcd.calls import Caller, Tokens, User
 from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
@@ -44,6 +44,8 @@ from elastic_ext.etcd.values import (
 
 PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below what the server likes to send at once
 _JOIN_S = 2.0  # their calls are canceled by then
+
+T = TypeVar("T")
 
 
 class EtcdClient:
@@ -134,12 +136,12 @@ class EtcdClient:
 
     def get_prefix(self, prefix: Key, *, keys_only: bool = False, timeout_s: float | None = None) -> Reading:
         """Read all keys with this prefix, in order, as of one revision, however many there are."""
-        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        deadline = self.now() + (timeout_s or self.timeout_s)
         while True:
             try:
                 return self._pages(prefix, keys_only, deadline)
             except Compacted:  # between two pages: begin again at a newer revision
-                if time.monotonic() > deadline:
+                if self.now() > deadline:
                     raise
 
     def last_created_before(self, prefix: Key, create_revision: int, *, timeout_s: float | None = None) -> Reading:
@@ -158,11 +160,11 @@ class EtcdClient:
         start, end = range_of_prefix(prefix)
         options: dict[str, Any] = {"limit": PAGE, "keys_only": keys_only}
         what = f"get {_show(prefix)}*"
-        page = self._range(start, end, options, what, deadline - time.monotonic())
+        page = self._range(start, end, options, what, deadline - self.now())
         first, kvs = page, list(page.kvs)
         options["revision"] = first.revision
         while page.more:
-            page = self._range(kvs[-1].key + b"\0", end, options, what, max(0.01, deadline - time.monotonic()))
+            page = self._range(kvs[-1].key + b"\0", end, options, what, max(0.01, deadline - self.now()))
             kvs += page.kvs
         return Reading(first.revision, tuple(kvs), first.count, False)
 
@@ -173,7 +175,7 @@ class EtcdClient:
             response = etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
             return Reading.parse(response, response.header.revision)
 
-        return ask(self._caller, what, send, timeout_s=timeout_s)
+        return self._ask(what, send, timeout_s=timeout_s)
 
     def txn(
         self,
@@ -200,8 +202,8 @@ class EtcdClient:
             return TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))
 
         if not writes:
-            return ask(self._caller, what, send, timeout_s=timeout_s)
-        return self._caller.call(what, send, repeatable=False, timeout_s=timeout_s)
+            return self._ask(what, send, timeout_s=timeout_s)
+        return self._write(what, send, timeout_s=timeout_s)
 
     def watch_with_snapshot(self, prefix: Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
         """Deliver the keys first, then their changes: see `SnapshotWatch`."""
@@ -218,12 +220,12 @@ class EtcdClient:
             return Lease(lease.id, lease.ttl, sent_at)
 
         # Repeatable: a second lease expires by itself.
-        return ask(self._caller, "grant a lease", send, timeout_s=timeout_s)
+        return self._ask("grant a lease", send, timeout_s=timeout_s)
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys; do nothing if there is no such lease."""
         try:
-            ask(self._caller, f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), timeout_s=timeout_s)
+            self._ask(f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), timeout_s=timeout_s)
         except LeaseLost:
             pass  # expired, or revoked by an attempt whose answer was lost
 
@@ -240,7 +242,7 @@ class EtcdClient:
             return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in answers})
 
         what = f"keep {len(requests)} leases alive"
-        return race(self._caller, what, send, timeout_s=timeout_s or self.timeout_s, beside_s=beside_s)
+        return self._race(what, send, timeout_s=timeout_s or self.timeout_s, beside_s=beside_s)
 
     def lease_left_s(self, lease_id: int, *, timeout_s: float | None = None) -> int:
         """Return the seconds until this lease expires; 0 or less if there is no such lease."""
@@ -249,7 +251,7 @@ class EtcdClient:
         def send(etcd: Any) -> int:
             return int(etcd.leasestub.LeaseTimeToLive(request, etcd.timeout, metadata=etcd.metadata).TTL)
 
-        return ask(self._caller, f"time left of lease {lease_id:x}", send, timeout_s=timeout_s)
+        return self._ask(f"time left of lease {lease_id:x}", send, timeout_s=timeout_s)
 
     # The cluster
 
@@ -262,7 +264,7 @@ class EtcdClient:
             head = answer.header
             return Status(answer.version, head.member_id, answer.leader, answer.raftTerm, answer.dbSize, head.revision)
 
-        return ask(self._caller, "status", send, timeout_s=timeout_s, leader=False)
+        return self._ask("status", send, timeout_s=timeout_s, leader=False)
 
     def alarms(self, *, timeout_s: float | None = None) -> tuple[Alarm, ...]:
         """Return all alarms that are now raised in the cluster."""
@@ -271,7 +273,18 @@ class EtcdClient:
         def send(etcd: Any) -> tuple[Alarm, ...]:
             return tuple(Alarm(alarm.member_id, kinds[alarm.alarm_type].name) for alarm in etcd.list_alarms())
 
-        return ask(self._caller, "list the alarms", send, timeout_s=timeout_s)
+        return self._ask("list the alarms", send, timeout_s=timeout_s)
+
+    # The three ways to the server. A client without a network replaces them.
+
+    def _ask(self, what: str, send: Callable[[Any], T], *, timeout_s: float | None, leader: bool = True) -> T:
+        return ask(self._caller, what, send, timeout_s=timeout_s, leader=leader)
+
+    def _race(self, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float) -> T:
+        return race(self._caller, what, send, timeout_s=timeout_s, beside_s=beside_s)
+
+    def _write(self, what: str, send: Callable[[Any], T], *, timeout_s: float | None) -> T:
+        return self._caller.call(what, send, repeatable=False, timeout_s=timeout_s)
 
 
 def _show(key: Key) -> str:

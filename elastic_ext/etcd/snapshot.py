@@ -16,7 +16,7 @@ from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Item, Watch, WatchCli
 
 logger = logging.getLogger(__name__)
 
-BEGAN_S = 0.1  # a reading waits this long for the watch to begin, which usually takes a millisecond
+BEGAN_S = 0.1  # a watch usually begins within a millisecond
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,18 @@ class SnapshotWatch:
     Reading happens on the caller's thread, in `get`.
     """
 
-    def __init__(self, client: SnapshotClient, prefix: Key, on_item: Callable[[], None] | None = None) -> None:
-        """on_item: called on another thread when `get` has something to return; it must return at once."""
+    def __init__(
+        self, client: SnapshotClient, prefix: Key, on_item: Callable[[], None] | None = None, began_s: float = BEGAN_S
+    ) -> None:
+        """
+        Args:
+            on_item: called on another thread when `get` has something to return; it must return at once.
+            began_s: a reading waits this long for the watch to begin.
+        """
         self._client = client
         self._prefix = prefix
         self._on_item = on_item
+        self._began_s = began_s
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._watch: Watch | None = None
         self._due = False  # the keys must be read
@@ -116,7 +123,7 @@ class SnapshotWatch:
         if self._closed:
             watch.close()
         with contextlib.suppress(queue.Empty):  # it may begin later; if somebody writes before, the keys are read again
-            if not isinstance(first := items.get(timeout=BEGAN_S), Began):
+            if not isinstance(first := items.get(timeout=self._began_s), Began):
                 items.put(first)  # the end of the watch; nothing follows it
         return watch
 

@@ -69,14 +69,13 @@ class HeaderRecord:
         value: the newest header that this node knows; replaced, never changed in place; readable from any thread.
         revision: of the header in etcd; 0 if there is none.
         lease_id: lease of the records that belong to no node.
-        store: another number for each store that it was read from.
         job: name of the job that this node has entered. Another may begin under its run id while this node is cut off.
     """
 
     def __init__(self, context: NodeContext, outage: Outage, listener: Listener) -> None:
         self.value = Header()
         self.revision = 0
-        self.lease_id = self.store = 0
+        self.lease_id = 0
         self.job = ""
         self._context = context
         self._outage = outage
@@ -110,7 +109,6 @@ class HeaderRecord:
         if at < self._heard or (at == self._heard and found != self.value and not rounds.precedes(found, self.value)):
             # Readings are linearizable: this is another store, new or from a backup, whatever was written there since.
             self._heard = 0
-            self.store += 1
         if header is not None:
             self._take(found, header.mod_revision)
         elif revision > self._heard:

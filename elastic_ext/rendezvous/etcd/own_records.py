@@ -234,19 +234,15 @@ class OwnOffer:
 class OwnWatches:
     """The watches of one node. For the rendezvous thread, which receives all events."""
 
-    def __init__(
-        self, context: NodeContext, on_began: Callable[[], None], read: Callable[[], None], store: Callable[[], int]
-    ) -> None:
+    def __init__(self, context: NodeContext, on_began: Callable[[], None], read: Callable[[], None]) -> None:
         """
         Args:
-            store: returns another number once the keys were read from another store; any thread may call it.
             on_began: work to run each time the news of one more key are delivered.
             read: reads the keys; called when events may have been missed.
         """
         self._context = context
         self._on_began = on_began
         self._read = read
-        self._store = store
         self._watches: list[Watch] = []
         self._awaited: set[str] = set()  # keys whose news are not delivered yet
 
@@ -291,14 +287,13 @@ class OwnWatches:
 
     def _open(self, key: str, take: Callable[[Item], None], start_revision: int, deletes_only: bool) -> None:
         tasks = self._context.tasks
-
-        def on_item(item: Item) -> None:
-            store = self._store()
-            # What waits behind a reading of another store is news of the one before, whose revisions say nothing there.
-            tasks.post(lambda: take(item) if store == self._store() or not isinstance(item, Batch) else None)
-
-        client = self._context.client
-        watch = Watch(client, key, start_revision=start_revision, callback=on_item, deletes_only=deletes_only)
+        watch = Watch(
+            self._context.client,
+            key,
+            start_revision=start_revision,
+            callback=lambda item: tasks.post(lambda: take(item)),
+            deletes_only=deletes_only,
+        )
         self._watches.append(watch)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Participant:
             outage,
             leads=lambda: self.election.leader is not None,
         )
-        self._watches = OwnWatches(context, self._enter_or_write, header.read, lambda: header.store)
+        self._watches = OwnWatches(context, self._enter_or_write, header.read)
 
     # Read by the agent, from any thread.
 

@@ -132,10 +132,22 @@ class EtcdRound:
 
     # It ends.
 
+    def report(self, text: str, follows: bool = False) -> None:
+        """Record that the workers of this node have been stopped.
+
+        Args:
+            text: what failed in this round, a record of `failures.ledger`.
+            follows: see Node.
+        """
+        self._participant.update(lambda node: dataclasses.replace(node, reported=self.round, report=text, follows=follows))
+
+    def done(self) -> None:
+        """Record that the workers of this node have finished the round without a failure."""
+        self._participant.update(lambda node: dataclasses.replace(node, done=self.round))
+
     def conclude(self, report: Report) -> JobVerdict:
         """Return the one verdict of the whole job. If etcd is silent for as long as a rendezvous may take, judge alone."""
-        text, follows = encode_report(report), report.waits_for_others
-        self._participant.update(lambda node: dataclasses.replace(node, reported=self.round, report=text, follows=follows))
+        self.report(encode_report(report), report.waits_for_others)
         verdict = self._await_verdict()
         if verdict is None:
             logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
@@ -163,7 +175,7 @@ class EtcdRound:
 
     def await_all_done(self) -> bool:
         """There is no time limit, unlike in torch's barrier: a node that left the round before its end would break it."""
-        self._participant.update(lambda node: dataclasses.replace(node, done=self.round))
+        self.done()
         with self._place.changed:
             while self._participant.header.state is not State.DONE:
                 self._place.raise_failure()  # a node that can neither write nor read any more would wait forever

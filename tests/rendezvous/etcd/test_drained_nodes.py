@@ -98,22 +98,6 @@ def four(server: EtcdServer) -> Iterator[Four]:
 
 
 @pytest.mark.seam
-def test_the_leader_is_lost_before_the_checkpoint(four):
-    a, b, c, d = four.members
-    asking = four.drain("c")
-    a.node.leave(5)
-    for each in (b, d):
-        each.until(lambda header: header.state is State.BROKEN)
-        each.join(1)
-    c.until_released()  # the round was over, so nothing had to be saved
-    c.node.leave(5)
-    outcome = asking.result(NEWS_S)
-    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "c has left: round 2 runs with 2 nodes")
-    assert four.client.get(KEYS.refusal("c")).kv.value == b"drained: fan"
-    b.until(lambda header: header.drains == ())
-
-
-@pytest.mark.full
 def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
     """A node that starts on that host meanwhile does not join."""
     a, b, c, d = four.members
@@ -134,31 +118,3 @@ def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
     b.node.leave(5)
     outcome = asking.result(NEWS_S)
     assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 40, round 2 runs with 3 nodes")
-
-
-@pytest.mark.seam
-def test_a_node_that_cannot_be_spared_is_asked_to_save_again_once_it_can(server):
-    """Of two nodes and a spare, the spare is lost before the checkpoint. With another one the node saves again first."""
-    with ExitStack() as stack:
-        limits = Limits(2, 2, 0.0)
-        a, b = (Member(stack, server, host, limits=limits) for host in "ab")
-        for each in (a, b):
-            each.until(lambda header: header.round == 1)
-        spare = Member(stack, server, "c", limits=limits)
-        client = stack.enter_context(EtcdClient(server.endpoint))
-        await_nodes(client, 3)
-        asking = ask(stack.enter_context(ThreadPoolExecutor(1)), client, b)
-        number = drains.of_node(b.node.header, b.id).number
-        spare.node.leave(5)
-        await_nodes(client, 2)
-        part_of(b.node).report_ready_to_leave(number, 40)
-        b.until(lambda header: drains.of_node(header, b.id).held)
-        spare = Member(stack, server, "d", limits=limits)
-        b.until(lambda header: drains.of_node(header, b.id).number > number)
-        part_of(b.node).report_ready_to_leave(drains.of_node(b.node.header, b.id).number, 90)
-        b.until_released()
-        a.until(lambda header: header.state is State.BROKEN)
-        a.join(1)
-        b.node.leave(5)
-        outcome = asking.result(NEWS_S)
-        assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 90, round 2 runs with 2 nodes")

@@ -10,7 +10,6 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,13 +18,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import Event, QuotaExceeded
-from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.tasks import Dispatcher
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
-from elastic_ext.rendezvous.rounds import Limits
-from tests.etcd.proxy import Proxy
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, command_of, descendants, wait_gone
@@ -286,59 +280,6 @@ def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joi
         job.wait_for(seen(2, again))
     nodes.finish()
     assert again == first + 2
-
-
-@pytest.mark.seam
-def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_did(server):
-    """What a leader leaves that was frozen for longer than its lease between writing the parts and the header: its own part."""
-    joined = threading.Event()
-    dispatcher = Dispatcher()
-    with EtcdClient(server.endpoint) as client:
-        inside, woken = (
-            Participant(client, dispatcher, NodeConfig("job", name, Limits(1, 1, 0.0), LEASE_S), joined.set)
-            for name in ("in", "woken")
-        )
-        inside.ready(Node(after=0, workers=1, role="", address="127.0.0.1", port=1))
-        assert joined.wait(NEWS_S)
-        client.put(f"{PREFIX}assign/woken", encode(Assignment(1, rank=0, base_rank=0, base_role_rank=0, role_world=1)))
-        waits = Node(after=0, workers=1, role="", address="127.0.0.1", port=2)
-        read = threading.Event()
-        woken.ready(waits)
-        woken.tasks.post(woken.header_record.read)
-        woken.ready(waits)
-        woken.tasks.post(read.set)
-        assert read.wait(NEWS_S)
-        found, header = woken.joined, woken.header
-        dispatcher.close()
-    assert (header.round, header.state) == (1, State.RUNNING)
-    assert found is None
-
-
-def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_without_a_leader(server):
-    joined = threading.Event()
-
-    class Cut(EtcdClient):
-        """Its link is cut when it first asks who was here before, and comes back when the call has failed."""
-
-        calls = 0
-
-        def last_created_before(self, *args, **kwargs):
-            self.calls += 1
-            if self.calls > 1:
-                return super().last_created_before(*args, **kwargs)
-            proxy.stop()
-            try:
-                return super().last_created_before(*args, **{**kwargs, "timeout_s": 0.5})
-            finally:
-                proxy.start()
-
-    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy, Cut(proxy.endpoint) as client:
-        dispatcher = Dispatcher()
-        node = Participant(client, dispatcher, NodeConfig("job", "only", Limits(1, 1, 0.0), LEASE_S), joined.set)
-        node.ready(Node(after=0, workers=1, role="", address="127.0.0.1", port=1))
-        assert joined.wait(NEWS_S), "no round: nobody leads"
-        dispatcher.close()
-    assert client.calls > 1
 
 
 # Clocks jump.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,19 +11,19 @@ from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
 from elastic_ext.rendezvous.etcd.job_records import JobRecords, JobSnapshot
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.tasks import Dispatcher, TaskRunner
+from elastic_ext.rendezvous.etcd.tasks import TaskRunner
 from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, encode
 from elastic_ext.rendezvous.rounds import Limits
-from tests.etcd_client import EtcdClient
+from tests.simulation import Client, Lane, Process, World
 
 KEYS = JobKeys("job")
 
 
-class SlowClient(EtcdClient):
+class SlowClient(Client):
     """A client whose process gets no time after its n-th transaction; the others do something meanwhile."""
 
-    def __init__(self, endpoint: str, after: int, meanwhile: Callable[[], object]) -> None:
-        super().__init__(endpoint)
+    def __init__(self, world: World, after: int, meanwhile: Callable[[], object]) -> None:
+        super().__init__(world)
         self._left = after
         self._meanwhile = meanwhile
 
@@ -36,11 +36,15 @@ class SlowClient(EtcdClient):
 
 
 @pytest.fixture
-def tasks() -> Iterator[TaskRunner]:
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def tasks(world: World) -> TaskRunner:
     """For the nodes' contexts; nothing here is posted to it."""
-    dispatcher = Dispatcher()
-    yield TaskRunner(dispatcher, "n", in_job=lambda: False, on_lease_lost=print, on_timer=print, on_failure=print)
-    dispatcher.close()
+    lane = Lane(world, Process())
+    return TaskRunner(lane, "n", in_job=lambda: False, on_lease_lost=print, on_timer=print, on_failure=print)
 
 
 class Start:
@@ -49,7 +53,7 @@ class Start:
     def __init__(self, tasks: TaskRunner) -> None:
         self._tasks = tasks
 
-    def __call__(self, client: EtcdClient, node_id: str, nodes: int) -> JobSnapshot:
+    def __call__(self, client: Client, node_id: str, nodes: int) -> JobSnapshot:
         config = NodeConfig("job", node_id, Limits(nodes, nodes, 0.5), 2)
         return JobRecords(NodeContext(client, config, KEYS, RecordReader(), self._tasks)).read_or_create()
 
@@ -59,43 +63,40 @@ def start(tasks: TaskRunner) -> Start:
     return Start(tasks)
 
 
-def register(client: EtcdClient) -> None:
+def register(client: Client) -> None:
     client.txn([], [Put(KEYS.node("a"), encode(Node(0, 1, "trainer", "a", 1)), lease_id=client.lease_grant(10).lease_id)])
 
 
-def end_a_job(client: EtcdClient, start: Start, nodes: int) -> None:
+def end_a_job(client: Client, start: Start, nodes: int) -> None:
     found = start(client, "old", nodes)
     over = Header(1, State.DONE, nodes, nodes, seal="s", job="j")
     client.txn([], [Put(KEYS.header, encode(over), lease_id=found.lease_id)])
 
 
-@pytest.mark.seam
 @pytest.mark.parametrize("registers", [False, True], ids=["job-only", "and-its-node"])
 @pytest.mark.parametrize("after", [1, 2], ids=["after-reading", "after-judging"])
 @pytest.mark.parametrize("nodes_before", [1, 2], ids=["other-settings", "same-settings"])
-def test_the_slower_of_two_nodes_enters_the_job_that_the_faster_has_begun(server, start, nodes_before, after, registers):
+def test_the_slower_of_two_nodes_enters_the_job_that_the_faster_has_begun(world, start, nodes_before, after, registers):
     """What it has read is of the old job: it neither is refused for that, nor takes it for its own, nor deletes the new one."""
-    with EtcdClient(server.endpoint) as fast:
-        end_a_job(fast, start, nodes_before)
-        begun = []
+    fast = Client(world)
+    end_a_job(fast, start, nodes_before)
+    begun = []
 
-        def begin() -> None:
-            begun.append(start(fast, "a", 2))
-            if registers:
-                register(fast)
+    def begin() -> None:
+        begun.append(start(fast, "a", 2))
+        if registers:
+            register(fast)
 
-        with SlowClient(server.endpoint, after, begin) as slow:
-            found = start(slow, "b", 2)
-        assert (found.lease_id, found.header) == (begun[0].lease_id, Header())
-        assert fast.get(KEYS.job).kv.lease_id == begun[0].lease_id
-        assert len(begun) == 1
+    found = start(SlowClient(world, after, begin), "b", 2)
+    assert (found.lease_id, found.header) == (begun[0].lease_id, Header())
+    assert fast.get(KEYS.job).kv.lease_id == begun[0].lease_id
+    assert len(begun) == 1
 
 
-@pytest.mark.seam
-def test_a_job_that_has_nodes_is_not_deleted(server, start):
-    with EtcdClient(server.endpoint) as client:
-        end_a_job(client, start, 2)
-        register(client)
-        assert start(client, "b", 2).over
-        with pytest.raises(UsageError, match=r"--nnodes=2:2 there, --nnodes=3:3 here"):
-            start(client, "b", 3)
+def test_a_job_that_has_nodes_is_not_deleted(world, start):
+    client = Client(world)
+    end_a_job(client, start, 2)
+    register(client)
+    assert start(client, "b", 2).over
+    with pytest.raises(UsageError, match=r"--nnodes=2:2 there, --nnodes=3:3 here"):
+        start(client, "b", 3)

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.tasks import HostRefused
-from elastic_ext.rendezvous.late_joins import WINDOW_S
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.rendezvous.etcd.test_etcd_jobs import CONF, Nodes
@@ -23,41 +20,6 @@ KEYS = JobKeys("job")
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes(tmp_path, stack)
-
-
-class Tasks:
-    """Runs each task at once."""
-
-    def post(self, task) -> None:
-        task()
-
-    def run(self, task) -> None:
-        task()
-
-
-@pytest.mark.seam
-def test_only_a_node_that_was_not_in_the_round_before_is_counted(server: EtcdServer) -> None:
-    with EtcdClient(server.endpoint) as client:
-
-        def count() -> list[bytes]:
-            return [kv.key.rpartition(b"/")[2] for kv in client.get_prefix(KEYS.joins("n1")).kvs]
-
-        from_the_start = LateJoins(client, KEYS, "n1", 1, 60)
-        for round_ in (1, 2, 3):
-            from_the_start.entered(round_, Tasks())
-        assert count() == []
-        from_the_start.entered(5, Tasks())
-        assert count() == [b"5"]
-        LateJoins(client, KEYS, "n2", 1, 60).entered(5, Tasks())
-        from_the_start.entered(6, Tasks())
-        assert count() == [b"5"]
-        assert client.get(KEYS.refusal("n1")).kv is None
-        LateJoins(client, KEYS, "n1", 1, 60).entered(7, Tasks())
-        assert client.get(KEYS.refusal("n1")).kv is not None
-        with pytest.raises(HostRefused, match="joined the running job 3 times within 60 minutes"):
-            LateJoins(client, KEYS, "n1", 1, 60).entered(9, Tasks())
-        (lease,) = {kv.lease_id for kv in client.get_prefix(KEYS.join("n1", 5)).kvs}
-        assert WINDOW_S - 60 < client.lease_left_s(lease) <= WINDOW_S
 
 
 @pytest.mark.full

@@ -12,32 +12,26 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import Compare, Delete, Put, Unavailable
-from elastic_ext.etcd.values import Op, TxnResult
-from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.etcd import Delete
 from elastic_ext.failures.ledger import decode_ledger
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.round_part import EtcdRound
 from elastic_ext.rendezvous.etcd.tasks import Dispatcher
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 from elastic_ext.rendezvous.rounds import Limits
 from tests.agent.test_supervisor import DEAF
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
-from tests.participants import part_of
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
-from tests.until import until
 
 PREFIX = JobKeys("job").prefix
 NAMES = ("a", "b", "c")
@@ -259,26 +253,6 @@ def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
 
 
 @pytest.mark.full
-def test_an_etcd_that_was_set_up_anew_and_has_been_written_to_since(server, stack):
-    """Its revision is higher than all that the node has seen; that of the header, written by another node, is not."""
-    alone = Alone(stack, server, ttl_s=2)
-    written = threading.Event()
-    stack.callback(written.set)
-    alone.node.tasks.post(lambda: None if written.wait(BACK_S) else pytest.fail("the test did not let it go on"))
-    server.kill()
-    server.wipe()
-    server.start()
-    with EtcdClient(server.endpoint) as others:
-        others.put(PREFIX + "round", encode(alone.node.header))
-        for _ in range(alone.node.header_record.revision + 20):
-            others.put("/others", "")
-    written.set()
-    alone.node.end_round(1, State.BROKEN, "over")
-    assert alone.stored(lambda header: header.state is State.BROKEN).reason == "over"
-    alone.join(1)
-
-
-@pytest.mark.full
 def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_path, stack):
     trio = Trio(tmp_path, stack, server, 10)
 
@@ -369,236 +343,6 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
     silent.accept()
     job.process.send_signal(signal.SIGTERM)
     assert wait_gone([job.process.pid]) == []
-
-
-class Alone:
-    """The only node of a job, without workers, on its dispatcher."""
-
-    def __init__(self, stack: ExitStack, server: EtcdServer, ttl_s: int = 10, nodes: int = 1) -> None:
-        """nodes: that the job needs; with one it is in round 1 at once."""
-        self.client = stack.enter_context(EtcdClient(server.endpoint))
-        self._changed = threading.Condition()
-        dispatcher = Dispatcher()
-        stack.callback(dispatcher.close, GRACE_S)
-        config = NodeConfig("job", "alone", Limits(nodes, nodes, 0.0), ttl_s)
-        self.node = Participant(self.client, dispatcher, config, self._notify)
-        if nodes == 1:
-            self.join(0)
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(holds, BACK_S), (self.node.header, self.node.failure)
-
-    def join(self, after: int) -> None:
-        self.node.ready(Node(after=after, workers=1, role="", address="127.0.0.1", port=1))
-        self.until(lambda: self.node.joined is not None and self.node.joined[0].round == after + 1)
-
-    def stored(self, holds: Callable[[Header], bool]) -> Header:
-        """Wait for a header of which this is true in etcd."""
-        key = PREFIX + "round"
-        with self.client.watch(key) as news:
-            while (kv := self.client.get(key).kv) is None or not holds(decode(Header, kv.value, key)):
-                assert news.get(BACK_S) is not None, kv
-        return decode(Header, kv.value, key)
-
-    @property
-    def part(self) -> EtcdRound:
-        return part_of(self.node)
-
-    def says(self) -> Node | None:
-        kv = self.client.get(PREFIX + "nodes/alone").kv
-        return decode(Node, kv.value, "nodes/alone") if kv is not None else None
-
-    def until_says(self, holds: Callable[[Node], bool]) -> None:
-        with self.client.watch(PREFIX + "nodes/alone") as news:
-            while (node := self.says()) is None or not holds(node):
-                assert news.get(BACK_S) is not None, node
-
-    def until_retried(self) -> None:
-        """What has failed so far has been tried again, or is the next thing to be."""
-        failed = threading.Event()
-        self.node.tasks.post(failed.set)
-        assert failed.wait(BACK_S)
-        until(lambda: not self.node.tasks._retried)
-
-    @contextmanager
-    def refused_once(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-        """The next write of the node's own record fails; set when it has."""
-        failed = threading.Event()
-        txn = self.client.txn
-
-        def refuse(compares: Sequence[Compare], *branches: Sequence[Op], **more: float) -> TxnResult:
-            own = any(isinstance(op, Put) and op.key == PREFIX + "nodes/alone" for branch in branches for op in branch)
-            if own and not failed.is_set():
-                failed.set()
-                raise Unavailable("no endpoint answers")
-            return txn(compares, *branches, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(self.client, "txn", refuse)
-            yield failed
-
-
-@pytest.mark.seam
-def test_a_write_of_what_a_node_says_that_fails_is_tried_again(server, stack, monkeypatch):
-    """It has a part in a round that was over before it could take it: the others wait for it to say that it has not."""
-    alone = Alone(stack, server, nodes=2)
-    alone.node.ready(Node(after=0, workers=1, role="", address="h", port=1))
-    alone.until_says(lambda node: node.after == 0)
-    with alone.refused_once(monkeypatch) as failed:
-        alone.client.put(PREFIX + "assign/alone", encode(Assignment(1, 0, 0, 0, 1, "s")))
-        alone.client.put(PREFIX + "round", encode(Header(1, State.BROKEN, 1, 1, "h", 9, "over", "s", job="s")))
-        assert failed.wait(BACK_S)
-        alone.until_says(lambda node: node.after == 1)
-
-
-@pytest.mark.full
-def test_what_a_node_has_said_last_is_what_stays_said(server, stack, monkeypatch):
-    alone = Alone(stack, server)
-    with alone.refused_once(monkeypatch) as failed:
-        alone.part.report_stall(True)
-        assert failed.wait(BACK_S)
-        alone.part.report_stall(False)
-        alone.until_retried()
-        alone.part.save_completed(1, 5)
-        alone.until_says(lambda node: node.saved == 1)
-    assert alone.says().stalled == 0
-
-
-@pytest.mark.seam
-def test_what_is_said_again_is_not_written_again(server, stack):
-    """Agents repeat their claims at each check."""
-    alone = Alone(stack, server)
-    reach = Reach(("10.0.0.1",), (Silent(0, "10.0.0.2", 20.0),))
-    alone.part.report_quiet(reach)
-    alone.until_says(lambda node: node.quiet == 1)
-    before = alone.client.get(PREFIX + "nodes/alone").kv
-    for _ in range(5):
-        alone.part.report_quiet(reach)
-    alone.part.save_completed(1, 5)
-    alone.until_says(lambda node: node.saved == 1)
-    after = alone.client.get(PREFIX + "nodes/alone").kv
-    assert after.version == before.version + 1
-
-
-@pytest.mark.full
-def test_what_is_done_in_one_round_is_not_said_of_the_next(server, stack, monkeypatch):
-    alone = Alone(stack, server)
-    with alone.refused_once(monkeypatch) as failed:
-        alone.node.update(lambda node: dataclasses.replace(node, done=1))
-        assert failed.wait(BACK_S)
-        alone.node.end_round(1, State.BROKEN, "over")
-        alone.join(1)
-        alone.until_retried()
-        alone.part.save_completed(1, 5)
-        alone.until_says(lambda node: node.saved == 1)
-    assert alone.says().done < 2
-    assert alone.node.header.state is State.RUNNING
-
-
-@pytest.mark.seam
-def test_who_had_to_register_again_writes_nothing_before_it_is_known_who_leads(server, stack):
-    """Others may have registered before. All stood still, say: then each of them has led for a moment."""
-    alone = Alone(stack, server)
-    written: Future[bool] = Future()
-
-    def register_again() -> None:
-        leader = alone.node.election.leader
-        alone.client.delete(PREFIX + "nodes/alone")
-        alone.node.recovery.write_own_key()
-        written.set_result(leader.write_header(dataclasses.replace(alone.node.header, state=State.CLOSED)))
-
-    alone.node.tasks.post(register_again)
-    assert written.result(BACK_S) is False
-    alone.node.end_round(1, State.BROKEN, "it leads again")
-    alone.join(1)
-
-
-def job_comes_back(alone: Alone, record: str) -> None:
-    """Somebody writes this over the job's record, without a lease, while a round runs."""
-    ours = alone.client.get(PREFIX + "job").kv
-    alone.client.put(PREFIX + "job", record or ours.value)
-    with alone.client.watch(PREFIX + "job") as news:
-        while (kv := alone.client.get(PREFIX + "job").kv) is None or (kv.value, kv.lease_id) != (ours.value, ours.lease_id):
-            assert news.get(BACK_S) is not None, (kv, alone.node.failure)
-    assert alone.node.failure is None
-    alone.node.end_round(1, State.BROKEN, "over")
-    alone.join(1)
-
-
-@pytest.mark.seam
-@pytest.mark.parametrize("record", ["", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}', '{"schema": 2}'])
-def test_the_record_of_a_job_that_runs_comes_back_under_its_lease(server, stack, record):
-    job_comes_back(Alone(stack, server, ttl_s=2), record)
-
-
-@pytest.mark.seam
-@pytest.mark.parametrize("blank", ["", " "])
-def test_a_job_begins_where_its_record_lies_without_a_lease(server, stack, blank):
-    with EtcdClient(server.endpoint) as client:
-        client.put(PREFIX + "job", '{"schema": 1, "min_nodes": 1, "max_nodes": 1' + blank + "}")
-        Alone(stack, server, ttl_s=2)
-        assert client.get(PREFIX + "job").kv.lease_id == client.get(PREFIX + "round").kv.lease_id != 0
-
-
-@pytest.mark.seam
-def test_a_round_can_be_ended_while_its_header_is_gone(server, stack):
-    alone = Alone(stack, server)
-    alone.client.delete(PREFIX + "round")
-    alone.node.end_round(1, State.BROKEN, "its end")
-    assert alone.stored(lambda header: header.state is State.BROKEN).reason == "its end"
-
-
-@pytest.mark.seam
-def test_a_round_that_is_over_does_not_come_back(server, stack):
-    """A node that had missed the news has written again what it knew."""
-    alone = Alone(stack, server)
-    first = alone.node.header
-    alone.node.end_round(1, State.BROKEN, "over")
-    alone.stored(lambda header: header.state is State.BROKEN)
-    alone.join(1)
-    second = alone.node.header
-    alone.client.put(PREFIX + "round", encode(first))
-    assert alone.stored(lambda header: header != first) == second
-    assert alone.node.header == second
-
-
-@pytest.mark.seam
-def test_the_name_of_the_job_stays_and_another_job_has_another(server, stack):
-    """Who may commit checkpoints is found by it (checkpoints/generations.py)."""
-    alone = Alone(stack, server)
-    name = alone.node.header.job
-    alone.client.delete_prefix(PREFIX)
-    alone.stored(lambda header: header.round == 1)
-    alone.node.end_round(1, State.BROKEN, "over")
-    alone.join(1)
-    assert alone.node.header.job == name != ""
-    alone.node.leave(GRACE_S)
-    alone.client.delete_prefix(PREFIX)
-    assert Alone(stack, server).node.header.job not in ("", name)
-
-
-@pytest.mark.seam
-def test_another_job_has_taken_the_run_id_meanwhile(server, stack):
-    alone = Alone(stack, server)
-    others = Put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
-    alone.client.txn([], [Delete(PREFIX + "round"), others])
-    alone.until(lambda: alone.node.failure is not None)
-    assert "another job with other settings has taken this --rdzv-id" in str(alone.node.failure)
-
-
-@pytest.mark.seam
-def test_another_job_has_taken_the_run_id_and_its_round_is_news_before_its_settings(server, stack):
-    alone = Alone(stack, server)
-    alone.client.put(PREFIX + "round", encode(Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")))
-    alone.until(lambda: alone.node.header.job == "another")
-    alone.client.put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
-    alone.until(lambda: alone.node.failure is not None)
-    assert "another job with other settings has taken this --rdzv-id" in str(alone.node.failure)
 
 
 def test_a_dispatcher_is_closed_while_its_thread_sits_in_a_call():

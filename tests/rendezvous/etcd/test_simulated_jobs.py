@@ -32,7 +32,7 @@ TTL_S = 10
 JOBS = int(os.environ.get("ELASTIC_EXT_TEST_JOBS", 200))
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", 0))
 PARTS = 4
-NOT_YET = {193}  # see "Not right yet": an assignment is lost before its node has read it
+NOT_YET = {100}  # seeds of what is "not right yet" below: a record overwritten before the leader reads
 GARBLED = ["", "{}", '{"schema": 1}', '{"schema": 2}']
 
 
@@ -102,11 +102,13 @@ class Few:
         kv = self.client.get(KEYS.ledger).kv
         return decode_ledger(kv.value.decode()) if kv is not None else Ledger()
 
-    def headers(self) -> list[tuple[int, State]]:
-        """Return the round and state of each header that was written."""
+    def written(self) -> list[Header]:
+        """Return all headers that were written."""
         events = [event for event in self.world.history if event.kv.key == KEYS.header.encode() and event.kind == "put"]
-        found = [decode(Header, event.kv.value, "round") for event in events]
-        return [(header.round, header.state) for header in found]
+        return [decode(Header, event.kv.value, "round") for event in events]
+
+    def headers(self) -> list[tuple[int, State]]:
+        return [(header.round, header.state) for header in self.written()]
 
 
 def one() -> Few:
@@ -250,6 +252,18 @@ def test_a_leader_wakes_between_assignments_and_header():
     assert few.leader() == "b"
 
 
+def test_a_leader_wakes_before_it_writes_assignments():
+    """Those of the round that was sealed meanwhile stay."""
+    few = Few("abc", Limits(2, 4, 5.0), joined=False)
+    few.nodes["a"].client.before("/assign/", lambda: few.nodes["a"].freeze(2 * TTL_S))
+    few.until_round(1, "bc")
+    few.until_broken()
+    few.next_round(2)
+    written = [event.kv for event in few.world.history if event.kv.key.startswith(KEYS.assignments.encode())]
+    seals = {decode(Assignment, kv.value, "assign").seal for kv in written if kv.value}
+    assert seals == {header.seal for header in few.written() if header.state is State.RUNNING}
+
+
 def test_an_assignment_of_another_attempt_counts_nothing():
     """What a leader leaves that was frozen for longer than its lease between writing the assignments and the header."""
     few = one()
@@ -303,6 +317,15 @@ def test_a_ledger_that_changes_meanwhile_is_read_again():
     fail(few, "b")
     few.until_stored(lambda header: header.verdict)
     assert few.ledger().charged == 6
+
+
+def test_a_leader_that_leads_no_more_judges_nothing():
+    few = Few("abc")
+    before_the_verdict(few, lambda: few.client.delete(KEYS.node("a")))
+    fail(few, "c")
+    few.until_stored(lambda header: header.verdict)
+    assert len(few.policy.judged) > 1
+    assert few.ledger().charged == 1
 
 
 def test_a_late_report_changes_no_verdict():
@@ -390,6 +413,28 @@ def test_a_round_that_is_over_stays_over():
     few.client.put(KEYS.header, encode(first))
     assert few.until_stored(lambda header: header != first) == second
     assert node.header == second
+
+
+def test_a_late_request_revives_no_round():
+    """The round ends just before the request is written."""
+    few = Few("ab")
+    node = few.nodes["b"]
+    over = dataclasses.replace(node.participant.header, state=State.BROKEN)
+    node.client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
+    node.participant.request_save(1, "for a test")
+    few.world.run(TTL_S)
+    assert stored(few.world) == over
+    assert few.headers() == [(1, State.RUNNING), (1, State.BROKEN)]
+
+
+def test_an_assignment_is_restored_although_the_header_changes():
+    few = Few("ab")
+    node = few.nodes["b"]
+    save = dataclasses.replace(node.participant.header, save=1)
+    node.client.before("/assign/b", lambda: few.client.put(KEYS.header, encode(save)))
+    few.client.delete(KEYS.assignment("b"))
+    few.world.until(lambda: is_whole(few))
+    assert stored(few.world) == save
 
 
 def test_the_jobs_name_stays_and_others_differ():
@@ -699,6 +744,16 @@ def test_a_node_enters_while_watches_begin_again():
     few.limits = Limits(1, 1, 0.0)
     node = Node(few.world, "a", few.limits, TTL_S)
     node.client.before("/nodes/a", lambda: few.world.set_up_store(1000))
+    node.join(0)
+
+
+@pytest.mark.xfail(strict=True, reason="only the record of a member is deleted so that its node writes it again")
+def test_a_record_overwritten_before_the_leader_reads():
+    """It waits for its first round, and nothing tells it that its record is unreadable."""
+    few = Few("", joined=False)
+    few.limits = Limits(1, 1, 0.0)
+    node = Node(few.world, "a", few.limits, TTL_S)
+    node.client.before(f"get {KEYS.nodes}*", lambda: few.client.put(KEYS.node("a"), "{}"))
     node.join(0)
 
 

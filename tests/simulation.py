@@ -48,7 +48,8 @@ KEYS = JobKeys("job")
 READER = RecordReader(lambda fault: None)
 BEGAN_AT = 1000.0  # nothing may take the first moments for "never"
 DELAY_S = 0.005  # at most: until a thread gets its time, half of a call, news of a watch
-LATE_NEWS_S = 0.2  # and some news take up to that long
+SLOW_S = 0.3  # and a few take up to that long
+SLOW_SHARE = 0.03
 LIMIT_S = 120.0
 
 
@@ -114,7 +115,7 @@ class World:
         return max(self.now, self.lane.free_at) if self.lane is not None else self.now
 
     def delay(self) -> float:
-        return self.random.random() * DELAY_S
+        return self.random.random() * (SLOW_S if self.random.random() < SLOW_SHARE else DELAY_S)
 
     def at(self, at: float, action: Action) -> None:
         heapq.heappush(self._heap, (at, next(self._numbers), action))
@@ -439,8 +440,7 @@ class Stream:
         """Deliver in a while what there is."""
         if not self._comes and self._watches and self._client.reachable:
             self._comes = True
-            late = self._world.random.random() < 0.02
-            self._world.after(self._world.delay() + late * self._world.random.random() * LATE_NEWS_S, self._arrive)
+            self._world.after(self._world.delay(), self._arrive)
 
     def _arrive(self) -> None:
         self._comes = False

@@ -380,8 +380,11 @@ class NodeRecords:
             client.txn([same], [Delete(kv.key)])
 
     def clear_overwritten(self, members: Mapping[str, object]) -> None:
-        """Delete members' records that were overwritten before this leader had read them: then their nodes write them again."""
-        for id_ in self._overwritten.keys() & members.keys():
+        """Delete records that were overwritten before this leader had read them: then their nodes write them again.
+
+        Of a node in no round only that shows it: its key was written more than once. What a stranger has put there once stays.
+        """
+        for id_ in [id_ for id_, kv in self._overwritten.items() if id_ in members or kv.version > 1]:
             kv = self._overwritten.pop(id_)
             self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
 

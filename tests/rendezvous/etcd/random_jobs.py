@@ -395,7 +395,8 @@ class Job:
     def run(self) -> None:
         """Let the faults happen, then wait until the job is whole. Raises AssertionError."""
         for _ in range(self.random.randint(2, 8)):
-            self.run_for(self.random.expovariate(0.2))
+            if self.random.random() < 0.7:  # else at the same time as the one before
+                self.run_for(self.random.expovariate(0.2))
             self.strike()
         self.world.until(lambda: self.check() or not any(self._is_hampered(each) for each in self.living))
         self.run_for(STOP_S + SETTLES_S)

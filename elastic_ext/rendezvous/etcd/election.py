@@ -37,6 +37,7 @@ class Election:
         self.leader: Leading | None = None
         self._predecessor: Watch | None = None
         self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it existed
+        self._doubt_until: float | None = None  # its record was overwritten, and nobody has put it back
 
     def find_predecessor(self, last: KeyValue | None = None) -> None:
         """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
@@ -47,7 +48,7 @@ class Election:
         if self._registration.node is None:
             return None  # it has left meanwhile
         self.close()
-        self._to_follow = None
+        self._to_follow = self._doubt_until = None
         if last is not None and last.lease_id:  # without a lease, somebody else has written it
             key = self._context.keys.node(last.value.decode(errors="replace"))
             if key != self._context.own_key and self._names_node(key.encode()):
@@ -62,9 +63,12 @@ class Election:
         return self.on_timer()
 
     def on_timer(self) -> None:
-        """Take the leader's look; on any other node, begin to watch the predecessor."""
+        """Take the leader's look; on any other node, begin to watch the predecessor, or look for another one."""
+        tasks = self._context.tasks
         if self.leader is not None:
-            self._context.tasks.wake_at(self.leader.act(self._context.tasks.now()))
+            tasks.wake_at(self.leader.act(tasks.now()))
+        elif self._doubt_until is not None and self._doubt_until <= tasks.now():
+            self.find_predecessor()
         else:
             self.follow()
 
@@ -82,11 +86,19 @@ class Election:
         )
 
     def _on_predecessor(self, item: Item) -> None:
-        """Handle the end of the predecessor: it is gone, or has registered again and is no longer the predecessor."""
+        """Handle the end of the predecessor: it is gone, or has registered again and is no longer the predecessor.
+
+        One whose record was overwritten has the time of a lease: the leader puts the record back, unless it was the leader's own.
+        """
         if not isinstance(item, Batch) or any(
             event.kind == "delete" or event.kv.create_revision > self._registration.created for event in item.events
         ):
             self.find_predecessor()
+        elif self._is_node(item.events[-1].kv):
+            self._doubt_until = None
+        else:
+            self._doubt_until = self._context.tasks.now() + self._context.config.lease_ttl_s
+            self._context.tasks.wake_at(self._doubt_until)
 
     def _node_before(self) -> tuple[str, int] | None:
         """Return the key of the node created last before this one, and a revision at which it existed.

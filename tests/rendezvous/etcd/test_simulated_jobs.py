@@ -805,7 +805,6 @@ def test_a_record_overwritten_before_the_leader_reads():
     node.join(0)
 
 
-@pytest.mark.xfail(strict=True, reason="a predecessor's key that holds no node any more is not left")
 def test_a_dead_leaders_key_is_overwritten():
     """Without a lease, so that it is never deleted, and nobody but the leader puts it back."""
     few = Few("abc", Limits(2, 3, 5.0))

@@ -111,7 +111,7 @@ class World:
     # The clock.
 
     def time(self) -> float:
-        """Return the time for whoever asks: a task goes on late after a call that had no answer."""
+        """Return the time; after a call without an answer it is later for the lane that has waited."""
         return max(self.now, self.lane.free_at) if self.lane is not None else self.now
 
     def delay(self) -> float:

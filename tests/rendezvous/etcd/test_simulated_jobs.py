@@ -223,7 +223,7 @@ def test_a_link_cut_during_the_election_delays_it():
     assert few.leader() == "b"
 
 
-def test_a_node_that_registers_again_is_no_leader_yet():
+def test_a_node_registered_again_does_not_lead_yet():
     """Others may have registered before. All stood still, say: then each of them has led for a moment."""
     few = one()
     node = few.nodes["a"]
@@ -554,7 +554,7 @@ def test_a_node_that_was_in_later_rounds():
     few = Few("", joined=False)
     few.limits = Limits(1, 1, 0.0)
     Node(few.world, "a", few.limits, TTL_S).join(5)
-    assert stored(few.world).round == 6
+    assert few.headers() == [(6, State.RUNNING)]
 
 
 def test_the_jobs_records_last_as_long_as_it():
@@ -813,6 +813,20 @@ def test_a_dead_leaders_key_is_overwritten():
     few.client.put(KEYS.node("a"), "{}")
     few.world.run(5 * TTL_S)
     assert few.leader() == "b"
+
+
+def test_an_assignment_deleted_before_its_header_comes():
+    """Its node has read it and joins the round; the record stays away."""
+    few = Few("abc", Limits(2, 4, 5.0), joined=False)
+
+    def delete() -> None:
+        few.world.run(0.5)
+        few.client.delete(KEYS.assignment("c"))
+        few.world.run(0.5)
+
+    few.nodes["a"].client.before("/job/round", delete)
+    few.until_round(1)
+    few.world.until(lambda: is_whole(few))
 
 
 def test_a_new_header_at_the_old_revision():

@@ -134,6 +134,7 @@ class OwnAssignment:
 
     Attributes:
         value: the last readable assignment of this node.
+        missing: it was deleted, or is unreadable, since it was read.
         joined: the round that this node has joined since it was last ready, and its assignment; None while it waits.
             Replaced, never changed in place; readable from any thread.
     """
@@ -159,6 +160,7 @@ class OwnAssignment:
         self._on_joined = on_joined
         self._on_lost = on_lost
         self._unreadable = False  # what etcd holds in its place is unreadable
+        self.missing = False
 
     @property
     def current(self) -> Assignment | None:
@@ -169,6 +171,7 @@ class OwnAssignment:
         """Take in a reading of the assignment."""
         assignment = self._context.reader.assignment(kv)
         self._unreadable = assignment is None
+        self.missing = False
         self.value = assignment if assignment is not None else self.value
         if assignment is None:
             self._lost()
@@ -183,6 +186,7 @@ class OwnAssignment:
             self._lost()
 
     def _lost(self) -> None:
+        self.missing = True
         if self.current is not None and self._registration.node is not None:
             self._on_lost()
 

@@ -33,7 +33,11 @@ from elastic_ext.rendezvous.round_records import encode
 
 
 class Recovery:
-    """One node's share of the recovery. For the rendezvous thread."""
+    """One node's share of the recovery. For the rendezvous thread.
+
+    Attributes:
+        ran: it has, since the node was last ready for a round.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Recovery:
         self._assignment = assignment
         self._outage = outage
         self._leads = leads
+        self.ran = False
 
     def restore_soon(self) -> None:
         """Restore now on the leader, later on another node: if the leader lives, that node has only its own keys to restore."""
@@ -70,6 +75,7 @@ class Recovery:
         context, header = self._context, self._header
         if self._registration.node is None or self._registration.created == 0:
             return
+        self.ran = True
         header.lease_id = self._job_records.bring_back(header.lease_id, header.job)
         read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
         found, assignment, own = (reading.kv for reading in read.readings)

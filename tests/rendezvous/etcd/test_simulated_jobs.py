@@ -493,10 +493,10 @@ def test_another_job_has_taken_the_run_id():
 
 
 def test_another_jobs_round_comes_before_its_settings():
+    """Both are there, and the watch on the header delivers first."""
     few = one()
-    few.client.put(KEYS.header, encode(Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")))
-    few.world.until(lambda: few.nodes["a"].participant.header.job == "another")
-    few.client.put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+    header = Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")
+    few.client.txn([], [Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}'), Put(KEYS.header, encode(header))])
     few.world.until(lambda: few.nodes["a"].failure)
     assert "another job with other settings has taken this --rdzv-id" in str(few.nodes["a"].failure)
 

@@ -52,7 +52,7 @@ class Admission:
 
 
 def host_of(node_id: str) -> str:
-    """Return the host of a node's id, which `JobConnection` made."""
+    """Return the host of a node's id, which `take_place` made."""
     found = _ID.fullmatch(node_id)
     return found[1] if found is not None else node_id
 

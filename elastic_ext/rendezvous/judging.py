@@ -135,7 +135,7 @@ class NoAgent:
 
 
 class AgentPolicy:
-    """A `verdict.LeaderPolicy`, from the settings of this agent.
+    """A `LeaderPolicy`, from the settings of this agent.
 
     Attributes:
         max_restarts: the job's budget; our agent sets it before the first round.

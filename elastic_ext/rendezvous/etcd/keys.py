@@ -24,9 +24,9 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Watched by that node; a new leader and `elastic-ext explain` read all of them.
     offers/SEAL/RANK  what the node of this rank could resume from on its own disk, as `checkpoints` wrote it. Lease: node.
                     Written by that node. Read by the node of rank 0.
-    ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
+    ledger          a failures.ledger.Ledger. Lease: its own, of leader.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
-    goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of verdict.LEDGER_TTL_S.
+    goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of leader.LEDGER_TTL_S.
                     Written by these agents, all together about ten times a second. Read by rank 0's agent, by one that is new in
                     a running job, and by `elastic-ext status`.
     goodput_sum     a base.goodput.Shared: the sum of these. Lease: that of rank 0's host among them.

@@ -362,7 +362,7 @@ class Stubs:
         self.Range: Any = lambda request, *_, **__: self._store.range(request)
         self.Txn: Any = lambda request, *_, **__: self._store.txn(request)
         self.LeaseTimeToLive: Any = lambda request, *_, **__: self._store.time_to_live(request, self._now)
-        self.LeaseKeepAlive: Any = lambda requests, *_, **__: [self._store.keep_alive(each, self._now) for each in requests]
+        self.LeaseKeepAlive: Any = lambda requests, *_, **__: (self._store.keep_alive(each, self._now) for each in requests)
 
     def lease(self, ttl_s: int) -> Any:
         granted = self._store.grant(etcdrpc().LeaseGrantRequest(TTL=ttl_s), self._now)

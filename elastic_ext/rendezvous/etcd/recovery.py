@@ -84,7 +84,7 @@ class Recovery:
         if rounds.needs_restoring(header.readable(found) if found is not None else None, header.value):
             header.write_again()
         self._restore_assignment(assignment)
-        if own is None:
+        if own is None or own.create_revision != self._registration.created:  # written by a try whose answer was lost
             self.write_own_key()
 
     def _restore_assignment(self, found: KeyValue | None) -> None:

@@ -205,8 +205,8 @@ class Invariants:
             self._nodes[id_] = decode(Record, event.kv.value, id_)
         elif kind == "ledger" and event.kind == "put" and (ledger := READER.ledger(event.kv)) is not None:
             judged = [verdict.round for verdict in ledger.verdicts]
-            if len(judged) != len(set(judged)):
-                self._blame("the ledger holds two verdicts on one round", str(judged))
+            if len(judged) != len(set(judged)) and not self.lost:
+                self.wrong.append(f"the ledger holds two verdicts on one round: {judged}")
 
     def _on_header(self, new: Header) -> None:
         old, self._header = self._header, new
@@ -216,7 +216,7 @@ class Invariants:
             self.wrong.append(f"another job: {new} came after {old}")
         if new.round and self._sealed.get(new.round) != new.seal:
             self._on_seal(new)
-        if new.verdict and self._verdicts.setdefault((new.round, new.seal), new.verdict) != new.verdict:
+        if new.verdict and self._verdicts.setdefault((new.round, new.seal), new.verdict) != new.verdict and not self.lost:
             self.wrong.append(f"a second verdict: {new}")
 
     def _is_known(self, round_: int) -> bool:

@@ -537,6 +537,16 @@ def test_a_node_whose_key_is_deleted_returns():
     few.next_round(2)
 
 
+def test_the_answer_to_a_key_written_again_is_lost():
+    """The node leads, and compares with the key as the store has it now: else it could never end the round for another node."""
+    few = Few("a", Limits(1, 2, 0.0))
+    few.nodes["a"].client.before("/nodes/a", lambda: setattr(few.nodes["a"].client, "lose_answers", 1))
+    few.client.delete(KEYS.node("a"))
+    few.world.run(TTL_S)
+    few.nodes["b"] = few.add("b")
+    few.until_broken()
+
+
 def test_the_leaders_own_key_is_deleted():
     """If it is written again before the next node has looked, nothing else happens."""
     few = Few("abc")

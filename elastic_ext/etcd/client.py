@@ -12,9 +12,10 @@ a time), status (also asks for the members) and authentication (once, in its con
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from elastic_ext.etcd.calls import Caller, Tokens, User
@@ -237,9 +238,13 @@ class EtcdClient:
         requests = [rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids]
 
         def send(etcd: Any) -> KeptAlive:
-            sent_at = self.now()
-            answers = etcd.leasestub.LeaseKeepAlive(iter(requests), etcd.timeout, metadata=etcd.metadata)
-            return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in answers})
+            sent_at, answered = self.now(), threading.Event()
+            # The client's end of the stream stays open until all answers are there: etcd's grpc-proxy gives none after it.
+            answers = etcd.leasestub.LeaseKeepAlive(_until(answered, requests), etcd.timeout, metadata=etcd.metadata)
+            try:
+                return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in itertools.islice(answers, len(requests))})
+            finally:
+                answered.set()
 
         what = f"keep {len(requests)} leases alive"
         return self._race(what, send, timeout_s=timeout_s or self.timeout_s, beside_s=beside_s)
@@ -285,6 +290,12 @@ class EtcdClient:
 
     def _write(self, what: str, send: Callable[[Any], T], *, timeout_s: float | None) -> T:
         return self._caller.call(what, send, repeatable=False, timeout_s=timeout_s)
+
+
+def _until(answered: threading.Event, requests: Iterable[T]) -> Iterator[T]:
+    """Return the requests, then wait."""
+    yield from requests
+    answered.wait()
 
 
 def _show(key: Key) -> str:

@@ -32,33 +32,58 @@ class _Broken(Exception):
         self.failure = failure
 
 
+class _OwnIds(_Broken):
+    """The server ignores the ids of watches: their creates must be sent one by one."""
+
+
 class _Call:
     """One call of etcd's Watch, from its opening until it breaks. Not thread-safe.
 
     Invariant: creates are answered in the order they were sent, so the n-th `created` belongs to the n-th create. Only this tells
-    which watch was refused: the server then answers with the id -1.
+    which watch was refused: the server then answers with the id -1. A server that takes no ids from clients, such as etcd's
+    grpc-proxy, does not keep the order either: there each create waits until the one before is answered.
     """
 
-    def __init__(self, connection: Connection, token: calls.Metadata) -> None:
+    def __init__(self, connection: Connection, token: calls.Metadata, one_by_one: bool) -> None:
         self.connection = connection
+        self._one_by_one = one_by_one
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: deque[Watch] = deque()  # whose creates are to be sent
         self._unanswered: deque[Watch] = deque()  # whose creates were sent
+        self._by_id: dict[int, Watch] = {}  # as the server names them
         self._opened_at = time.monotonic()
         stub = etcdrpc().WatchStub(connection.channel)
         self.responses = stub.Watch(iter(self._requests.get, None), metadata=[*token, calls.HAS_LEADER])
 
     def create(self, watch: Watch) -> None:
-        self._unanswered.append(watch)
-        self._requests.put(watch.request())
+        self._waiting.append(watch)
+        self._send()
 
-    def created(self) -> Watch:
-        """Return the watch that the server's next `created` belongs to."""
-        return self._unanswered.popleft()
+    def _send(self) -> None:
+        while self._waiting and not (self._one_by_one and self._unanswered):
+            self._unanswered.append(self._waiting.popleft())
+            self._requests.put(self._unanswered[-1].request())
+
+    def watch_of(self, response: Any) -> Watch | None:
+        """Return the watch that a response belongs to; None: it is not served any more. Raises OwnIds."""
+        if not response.created:
+            return self._by_id.get(response.watch_id)
+        watch = self._unanswered.popleft()
+        if not response.canceled:
+            if response.watch_id != watch.watch_id and not self._one_by_one:
+                raise _OwnIds(RpcFailure(Kind.UNSURE, self.connection.name, "the server gives watches ids of its own"))
+            self._by_id[response.watch_id] = watch
+        self._send()
+        return watch
 
     def remove(self, watch: Watch) -> None:
-        """Stop serving this watch; do nothing if it is not there."""
+        """Stop serving this watch; do nothing if it is not there. One that was not answered yet is removed when it is."""
+        if watch in self._waiting:
+            self._waiting.remove(watch)
         rpc = etcdrpc()
-        self._requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=watch.watch_id)))
+        for id_ in [id_ for id_, each in self._by_id.items() if each is watch]:
+            del self._by_id[id_]
+            self._requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=id_)))
 
     def cancel(self) -> None:
         self.responses.cancel()
@@ -87,6 +112,7 @@ class WatchStream:
         self._refused: Watch | None = None  # with the previous token; a second refusal is final
         self._stale: calls.Metadata | None = None  # what the server has last refused; see `Tokens.metadata`
         self._failures = 0  # consecutive streams that did not last
+        self._one_by_one = False  # see `_Call`
         self._opened = False  # at least once
         self._trouble: str | None = None
         caller.endpoints.observe(self._on_silent)
@@ -155,7 +181,7 @@ class WatchStream:
             return not self._caller.closed.is_set()
 
     def _serve(self) -> None:
-        """Open the stream and deliver what it brings. Raise an exception, or return once the client is closed."""
+        """Open the stream and deliver what it brings. Raise an exception, or return: closed, or to begin again."""
         import grpc  # type: ignore[import-untyped]
 
         connection = self._caller.endpoints.current()
@@ -163,7 +189,7 @@ class WatchStream:
         try:
             calls.check_alive(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
             token = self._caller.tokens.metadata(connection, self._caller.timeout_s, self._stale)
-            call = _Call(connection, token)
+            call = _Call(connection, token, self._one_by_one)
             try:
                 self._begin(call)
                 for response in call.responses:
@@ -175,6 +201,9 @@ class WatchStream:
             failure = error.failure
         except grpc.RpcError as error:
             failure = errors.classify(error.code().name, error.details() or "", connection.name)
+        except _OwnIds:
+            self._one_by_one = True
+            return
         except _Broken as broken:
             failure = broken.failure
         except ValueError:
@@ -210,9 +239,11 @@ class WatchStream:
     def _handle(self, response: Any, call: _Call) -> None:
         call.connection.answered_at = time.monotonic()
         with self._changed:
-            watch = call.created() if response.created else self._watches.get(response.watch_id)
+            watch = call.watch_of(response)
             if watch is None or watch.watch_id not in self._watches:
-                return  # closed meanwhile
+                if watch is not None:  # closed meanwhile
+                    call.remove(watch)
+                return
         if response.canceled:
             self._canceled(watch, response, call.connection)
         elif response.created:

@@ -203,6 +203,8 @@ class Participant:
             self.header_record.enter(self._job_records.read_or_create())
             registration.write()
         self.on_header()
+        if self.joined is not None:  # before it knew that it had registered, so that it restored nothing until now
+            self.recovery.restore_soon()
 
     def _on_header_events(self, batch: Batch) -> None:
         self.header_record.on_event(batch.events[-1])

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FORGET_S = 1.0
+
 
 class JobFile:
     """The ledger, charges and goodput of a job, in the keys and the file of an embedded store, but within this process.
@@ -67,7 +69,7 @@ class JobFile:
         self._keys, self._own = JobKeys(run_id), JobKeys(run_id).goodput + host
         self._keyspace, self._rpc, self._lock = Keyspace(), etcdrpc(), threading.Lock()
         self._snapshot = Snapshot(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
-        self._shared = False
+        self._shared = self._over = False
         if self._snapshot is not None:
             self._snapshot.restore(time.monotonic())
         self.ledger = judging.ledger_of(self._value(self._keys.ledger))
@@ -100,16 +102,28 @@ class JobFile:
             record = self._record(self._value(self._own)).with_more(spent, time.time(), first=not self._shared)
             self._put(self._own, goodput.encode(record))
             self._shared = True
-            self._save()
+            # The verdicts of another agent must not be lost for that: the next launch may have begun before this one has ended.
+            if self._snapshot is None or not self._snapshot.is_foreign:
+                self._save()
             records = {key: self._record(value) for key, value in self._read(self._keys.goodput).items()}
             return Shared(goodput.total(records), len(records))
 
     def forget(self) -> None:
-        """Delete the file: the job has ended well. Whoever asks this agent still hears of its failures."""
-        with self._lock:
-            self._snapshot = None
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
+        """Delete the file: the job has ended well. Its failures can still be asked for.
+
+        The file system may hang in a write: then its thread deletes the file, and the end of the job does not wait for it.
+        """
+        self._over = True
+        if self._lock.acquire(timeout=FORGET_S):
+            try:
+                self._remove()
+            finally:
+                self._lock.release()
+
+    def _remove(self) -> None:
+        self._snapshot = None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def _record(self, text: str) -> HostRecord:
         try:
@@ -141,6 +155,9 @@ class JobFile:
         if self._snapshot is not None:
             self._snapshot.look()
             self._snapshot.write_now()
+            if self._over:
+                self._remove()
+        self._keyspace.compact(self._keyspace.revision)  # nobody watches
 
 
 class OneRound:

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
@@ -42,12 +41,12 @@ class Snapshot:
         """warn: gets one line for the user."""
         self._keyspace, self._run_id, self._path, self._warn = keyspace, run_id, Path(path), warn
         self._job = JobKeys(run_id)
-        self._prefixes = tuple(prefix.encode() for prefix in self._job.outliving)
-        self._rpc: Any = etcdrpc()
         self._seen = keyspace.revision
         self._before = SavedFile(secrets.token_hex(8), 0, 0, 0, (), run_id)
         self._changed, self._soon = asyncio.Event(), asyncio.Event()  # soon: something but the goodput has changed
         self._writing: asyncio.Future[str] | None = None
+        self._known = self._on_disk()
+        self._trouble = ""
 
     def restore(self, now: float) -> None:
         """Put back what the file holds, if it is this job's and can be read. now: monotonic."""
@@ -68,17 +67,30 @@ class Snapshot:
         self._seen = self._keyspace.revision
 
     def _put(self, saved: SavedKey, left_s: int, now: float) -> None:
-        lease = self._keyspace.grant(self._rpc.LeaseGrantRequest(TTL=left_s), now).ID if left_s else 0
+        lease = self._keyspace.grant(etcdrpc().LeaseGrantRequest(TTL=left_s), now).ID if left_s else 0
         key, value = (self._job.prefix + saved.key).encode(), base64.b64decode(saved.value, validate=True)
-        put = self._rpc.PutRequest(key=key, value=value, lease=lease)
-        self._keyspace.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_put=put)]))
+        put = etcdrpc().PutRequest(key=key, value=value, lease=lease)
+        self._keyspace.txn(etcdrpc().TxnRequest(success=[etcdrpc().RequestOp(request_put=put)]))
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the file is not the one that was read or written here last: another process has replaced or removed it."""
+        return self._on_disk() != self._known
+
+    def _on_disk(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def look(self) -> None:
         """Note what has changed since the last look; call it after each change."""
         goodput = self._job.goodput.rstrip("/").encode()
+        prefixes = tuple(prefix.encode() for prefix in self._job.outliving)
         for change in self._keyspace.since(self._seen + 1):
             key = change.event.kv.key
-            if key.startswith(self._prefixes):
+            if key.startswith(prefixes):
                 self._changed.set()
                 if not key.startswith(goodput):
                     self._soon.set()
@@ -119,14 +131,14 @@ class Snapshot:
             return None
 
     def _range(self, start: bytes, end: bytes) -> list[Message]:
-        return list(self._keyspace.range(self._rpc.RangeRequest(key=start, range_end=end)).kvs)
+        return list(self._keyspace.range(etcdrpc().RangeRequest(key=start, range_end=end)).kvs)
 
     def _text(self) -> str:
         """Return the content of the file; what has changed until now is in it."""
         self._changed.clear()
         self._soon.clear()
         now = time.monotonic()
-        kvs = [kv for prefix in self._prefixes for kv in self._range(*range_of_prefix(prefix))]
+        kvs = [kv for prefix in self._job.outliving for kv in self._range(*range_of_prefix(prefix))]
         saved = tuple(self._saved(kv, now) for kv in {kv.key: kv for kv in kvs}.values())
         before, revision = self._before, self._keyspace.revision
         file = SavedFile(before.launch, before.starts + 1, revision, int(time.time()), saved, self._run_id)
@@ -135,7 +147,7 @@ class Snapshot:
     def _saved(self, kv: Message, now: float) -> SavedKey:
         left_s = 0
         if kv.lease:
-            left_s = max(1, self._keyspace.time_to_live(self._rpc.LeaseTimeToLiveRequest(ID=kv.lease), now).TTL)
+            left_s = max(1, self._keyspace.time_to_live(etcdrpc().LeaseTimeToLiveRequest(ID=kv.lease), now).TTL)
         key = kv.key.decode(errors="replace").removeprefix(self._job.prefix)
         return SavedKey(key, base64.b64encode(kv.value).decode(), left_s)
 
@@ -145,8 +157,11 @@ class Snapshot:
             write_whole(self._path, text)
         except OSError as error:
             return error.strerror or str(error)
+        self._known = self._on_disk()
         return ""
 
     def _report(self, trouble: str) -> None:
-        if trouble:
-            self._warn(f"ledger_file {self._path} cannot be written; the budget will not outlive the store: {trouble}")
+        """Warn when it begins or changes."""
+        if trouble and trouble != self._trouble:
+            self._warn(f"ledger_file {self._path} cannot be written; the budget will not outlive this launch: {trouble}")
+        self._trouble = trouble

@@ -21,6 +21,7 @@ from elastic_ext.etcd.watch import Watch
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 2.0
+_ids = itertools.count(1)  # of watches
 _STEADY_S = 1.0  # a stream that lasted longer was good: its end is no reason to wait
 
 
@@ -104,7 +105,6 @@ class WatchStream:
         """caller: the client's. revision: reads the store's revision; its argument is a key that the user may read."""
         self._caller = caller
         self._revision = revision
-        self._ids = itertools.count(1)
         self._watches: dict[int, Watch] = {}
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class WatchStream:
         with self._changed:
             if self._caller.closed.is_set():
                 raise ClientClosed("watch: the etcd client is closed")
-            watch.watch_id = next(self._ids)
+            watch.watch_id = next(_ids)
             self._watches[watch.watch_id] = watch
             if self._call is not None:
                 self._call.create(watch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.goodput import PRODUCTIVE, Spent, seconds_of
 from elastic_ext.base.settings import Settings
-from elastic_ext.embedded import one_machine
+from elastic_ext.embedded import one_machine, snapshot
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.one_machine import JobFile, OneMachine, OneRound
 from elastic_ext.embedded.snapshot import Snapshot
@@ -133,6 +135,45 @@ def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog):
     file = JobFile(str(tmp_path / "no" / "folder"), "job", "a")
     assert productive(file) == 1
     assert "cannot be written" in caplog.text
+
+
+def test_goodput_leaves_the_verdicts_of_another_agent(path):
+    """The next launch has begun, and failed, before the agent of this one has ended."""
+    old = JobFile(path, "job", "a")
+    productive(old)
+    fails(machine(path))
+    assert productive(old) == 2
+    assert JobFile(path, "job", "a").ledger.charged == 1
+
+
+def test_trouble_with_the_file_is_logged_once(tmp_path, caplog):
+    file = JobFile(str(tmp_path / "no" / "ledger"), "job", "a")
+    for _ in range(3):
+        file.judged(Ledger(), 0, refunded=False)
+    assert caplog.text.count("cannot be written") == 1
+    (tmp_path / "no").mkdir()
+    file.judged(Ledger(), 0, refunded=False)
+    assert Path(file._path).exists()
+
+
+def test_a_job_that_ends_does_not_wait_for_its_disk(path, monkeypatch):
+    writes, may_write, write_whole = threading.Event(), threading.Event(), snapshot.write_whole
+
+    def slow_disk(*args: object) -> None:
+        writes.set()
+        assert may_write.wait(60)
+        write_whole(*args)
+
+    monkeypatch.setattr(snapshot, "write_whole", slow_disk)
+    monkeypatch.setattr(one_machine, "FORGET_S", 0.01)
+    file = JobFile(path, "job", "a")
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(productive, file)
+        assert writes.wait(60)
+        file.forget()
+        may_write.set()
+        assert late.result(60) == 1
+    assert not Path(path).exists()
 
 
 def test_goodput_of_another_writer_is_ignored(path, caplog):

@@ -88,7 +88,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._workers, self._role = 1, DEFAULT_ROLE
         self.part = self._part(Header(), None)
         self._server: TCPStore | None = None  # the round's store, on the node of rank 0
-        self._job_continues = self._left = False  # it continues, and this node leaves
+        self._job_continues = False  # by the last verdict
+        self._timed_out = self._left = False
 
     def get_backend(self) -> str:
         return self._backend
@@ -123,7 +124,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
                     pass
                 return info
         except RendezvousTimeoutError:
-            self._job_continues = True  # others may wait for longer, and more may come
+            self._timed_out = True  # others may wait for longer, and more may come
             raise
 
     def _next_round(self) -> RendezvousInfo | None:
@@ -134,7 +135,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         server = serve(self.address)
         self._participant.ready(self._node(server.port, cut))
         header, assignment = place.await_round(self.round, self.on_verdict)
-        self._job_continues = self._job_continues or self.part.continues
+        if self.part.continues is not None:
+            self._job_continues = self.part.continues
         self.part = part = self._part(header, assignment)
         if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
@@ -187,8 +189,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         return self._goodput.share(spent)
 
     def _position(self) -> Position:
-        assert self.part.assignment is not None, "before the first round"
-        return Position(self.part.header.job, self.part.assignment.rank, self.part.round)
+        part = self.part  # of one moment: this is another thread
+        assert part.assignment is not None, "before the first round"
+        return Position(part.header.job, part.assignment.rank, part.round)
 
     @property
     def link_fds(self) -> tuple[int, ...]:
@@ -230,7 +233,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""
         drain = self.drain
-        continues = self._job_continues or self.part.continues or (drain is not None and drain.released)
+        concluded = self._job_continues if self.part.continues is None else self.part.continues
+        continues = self._timed_out or concluded or (drain is not None and drain.released)
         if self._participant.header.state is not State.DONE and not continues:
             self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
@@ -241,10 +245,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         return True
 
     def leave(self) -> None:
-        if self._left:
-            return
-        self._left = True
-        self._place.leave()
+        if not self._left:
+            self._left = True
+            self._place.leave()  # a signal may end it: the second call goes on from here
         if self._own_store is not None:  # last: the farewell went through it
             self._own_store.close()
         self._server = None

@@ -154,9 +154,9 @@ class Leader:
             ended = dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind, lost=action.lost)
             self.write_header(ended)
 
-    def write_header(self, header: Header) -> bool:
+    def write_header(self, header: Header, *compares: Compare) -> bool:
         """Write the header. Return False if this node no longer leads, or etcd holds a header other than the known one."""
-        written = self._header.write(header, [self._still_leading])
+        written = self._header.write(header, [self._still_leading, *compares])
         if not written:
             self._reload()
         return written
@@ -166,12 +166,15 @@ class Leader:
         header, assignments = rounds.seal(view, action, secrets.token_hex(4))
         puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
         for at in range(0, len(puts), OPS_PER_TXN):
-            if not client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN]).succeeded:
+            written = client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN])
+            if not written.succeeded:
                 return self._reload()
+        # Two nodes may take themselves for the leader for a moment: the header must not go with the other's assignments.
+        same = unchanged(puts[-1].key, written.revision)
         # Before the header: its arrival makes this very node join.
         before = self._members.ranks
         self._members.sealed(header, assignments)
-        if not self.write_header(header):
+        if not self.write_header(header, same):
             return None
         left = [Delete(keys.assignment(id_)) for id_ in before if id_ not in assignments and id_ not in self._records.nodes]
         for at in range(0, len(left), OPS_PER_TXN):

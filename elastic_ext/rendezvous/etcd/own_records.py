@@ -16,6 +16,7 @@ from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 
 logger = logging.getLogger(__name__)
 
+LOST_S = 5.0  # longer than most rounds take to follow one another
 FRESH_SHARE = 0.6  # of the lease time: with more than this left, no renewal was missed (one is due every third)
 
 
@@ -202,10 +203,24 @@ class OwnAssignment:
         if header.state is State.RUNNING and assignment is not None:
             self.joined = (header, assignment)
             self._on_joined()
+        elif header.state is State.BROKEN and assignment is None:
+            self._context.tasks.retry(self._give_up_lost_round, LOST_S)
         elif header.state is State.BROKEN or (header.state is State.RUNNING and self._unreadable):
-            # Also without an assignment: a member whose assignment was lost, or cannot be read, never learns that it is a member,
-            # and the others wait until it has left that round.
-            self._registration.update(lambda node: dataclasses.replace(node, after=header.round))
+            self._wait_for_next_round()
+
+    def _give_up_lost_round(self) -> None:
+        """Wait for the next round if this one is still over, and none has come.
+
+        A member whose assignment was lost never learns that it is one, and the others wait until it has left that round. Usually
+        a node without an assignment is a spare, and the next round comes before each of them has written that.
+        """
+        node, header = self._registration.node, self._header.value
+        if node is not None and self.joined is None and node.after < header.round and header.state is State.BROKEN:
+            self._wait_for_next_round()
+
+    def _wait_for_next_round(self) -> None:
+        number = self._header.value.round
+        self._registration.update(lambda node: dataclasses.replace(node, after=number))
 
 
 class OwnOffer:

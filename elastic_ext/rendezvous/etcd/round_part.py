@@ -50,7 +50,7 @@ class EtcdRound:
     Before the first round it is the part in round 0, in which no workers run.
 
     Attributes:
-        continues: a verdict on this round lets the job go on.
+        continues: the verdict on this round lets the job go on; None: this node has not asked for one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EtcdRound:
         """
         self.round = header.round
         self.header, self.assignment = header, assignment
-        self.continues = False
+        self.continues: bool | None = None
         self._place, self._participant = place, place.participant
         self._workers, self._judge_alone = workers, judge_alone
 

@@ -198,12 +198,12 @@ class TaskRunner:
             logger.exception("the rendezvous of node %s failed", self._node_id)
             self._fail(error)
 
-    def retry(self, task: Task) -> None:
-        """Run a task in RETRY_S. A task that already waits (such as the leader's look, which each event requests) waits once."""
+    def retry(self, task: Task, after_s: float = RETRY_S) -> None:
+        """Run a task after these seconds. One that already waits (such as the leader's look, for each event) waits once."""
         if task in self._retried:
             return
         self._retried.add(task)
-        self._dispatcher.run_at(self, self.now() + RETRY_S, lambda: self._run_again(task))
+        self._dispatcher.run_at(self, self.now() + after_s, lambda: self._run_again(task))
 
     def _run_again(self, task: Task) -> None:
         self._retried.discard(task)

@@ -1,8 +1,11 @@
 """How a round has ended, by the newest header that a node of it knows."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from elastic_ext.rendezvous.contract import EndKind
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.round_part import round_end
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.rounds import STALLED
@@ -27,6 +30,42 @@ from elastic_ext.rendezvous.rounds import STALLED
 def test_a_round_ends_by_its_header(header, kind):
     ended = round_end(header, 3, "s")
     assert (ended.kind if ended is not None else None) is kind
+
+
+def left_at_first(closed: list[str]) -> EtcdRendezvous:
+    """A rendezvous whose way out is interrupted once."""
+    rendezvous = object.__new__(EtcdRendezvous)
+    rendezvous._left = False
+    rendezvous._server = None
+    rendezvous._own_store = SimpleNamespace(close=lambda: closed.append("store"))
+
+    def leave() -> None:
+        raise KeyboardInterrupt
+
+    rendezvous._place = SimpleNamespace(leave=leave)
+    return rendezvous
+
+
+def test_an_interrupted_leave_is_completed_by_the_next():
+    closed: list[str] = []
+    rendezvous = left_at_first(closed)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous.leave()
+    rendezvous.leave()
+    assert closed == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "last", "closes"), [(False, None, True), (True, None, False), (True, False, True), (False, True, False)]
+)
+def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
+    """earlier: that of rounds before; last: that of this round, None without one."""
+    rendezvous, ended = object.__new__(EtcdRendezvous), []
+    rendezvous._job_continues, rendezvous._timed_out, rendezvous.host, rendezvous.node_id = earlier, False, "h", "n"
+    rendezvous.part = SimpleNamespace(continues=last, round=2)
+    rendezvous._participant = SimpleNamespace(header=Header(2, State.RUNNING), end_round=lambda *ending: ended.append(ending))
+    rendezvous.set_closed()
+    assert bool(ended) == closes
 
 
 def test_before_the_first_round():

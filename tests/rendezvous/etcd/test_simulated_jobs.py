@@ -643,6 +643,19 @@ def test_a_node_stands_still_beyond_its_lease():
 # Nodes that come late.
 
 
+def test_spares_write_nothing_when_a_round_ends():
+    """With hundreds of them that would be as many writes just when the next round is to form."""
+    few = Few("ab", Limits(2, 2, 0.0))
+    for name in "cdef":
+        few.add(name)
+    for number in (1, 2, 3):
+        fail(few, "b", number)
+        few.until_stored(lambda header: header.verdict)
+        few.next_round(number + 1)
+    few.world.run(TTL_S)
+    assert {few.client.get(KEYS.node(name)).kv.version for name in "cdef"} == {1}
+
+
 def test_a_late_node_ends_the_round_to_join():
     few = Few("ab", Limits(2, 3, 5.0))
     few.nodes["c"] = few.add("c")
@@ -778,8 +791,7 @@ def lose_assignment(few: Few, seconds: float) -> None:
     node = few.nodes["c"]
     if not seconds:
         node.process.frozen = True
-        few.client.delete(KEYS.assignment("c"))
-        node.process.thaw()
+        few.nodes["a"].client.after("/job/round", lambda: (few.client.delete(KEYS.assignment("c")), node.process.thaw()))
         return
     node.cut(seconds)
     for name in "ab":

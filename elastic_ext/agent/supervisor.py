@@ -28,7 +28,7 @@ from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import TorchAgent, reraise_signals, taken_for_sigterm
+from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
@@ -247,7 +247,7 @@ class Supervisor(TorchAgent):
         """Start the workers of the joined round; see `RoundStart.run`. Return their pids by local rank."""
         assert self._resume is not None, "start_workers before join_round"
         start = RoundStart(self._handler, self._settings, self._logs, self._companions, self.group)
-        with self._phase("start"):
+        with self._phase("start"), hangup_ignored():
             self._round = start.run(self._resume, super().start_workers, lambda: self.leads_groups)
         self._metrics.enter(families.RUNNING)
         self._count_workers("running")

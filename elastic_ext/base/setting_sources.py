@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import logging
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from elastic_ext.base import user_files
@@ -75,14 +77,27 @@ def read_values(
             value, or an unreadable file.
     """
     found: dict[str, Any] = {}
+    keys = {*known, *renamed}
     for origin, given in (
         _from_file(environ.get(ENV_PREFIX + "CONFIG")),
-        ("the environment", _from_environ(environ, {*known, *renamed})),
-        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if key not in TORCH_KEYS}),
+        ("the environment", _from_environ(environ, keys)),
+        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if not _is_torchs(key, keys)}),
     ):
         for key, value in _with_new_keys(given, renamed, origin).items():
             found[key] = _parsed(known, key, value, origin)
     return found
+
+
+def _is_torchs(key: str, ours: set[str]) -> bool:
+    """Return whether torch reads this key itself: a known one, or one that is new in the installed torch."""
+    if key in TORCH_KEYS or key in ours or not key.isidentifier():
+        return key in TORCH_KEYS
+    for name in ("c10d_rendezvous_backend", "dynamic_rendezvous"):
+        spec = importlib.util.find_spec(f"torch.distributed.elastic.rendezvous.{name}")
+        if spec is not None and spec.origin and re.search(rf'params\.get\w*\(\s*"{key}"', Path(spec.origin).read_text()):
+            logger.info("--rdzv-conf=%s is torch's own, for its own rendezvous; elastic_ext does not need it", key)
+            return True
+    return False
 
 
 def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
@@ -120,6 +135,8 @@ def _with_new_keys(given: Mapping[str, Any], renamed: Mapping[str, str], origin:
 
 def _parsed(known: Mapping[str, SettingType], key: str, value: Any, origin: str) -> Any:
     if key not in known:
+        if key[:1] in ("'", '"'):
+            raise UsageError(f"{origin} has quotes around {literal(key, MAX_CHARACTERS)}: they are for a shell, leave them out")
         near = difflib.get_close_matches(key, [*known, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
     shown = "***" if known[key].secret else literal(value, MAX_CHARACTERS)

@@ -137,6 +137,17 @@ def taken_for_sigterm(signals: Iterable[signal.Signals]) -> Iterator[None]:
                 signal.signal(each, handler)
 
 
+@contextmanager
+def hangup_ignored() -> Iterator[None]:
+    """Keep SIGHUP ignored if it is, as under nohup: torch takes it for the end each time that it starts workers."""
+    ignored = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
     """Torch's handler of one command; the process may already exist."""
 

@@ -9,7 +9,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_ext.agent import __main__
 from elastic_ext.base.errors import UsageError
-from tests.jobs import AGENT, EXT, SCRIPTS, Job, run
+from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, run
 from tests.until import LIMIT_S, until
 
 GLOO = str(SCRIPTS / "gloo_job.py")
@@ -152,3 +152,15 @@ def test_metrics_are_served_where_the_log_says(tmp_path):
             return all(each in text for each in expected)
 
         until(all_shown, "the workers may say something before their agent has counted them")
+
+
+@pytest.mark.seam
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
+    """Torch takes SIGHUP for the end at each start of workers; under nohup it was ignored before."""
+    gate = Gate(tmp_path / "gate")
+    command = ["nohup", *EXT, "--max-restarts=1", str(SCRIPTS / "elastic_job.py"), "exit3:0"]
+    with Job(command, tmp_path, forks=False, NODE="a", GATE=str(gate.path)) as job:
+        job.wait_for('"attempt": 1')
+        job.process.send_signal(signal.SIGHUP)
+        gate.open()
+        assert job.finish().returncode == 0, job.err

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic_ext.base import settings, user_files
+from elastic_ext.base import setting_sources, settings, user_files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.failures import user_rules
@@ -140,6 +140,20 @@ def test_a_ledger_file_that_is_no_file_is_refused_before_a_file_takes_its_place(
 def test_switches(text):
     assert settings.read({"bootstrap": text}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is True
     assert settings.read({}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is False
+
+
+def test_a_key_that_a_newer_torch_reads_is_left_to_it(monkeypatch):
+    """`is_host` stands for one: without TORCH_KEYS only torch's source names it."""
+    monkeypatch.setattr(setting_sources, "TORCH_KEYS", frozenset())
+    assert settings.read({"is_host": "1"}, {}) == settings.read({}, {})
+    for typo in ("is_hots", "heartbeat", "a.b", ""):
+        with pytest.raises(UsageError, match="unknown setting"):
+            settings.read({typo: "1"}, {})
+
+
+def test_quotes_from_a_yaml_list_are_named():
+    with pytest.raises(UsageError, match="they are for a shell, leave them out"):
+        settings.read({"'lease_ttl": "10'"}, {})
 
 
 def test_what_is_no_setting_is_left_alone():

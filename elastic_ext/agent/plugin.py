@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import usage_errors_exit
+from elastic_ext.workers import descriptors
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -89,6 +90,7 @@ def _create(
     params: RendezvousParameters, handler_class: Callable[[], Handler], begin: Callable[[Settings], None] = lambda settings: None
 ) -> RendezvousHandler:
     """begin: starts what takes its time while the rest is imported."""
+    descriptors.open_standard()
     log_records.install()
     with usage_errors_exit():
         from elastic_ext.base import settings

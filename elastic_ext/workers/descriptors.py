@@ -1,4 +1,5 @@
-"""The limit on open files. The agent raises its own as far as it may; its workers keep the limit that the user has set.
+"""The standard descriptors, and the limit on open files. The agent raises its own as far as it may; its workers keep the limit
+that the user has set.
 
 Rank 0's agent holds a connection for each client of the round's store. A very high limit could harm a worker: select(2) takes no
 descriptor above 1,023, and some programs loop over all possible descriptors.
@@ -20,6 +21,16 @@ MAX_FILES = 1 << 20  # the kernel's default maximum (fs.nr_open); a hard limit m
 _lock = threading.Lock()
 _agents = 0  # how many agents of this process have raised the limit
 _user_limit: tuple[int, int] | None = None  # the limit before the first agent raised it; None: it could not be raised
+
+
+def open_standard() -> None:
+    """Open /dev/null where stdin, stdout or stderr is closed, as under some init systems and `2>&-`.
+
+    Else the next file or socket would get that number, and what is written to stderr would go there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 @contextmanager

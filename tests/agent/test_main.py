@@ -1,7 +1,9 @@
 """`python -m elastic_ext.agent`: every torchrun option, our defaults, clear errors."""
 
 import os
+import shlex
 import signal
+import subprocess
 import urllib.request
 
 import pytest
@@ -9,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_ext.agent import __main__
 from elastic_ext.base.errors import UsageError
-from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, run
+from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, environment, run
 from tests.until import LIMIT_S, until
 
 GLOO = str(SCRIPTS / "gloo_job.py")
@@ -164,3 +166,15 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
         job.process.send_signal(signal.SIGHUP)
         gate.open()
         assert job.finish().returncode == 0, job.err
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("command", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_a_job_whose_standard_descriptors_are_closed_restarts(tmp_path, command):
+    """What is written to stderr must not go to a socket that got its number, such as that of the signals."""
+    closed = f"exec {shlex.join([*command, '--max-restarts=1', str(SCRIPTS / 'elastic_job.py'), 'exit3:0'])} <&- >&- 2>&-"
+    events = tmp_path / "events"
+    environ = environment(NODE="a", GATE=os.devnull, ELASTIC_EXT_EVENTS_FILE=str(events))
+    done = subprocess.run(["sh", "-c", closed], cwd=tmp_path, env=environ, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0
+    assert '"restart"' in events.read_text()

@@ -287,7 +287,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     for line in reports(trio.jobs["b"], trio.jobs["c"]):
         os.kill(line["pid"], signal.SIGKILL)
     for name in "bc":
-        trio.jobs[name].wait_for("still waiting for the job's verdict in etcd")
+        trio.jobs[name].wait_for("still waiting for the verdict of the job")
     for job in trio.jobs.values():
         job.process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents) == []
@@ -297,8 +297,8 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 @pytest.mark.full
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.place").format(
-            told="still waiting for the job's verdict in etcd"
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.round_part").format(
+            told="still waiting for the verdict of the job"
         )
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -112,7 +112,6 @@ def test_torchs_private_names_are_used_in_one_file():
 LARGER = {
     "Checkpointer.__init__": "what a user may choose; each argument has its own line in the docstring",
     "EtcdRendezvous": "most of its attributes are those of the contract with the agent",
-    "OneMachine": "likewise",
 }
 
 

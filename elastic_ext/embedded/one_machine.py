@@ -7,16 +7,14 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
@@ -76,12 +74,12 @@ class JobFile:
         if self.ledger.verdicts and not self.ledger.verdicts[-1].keeps_ledger:
             self.ledger = Ledger()
             for prefix in self._keys.outliving:
-                self._change("delete_range", dict(zip(("key", "range_end"), range_of_prefix(prefix), strict=True)))
+                self._delete(prefix)
 
     def charges(self) -> int:
         """Return how many restarts were charged within the window that each of them was given."""
         with self._lock:
-            return len(self._read(self._keys.charges))
+            return len(self._charges())
 
     def judged(self, ledger: Ledger, charged_s: int, refunded: bool) -> None:
         """Replace the ledger. charged_s: one more restart counts for so long; 0: none. refunded: no earlier one counts."""
@@ -89,11 +87,9 @@ class JobFile:
             self.ledger = ledger
             self._put(self._keys.ledger, encode_ledger(ledger))
             if refunded:
-                self._change("delete_range", dict(zip(("key", "range_end"), range_of_prefix(self._keys.charges), strict=True)))
+                self._delete(self._keys.charges)
             if charged_s:
-                names = [key.removeprefix(self._keys.charges) for key in self._read(self._keys.charges)]
-                number = max((int(name) for name in names if name.isdigit()), default=0) + 1
-                self._put(self._keys.charge(number), "", charged_s)
+                self._put(self._keys.charge(max(self._charges(), default=0) + 1), "", charged_s)
             self._save()
 
     def share(self, spent: Spent) -> Shared:
@@ -132,6 +128,9 @@ class JobFile:
             logger.warning("goodput in %s does not count, for it cannot be read: %s", self._path, printable(str(error)))
             return HostRecord()
 
+    def _charges(self) -> list[int]:
+        return self._keys.charge_numbers(self._read(self._keys.charges))
+
     def _value(self, key: str) -> str:
         return self._read(key).get(key, "")
 
@@ -144,12 +143,13 @@ class JobFile:
     def _put(self, key: str, value: str, ttl_s: int = 0) -> None:
         request = self._rpc.LeaseGrantRequest(TTL=ttl_s)
         lease = self._keyspace.grant(request, time.monotonic()).ID if ttl_s else 0
-        self._change("put", {"key": key.encode(), "value": value.encode(), "lease": lease})
+        put = self._rpc.PutRequest(key=key.encode(), value=value.encode(), lease=lease)
+        self._keyspace.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_put=put)]))
 
-    def _change(self, kind: str, fields: dict[str, Any]) -> None:
-        names = {"put": self._rpc.PutRequest, "delete_range": self._rpc.DeleteRangeRequest}
-        operation = self._rpc.RequestOp(**{f"request_{kind}": names[kind](**fields)})
-        self._keyspace.txn(self._rpc.TxnRequest(success=[operation]))
+    def _delete(self, prefix: str) -> None:
+        start, end = range_of_prefix(prefix)
+        delete = self._rpc.DeleteRangeRequest(key=start, range_end=end)
+        self._keyspace.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_delete_range=delete)]))
 
     def _save(self) -> None:
         if self._snapshot is not None:
@@ -212,13 +212,13 @@ class OneRound:
         return True
 
 
-class OneMachine(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
+class OneMachine(contract.Base):
     """A `contract.Rendezvous`, which documents the attributes and the methods without a docstring.
 
     Invariant: two rounds never share a store.
     """
 
-    is_elastic_ext = True
+    part: OneRound
 
     def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
         """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
@@ -227,18 +227,10 @@ class OneMachine(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # tor
             run_id.checked_address(params.local_addr)
         self.address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, self.address)
-        self.settings = settings
-        self.torch_conf = dict(params.config)
+        super().__init__(params, settings)
         self.host = self.node_id = run_id.host_name(settings)
-        self.attached = False
-        self.reaper_runs: Callable[[], bool] = lambda: False
-        self.on_event: Callable[[], None] = lambda: None
-        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
-        self.on_wait: Callable[[], None] = lambda: None
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)
-        self._run_id: str = params.run_id
-        self._backend: str = params.backend
         self._max_restarts = 0
         self._file = JobFile(settings.ledger_file, params.run_id, self.host)
         self._server: TCPStore | None = None
@@ -246,25 +238,10 @@ class OneMachine(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # tor
 
     # For torch
 
-    def get_backend(self) -> str:
-        return self._backend
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    @property
-    def round(self) -> int:
-        return self.part.round
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Tell torch that the workers connect to the round's store, which is up before they start."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
         contract.warn_other_agent(self)
         if self._closed:
-            raise RendezvousClosedError(f"the job {self._run_id} is over: this agent closed it")
+            raise RendezvousClosedError(f"the job {self.get_run_id()} is over: this agent closed it")
         self.part = OneRound(self.round + 1, self)
         self._server = serve(self.address)
         store = PrefixStore(round_store.PREFIX, self._server)
@@ -330,7 +307,7 @@ class OneMachine(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # tor
     def status(self) -> JobStatus:
         state = State.FORMING if not self.round else State.DONE if self._done else State.RUNNING
         header = Header(self.round, state, job=self.launch)
-        return JobStatus(self._run_id, header, {}, {}, self._file.ledger, {}, unknown={})
+        return JobStatus(self.get_run_id(), header, {}, {}, self._file.ledger, {}, unknown={})
 
     def leave(self) -> None:
         """Do nothing: there are no other nodes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
 
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.goodput import Shared, Spent
@@ -219,6 +219,39 @@ class Rendezvous(Protocol):
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""
+
+
+class Base(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
+    """What both implementations of `Rendezvous` have in common."""
+
+    is_elastic_ext = True
+    part: RoundPart
+
+    def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
+        self.settings = settings
+        self.torch_conf = dict(params.config)
+        self.attached = False
+        self.reaper_runs: Callable[[], bool] = lambda: False
+        self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
+        self.on_wait: Callable[[], None] = lambda: None
+        self._backend: str = params.backend
+        self._run_id: str = params.run_id
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return True, for torch: the workers connect to the round's store, which is up before they start."""
+        return True
+
+    @property
+    def round(self) -> int:
+        return self.part.round
 
 
 # The rendezvous under an agent that is not ours: torch's LocalElasticAgent, a project's own, or a loop. It only forms rounds: the

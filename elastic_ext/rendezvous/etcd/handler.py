@@ -8,7 +8,6 @@ from typing import Protocol
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
@@ -46,7 +45,7 @@ class OwnStore(Protocol):
         """Leave; the store ends with the job."""
 
 
-class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch is untyped
+class EtcdRendezvous(contract.Base):
     """One agent's rendezvous; see `contract.Rendezvous`, which documents its attributes, and the methods without a docstring.
 
     `Place` holds what this node has in the job for as long as it takes part, `EtcdRound` its part in one round.
@@ -54,7 +53,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     Invariant: each round has its own store server, which listened before the round was sealed.
     """
 
-    is_elastic_ext = True
+    part: EtcdRound
 
     def __init__(
         self,
@@ -64,14 +63,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         own_store: OwnStore | None = None,
     ) -> None:
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
-        self.settings = settings
-        self._backend: str = params.backend
-        self.torch_conf = dict(params.config)
-        self.attached = False
-        self.reaper_runs: Callable[[], bool] = lambda: False
-        self.on_event: Callable[[], None] = lambda: None
-        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
-        self.on_wait: Callable[[], None] = lambda: None
+        super().__init__(params, settings)
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._place = place = take_place(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
         self._participant, self.address = place.participant, place.address
@@ -91,23 +83,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._job_continues = False  # by the last verdict
         self._timed_out = self._left = False
 
-    def get_backend(self) -> str:
-        return self._backend
-
-    def get_run_id(self) -> str:
-        return self._participant.config.run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     @property
     def launch(self) -> str:
         return self._participant.header.job
-
-    @property
-    def round(self) -> int:
-        return self.part.round
 
     # A round begins.
 

@@ -57,6 +57,8 @@ Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 ROOT = "/elastic_ext/"
 
 
@@ -101,6 +103,12 @@ class JobKeys:
 
     def charge(self, number: int) -> str:
         return f"{self.charges}{number}"
+
+    def charge_numbers(self, keys: Iterable[str]) -> list[int]:
+        """Return the numbers of the charges among these keys. The next one is the greatest plus 1: not the round, for the next
+        launch of the job begins again with round 1, and charges outlive a launch."""
+        names = [key.removeprefix(self.charges) for key in keys]
+        return [int(name) for name in names if name.isdigit()]
 
     def joins(self, host: str) -> str:
         """Return the prefix of the joins of one host."""

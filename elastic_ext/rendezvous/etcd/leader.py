@@ -228,8 +228,7 @@ def write_verdict(
     """
     client, keys = context.client, context.keys
     ledger = client.get(keys.ledger).kv
-    names = [kv.key[len(keys.charges) :] for kv in client.get_prefix(keys.charges, keys_only=True).kvs]
-    charges = [int(name) for name in names if name.isdigit()]
+    charges = keys.charge_numbers(kv.key.decode(errors="replace") for kv in client.get_prefix(keys.charges, keys_only=True).kvs)
     reports = dataclasses.replace(reports, charges=len(charges))
     judgement = policy.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
     puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=_ledger_lease(context, ledger))]
@@ -238,7 +237,6 @@ def write_verdict(
     if judgement.charged and judgement.window_s:
         # No clock is compared: etcd itself deletes the charge when its time is over.
         lease = client.lease_grant(judgement.window_s)
-        # Not the round: the next launch of the job begins again from 1, and these charges outlive this one.
         puts.append(Put(keys.charge(max(charges, default=0) + 1), "", lease_id=lease.lease_id))
     if judgement.refused:
         lease = client.lease_grant(judgement.refused_s)

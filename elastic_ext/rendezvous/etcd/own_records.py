@@ -135,7 +135,8 @@ class OwnAssignment:
 
     Attributes:
         value: the last readable assignment of this node.
-        missing: it was deleted, or is unreadable, since it was read.
+        doubtful: what etcd holds may be lost: it was deleted or unreadable since it was read, or lost records were written again
+            while this node could not know that the assignment is one of them.
         joined: the round that this node has joined since it was last ready, and its assignment; None while it waits.
             Replaced, never changed in place; readable from any thread.
     """
@@ -161,7 +162,7 @@ class OwnAssignment:
         self._on_joined = on_joined
         self._on_lost = on_lost
         self._unreadable = False  # what etcd holds in its place is unreadable
-        self.missing = False
+        self.doubtful = False
 
     @property
     def current(self) -> Assignment | None:
@@ -172,7 +173,7 @@ class OwnAssignment:
         """Take in a reading of the assignment."""
         assignment = self._context.reader.assignment(kv)
         self._unreadable = assignment is None
-        self.missing = False
+        self.doubtful = False
         self.value = assignment if assignment is not None else self.value
         if assignment is None:
             self._lost()
@@ -187,7 +188,7 @@ class OwnAssignment:
             self._lost()
 
     def _lost(self) -> None:
-        self.missing = True
+        self.doubtful = True
         if self.current is not None and self._registration.node is not None:
             self._on_lost()
 
@@ -289,9 +290,8 @@ class OwnWatches:
             if isinstance(item, Batch):
                 on_batch(item)
                 return
-            if not isinstance(
-                item, Began
-            ):  # it has ended, perhaps because its history was compacted: read, then watch from there
+            # It has ended, perhaps because its history was compacted: read, then watch from there.
+            if not isinstance(item, Began):
                 revision = self._context.client.revision(key)
                 self._read()
                 self._open(key, take, revision + 1, deletes_only)

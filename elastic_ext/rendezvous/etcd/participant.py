@@ -168,7 +168,6 @@ class Participant:
     def _ready(self, node: Node) -> None:
         self.registration.node = node
         self._assignment.joined = None
-        self.recovery.ran = False
         self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
 
     def _enter_or_write(self) -> None:
@@ -214,7 +213,7 @@ class Participant:
     def _on_joined(self) -> None:
         self._on_change()
         self.tasks.post(self.election.follow)
-        if self.recovery.ran or self._assignment.missing:  # the assignment was not known to be of this round then
+        if self._assignment.doubtful:
             self.recovery.restore_soon()
 
     def _on_key_created(self, last: KeyValue | None) -> None:

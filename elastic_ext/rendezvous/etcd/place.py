@@ -202,10 +202,10 @@ def take_place(
     links = Links(job, node_id, listen_at(address), records, fence.give_up)
 
     def last_will() -> LastWill | None:
+        if params.backend != ETCD:  # no JSON gateway there: the reaper ends at once, and the links report that
+            return None
         lease_id, _ = participant.lease
-        # The embedded store has no JSON gateway. There the reaper ends at once, and the links report that.
-        known = lease_id is not None and params.backend == ETCD
-        return _last_will(params.endpoint, settings, client, lease_id or 0) if known else None
+        return _last_will(params.endpoint, settings, client, lease_id) if lease_id is not None else None
 
     return Place(address, patience, participant, dispatcher, fence, links, changed, last_will)
 

@@ -33,11 +33,7 @@ from elastic_ext.rendezvous.round_records import encode
 
 
 class Recovery:
-    """One node's share of the recovery. For the rendezvous thread.
-
-    Attributes:
-        ran: it has, since the node was last ready for a round.
-    """
+    """One node's share of the recovery. For the rendezvous thread."""
 
     def __init__(
         self,
@@ -57,7 +53,6 @@ class Recovery:
         self._assignment = assignment
         self._outage = outage
         self._leads = leads
-        self.ran = False
 
     def restore_soon(self) -> None:
         """Restore now on the leader, later on another node: if the leader lives, that node has only its own keys to restore."""
@@ -73,9 +68,12 @@ class Recovery:
             LostRace: another node has written at the same time; the caller must try again.
         """
         context, header = self._context, self._header
-        if self._registration.node is None or self._registration.created == 0:
+        if self._registration.node is None:
             return
-        self.ran = True
+        if self._assignment.joined is None:
+            self._assignment.doubtful = True
+        if self._registration.created == 0:
+            return
         header.lease_id = self._job_records.bring_back(header.lease_id, header.job)
         read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
         found, assignment, own = (reading.kv for reading in read.readings)

@@ -55,7 +55,8 @@ class Hosts:
         if plan.etcd == "job:":
             self.etcd = Brought(RUN_ID, self.network.addresses, members, self.pids)
         elif plan.embedded:
-            self.etcd = Embedded(HOSTS[0], self.network.addresses[HOSTS[0]], self.pids)
+            visitor = folder / "visitor" if plan.secret else None
+            self.etcd = Embedded(RUN_ID, HOSTS[0], self.network.addresses[HOSTS[0]], self.pids, visitor)
         else:
             self.etcd = Ours(folder, self.network.addresses, members, self.inside, stack)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from elastic_ext.embedded.hosting import DEFAULT_PORT
 from elastic_ext.failures.ledger import Ledger, decode_ledger
+from elastic_ext.own_etcd import certificates
 from elastic_ext.own_etcd import folder as own_folder
 from elastic_ext.own_etcd.endpoint import make_plan
 from elastic_ext.rendezvous.etcd.keys import JobKeys
@@ -129,16 +130,25 @@ class Brought:
 class Embedded:
     """The agent of this host starts it, and again when it ends. With it all goes that it knows."""
 
-    def __init__(self, host: str, address: str, processes_of: Callable[[str], list[Process]]) -> None:
+    def __init__(
+        self, run_id: str, host: str, address: str, processes_of: Callable[[str], list[Process]], visitor: Path | None
+    ) -> None:
+        """visitor: a folder for certificates, of a job with a secret."""
         self.endpoint = f"{address}:{DEFAULT_PORT}"
-        self.environ: dict[str, str] = {}
+        self.environ = {"ELASTIC_EXT_JOB_SECRET": SECRET} if visitor is not None else {}
         self._host, self._processes_of = host, processes_of
+        self._asks = [f"--endpoints={self.endpoint}"]
+        if visitor is not None:
+            visitor.mkdir()
+            files = certificates.write(SECRET.encode(), run_id, ("visitor",), visitor)
+            tls = [f"--cacert={files.ca}", f"--cert={files.cert}", f"--key={files.key}"]
+            self._asks = [f"--endpoints=https://{self.endpoint}", *tls]
 
     def running(self) -> dict[str, int]:
         return dict([(self._host, each.pid) for each in self._processes_of(self._host) if each.role == "store"][:1])
 
     def etcdctl(self, host: str) -> list[str]:
-        return [f"--endpoints={self.endpoint}"]
+        return self._asks
 
     def kill(self, host: str) -> None:
         if pid := self.running().get(host):

@@ -174,6 +174,11 @@ class Plan:
         return self.etcd in ETCD_NEEDS["embedded"]
 
     @property
+    def secret(self) -> bool:
+        """Whether the traffic of the job's own store is encrypted; that of an etcd that the job brings always is."""
+        return self.embedded and self.seed % 2 == 1
+
+    @property
     def folder(self) -> bool:
         return self.store == "folder"
 

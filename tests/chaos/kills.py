@@ -18,6 +18,7 @@ its own, too, where that can be had.
 from __future__ import annotations
 
 import argparse
+import base64
 import ctypes
 import json
 import os
@@ -33,8 +34,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from elastic_ext.base import records
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures import ledger as job
+from elastic_ext.own_etcd.saved_keys import SCHEMA, SavedFile
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.chaos import disks, processes
 from tests.chaos.processes import Process
@@ -466,7 +469,9 @@ class Loop:
         if self.etcd is None:
             if not self._ledger_file.exists():
                 return job.Ledger()
-            return job.decode_ledger(json.loads(self._ledger_file.read_text())["ledger"])
+            saved = records.read(SavedFile, self._ledger_file.read_bytes(), "ledger_file", SCHEMA).keys
+            texts = [base64.b64decode(each.value).decode() for each in saved if each.key == "ledger"]
+            return job.decode_ledger(texts[0]) if texts else job.Ledger()
         with EtcdClient(self.etcd.endpoint) as client:
             found = client.get(JobKeys(RUN_ID).ledger, timeout_s=LIMIT_S).kv
         return job.decode_ledger(found.value.decode()) if found is not None else job.Ledger()

@@ -19,6 +19,7 @@ from elastic_ext.agent.hangs import HangHandling
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound
 from elastic_ext.agent.saves import SaveOnDemand
+from elastic_ext.base import names
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import started_by
 from elastic_ext.rendezvous import interfaces
@@ -125,6 +126,7 @@ class RoundStart:
             "ELASTIC_EXT_LAUNCH": self._handler.launch,
             **resumed.variables(),
             **(gloo_interface(self._handler.address) if self._group.group_world_size > 1 else {}),
+            **names.variables(os.environ),
             **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
         }
         self._logs.own_variables = {

@@ -21,6 +21,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Protocol, cast
 
+from elastic_ext.base import names
+
 ANSWER = timedelta(seconds=10)  # the store must answer within this time
 PREFIX = "elastic_ext"
 
@@ -62,5 +64,6 @@ def connect(host: str, port: int) -> Store:
     """Open a new connection to the round's store. Raises RuntimeError or ValueError if the store does not answer."""
     from torch.distributed import PrefixStore, TCPStore  # not at the top: processes without torch import this module
 
-    tcp = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
+    with names.connecting(host):
+        tcp = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
     return cast(Store, PrefixStore(PREFIX, tcp))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from elastic_ext.base import names
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import cut, redacted
@@ -193,6 +194,18 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
     return [Finding("host name", OK, f"{detail}, enough for jobs of one node", advice)]
 
 
+def check_names(inputs: Inputs) -> list[Finding]:
+    """Check how long the look-up of the name of this host's address takes: torch waits for it as it connects."""
+    own = (each.address for each in interfaces.addresses() if not address.is_loopback(each.address))
+    asked = address.chosen(inputs.settings.address) or next(own, address.loopback())
+    took = names.seconds_for_name(asked)
+    if took < names.LATE_S:
+        return [Finding("names", OK, f"a name server or /etc/hosts answers for {asked} in {took * 1000:.0f} ms")]
+    detail = f"the look-up of the name of {asked} takes {took:.1f} s: each worker's init_process_group waits for as long"
+    advice = f"add the hosts to /etc/hosts, or PTR records; agents then give their workers {names.OPTIONS}={names.BRIEFLY!r}"
+    return [Finding("names", WARN, detail, advice)]
+
+
 def check_checkpoints(inputs: Inputs) -> list[Finding]:
     """Check that the checkpoint directories are writable, and find the checkpoint that a job would resume from."""
     directory = inputs.settings.checkpoint_dir
@@ -334,6 +347,7 @@ CHECKS: tuple[tuple[str, CheckFunction, float], ...] = (
     ("torch", check_torch, PROBE_S),
     ("etcd", check_etcd, CHECK_S),
     ("host name", check_host_name, CHECK_S),
+    ("names", check_names, CHECK_S),
     ("checkpoint_dir", check_checkpoints, CHECK_S),
     ("metrics", check_metrics, CHECK_S),
     ("evidence", check_evidence, CHECK_S),

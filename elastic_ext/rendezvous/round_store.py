@@ -15,6 +15,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from elastic_ext.base import names
 from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_records import Header
@@ -39,14 +40,15 @@ def serve(address: str) -> TCPStore:
     if listening is None:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     port = listening.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=TIMEOUT,
-        master_listen_fd=listening.detach(),  # torch closes it with the server
-    )
+    with names.connecting(address):  # the server's own client
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=TIMEOUT,
+            master_listen_fd=listening.detach(),  # torch closes it with the server
+        )
 
 
 def listening_socket(address: str) -> socket.socket | None:
@@ -137,7 +139,8 @@ class StoreConnector:
 
     def _try(self, header: Header, answer: Future[TCPStore]) -> None:
         try:
-            store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+            with names.connecting(header.address):
+                store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
             store.set_timeout(STORE)
             answer.set_result(store)
         except (RuntimeError, ValueError) as error:  # torch raises these for a store that does not answer
@@ -217,7 +220,8 @@ class NodeStates:
 
     def _connect(self, round_: RoundStore) -> TCPStore:
         timeout = timedelta(seconds=self._connect_s)
-        return TCPStore(round_.host, round_.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        with names.connecting(round_.host):
+            return TCPStore(round_.host, round_.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _swap(store: TCPStore, round_: RoundStore, state: str) -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_ext.base import names
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
@@ -111,6 +112,7 @@ class EtcdRendezvous(contract.Base):
         cut = self.round if place.fence.closed else 0
         place.fence.watch(None)
         server = serve(self.address)
+        names.ask(self.address)  # for the next connection: the name server may have gone or come back
         self._participant.ready(self._node(server.port, cut))
         header, assignment = place.await_round(self.round, self.on_verdict)
         if self.part.continues is not None:

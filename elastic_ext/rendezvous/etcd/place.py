@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_ext.base import names
 from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
@@ -191,6 +192,7 @@ def take_place(
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
     run_id.checked_address(address)
     check_own(params.local_addr, address)
+    names.ask(address)
     changed, dispatcher = InterruptibleCondition(on_wait), Dispatcher()
     notify = functools.partial(_notify, changed, on_event)
     host = run_id.host_name(settings)

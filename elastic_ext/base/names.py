@@ -1,0 +1,131 @@
+"""The names of addresses. Torch looks one up for each connection, and a name server that does not answer costs it 10 s.
+
+torch's sockets ask for the name of the address to which they connect, for their log (`formatSockAddr` in c10d/socket.cpp),
+and have no switch for that. glibc waits 5 s for each name server, twice (resolv.conf(5)). So an agent asks beforehand, beside its
+other work (`ask`). Until the name server has answered, connections of the agent ask nobody (`connecting`). Workers, in whose main
+thread the script may need name servers, wait for a shorter time (`variables`).
+
+Invariant: no round waits for a name server. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 0.5  # an answer after this time is none: torch would wait for each
+OPTIONS = "RES_OPTIONS"
+BRIEFLY = "timeout:1 attempts:2"  # 1 s is glibc's least; a lost packet is sent again
+
+
+class _Resolver(ctypes.Structure):
+    """The beginning of struct __res_state (resolv.h), of which each thread has its own."""
+
+    _fields_ = [("seconds", ctypes.c_int), ("attempts", ctypes.c_int), ("options", ctypes.c_ulong)]
+
+
+_INITIALIZED = 1  # RES_INIT
+
+
+def _resolver() -> _Resolver | None:
+    """Return the calling thread's; None where the C library is not glibc."""
+    libc = ctypes.CDLL(None)
+    try:
+        state, initialize = libc.__res_state, libc.__res_init
+    except AttributeError:
+        return None
+    state.restype = ctypes.POINTER(_Resolver)
+    found: _Resolver = state().contents
+    if not found.options & _INITIALIZED and initialize() != 0:
+        return None
+    return found
+
+
+@contextmanager
+def _limited(attempts: int) -> Iterator[None]:
+    """Within, the calling thread asks each name server so many times, for 1 s."""
+    resolver = _resolver()
+    if resolver is None:
+        yield
+        return
+    before = resolver.seconds, resolver.attempts
+    resolver.seconds, resolver.attempts = 1, attempts
+    try:
+        yield
+    finally:
+        resolver.seconds, resolver.attempts = before
+
+
+class _Asked:
+    """What this process knows of its name server. answers: None while the first answer is awaited."""
+
+    def __init__(self) -> None:
+        self.answers: bool | None = None
+        self.thread: threading.Thread | None = None
+
+
+_asked = _Asked()
+
+
+def ask(address: str) -> None:
+    """Look the name of an address up, in a thread, unless one does so already."""
+    if _asked.thread is None or not _asked.thread.is_alive():
+        _asked.thread = threading.Thread(target=_ask, args=(address,), name="elastic_ext-names", daemon=True)
+        _asked.thread.start()
+
+
+def _ask(address: str) -> None:
+    with _limited(attempts=1):
+        took = seconds_for_name(address)
+    answers = took < LATE_S
+    if answers is False and _asked.answers is not False:
+        logger.warning(
+            "no name server answers for the name of %s within %g s: torch asks for the name of each host to which it connects, "
+            "so workers get %s=%r if it is not set; better add the hosts to /etc/hosts, or PTR records",
+            *(address, LATE_S, OPTIONS, BRIEFLY),
+        )
+    _asked.answers = answers
+
+
+def seconds_for_name(address: str) -> float:
+    """Return how long a look-up of the name of an address takes, whatever comes of it."""
+    began = time.monotonic()
+    try:
+        socket.getnameinfo((address, 0), 0)
+    except OSError:
+        pass  # no name server has answered, or can be reached
+    return time.monotonic() - began
+
+
+@contextmanager
+def connecting(address: str) -> Iterator[None]:
+    """Let torch connect to an address within: the look-up of its name takes no time, or 1 s for each name server at most.
+
+    A name in place of an address must be resolved anyway, for which name servers get their usual time.
+    """
+    if _asked.thread is None or not _is_numeric(address):
+        yield
+        return
+    with _limited(attempts=1 if _asked.answers else 0):
+        yield
+
+
+def _is_numeric(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what workers need in their environment while no name server answers, unless the user has set it."""
+    return {OPTIONS: BRIEFLY} if _asked.answers is False and OPTIONS not in environ else {}

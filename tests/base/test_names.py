@@ -1,0 +1,100 @@
+"""Look-ups of the names of addresses, at a name server that answers or does not, in a network namespace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base import names
+from elastic_ext.rendezvous.round_records import Header
+from elastic_ext.rendezvous.round_store import NodeStates, RoundStore, StoreConnector, serve
+from tests.jobs import ROOT
+from tests.programs import needs, required
+
+HERE, SERVER = "10.9.9.1", "10.9.9.53"
+INSIDE = f"""
+set -e
+ip link set lo up
+ip addr add {HERE}/32 dev lo
+ip addr add {SERVER}/32 dev lo
+echo "nameserver {SERVER}" > resolv.conf
+mount --bind resolv.conf /etc/resolv.conf
+exec {{command}}
+"""
+NO_SUCH_NAME = 0x8183  # a response: flags of a DNS header, RFC 1035
+
+
+class NameServer:
+    """Counts the questions; answers that there is no such name, or not at all."""
+
+    def __init__(self, answers: bool) -> None:
+        self.questions = 0
+        self._answers = answers
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((SERVER, 53))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            question, asker = self._socket.recvfrom(512)
+            self.questions += 1
+            if self._answers:
+                self._socket.sendto(question[:2] + NO_SUCH_NAME.to_bytes(2, "big") + question[4:], asker)
+
+
+def connect(answers: bool) -> None:
+    """In the namespace: what an agent does in a round. Print how often the name server was asked, and what workers get."""
+    server = NameServer(answers)
+    names.ask(HERE)
+    assert names._asked.thread is not None
+    if answers:
+        names._asked.thread.join()
+    store = serve(HERE)
+    header = Header(1, address=HERE, port=store.port, nodes=1)
+    connected = StoreConnector(threading.Condition()).connect(header, lambda: None, lambda reason: None)
+    NodeStates(60.0).swap(RoundStore(HERE, store.port, 0, 1), "0", 60.0)
+    names._asked.thread.join()
+    assert connected is not None
+    print(json.dumps([server.questions, names.variables({}), names.variables({names.OPTIONS: "timeout:3"})]))
+
+
+def in_namespace(answers: bool, folder: Path) -> tuple[int, dict[str, str], dict[str, str], str]:
+    needs("unshare", "ip")
+    required(os.geteuid() == 0, "needs root for a network namespace")
+    program = f"from tests.base.test_names import connect; connect({answers})"
+    done = subprocess.run(
+        ["unshare", "-m", "-n", "sh", "-c", INSIDE.format(command=shlex.join([sys.executable, "-c", program]))],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return (*json.loads(done.stdout), done.stderr)
+
+
+@pytest.mark.full
+def test_no_connection_waits_for_a_name_server_that_does_not_answer(tmp_path: Path) -> None:
+    questions, worker, of_user, log = in_namespace(False, tmp_path)
+    assert questions == 1  # that of `ask`, beside the connections
+    assert worker == {"RES_OPTIONS": "timeout:1 attempts:2"}
+    assert of_user == {}
+    assert f"no name server answers for the name of {HERE}" in log
+
+
+@pytest.mark.full
+def test_a_name_server_that_answers_is_asked_as_torch_does(tmp_path: Path) -> None:
+    questions, worker, _, log = in_namespace(True, tmp_path)
+    assert questions > 1
+    assert worker == {}
+    assert "name" not in log

@@ -57,6 +57,14 @@ def host_of(node_id: str) -> str:
     return found[1] if found is not None else node_id
 
 
+def ambiguous_hosts(nodes: Mapping[str, Node]) -> frozenset[str]:
+    """Return the host names that several machines have in common."""
+    machines: dict[str, set[str]] = {}
+    for id_, node in nodes.items():
+        machines.setdefault(host_of(id_), set()).add(node.machine)
+    return frozenset(host for host, found in machines.items() if len(found) > 1)
+
+
 def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:
     """Return the ids of all nodes on a host."""
     return tuple(sorted(id_ for id_ in nodes if host_of(id_) == host))

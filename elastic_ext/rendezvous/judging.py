@@ -78,6 +78,7 @@ class RoundReports:
         nodes: the current number of nodes.
         reaches: see `judgement.Circumstances`.
         needed: ids of nodes without which the job cannot go on: its store is there.
+        ambiguous: names that several machines have in common.
         charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
     """
 
@@ -88,6 +89,7 @@ class RoundReports:
     nodes: int
     reaches: Mapping[str, Reach]
     needed: frozenset[str] = frozenset()
+    ambiguous: frozenset[str] = frozenset()
     charges: int = 0
 
 
@@ -174,6 +176,7 @@ class AgentPolicy:
         after, verdict = judgement.judge(given, before, rules, reports.round)
         if verdict.decision.response is Response.REPLACE_NODE and verdict.node in reports.needed:
             after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)
+        leaves = verdict.decision.response is Response.REPLACE_NODE
         return Judgement(
             State.CLOSED if verdict.ends_job else State.BROKEN,
             verdict.decision.reason,
@@ -182,7 +185,7 @@ class AgentPolicy:
             charged=verdict.decision.charged,
             refunded=reports.charges > 0 and after.charged == verdict.decision.charged,
             window_s=window_s,
-            refused=verdict.host if verdict.decision.response is Response.REPLACE_NODE else "",
+            refused=verdict.host if leaves and verdict.host not in reports.ambiguous else "",
             refused_s=self._settings.refuse_node,
         )
 

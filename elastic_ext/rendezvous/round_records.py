@@ -74,6 +74,7 @@ class Node:
         drained: number of the drain (see Drain) since which its workers have published a checkpoint in this round; 0: none.
         drained_at: step of that checkpoint; -1: unknown.
         hosts_store: the job's store is on its host, and would go with it.
+        machine: see `run_id.machine`.
     """
 
     after: Count
@@ -99,6 +100,7 @@ class Node:
     drained: Count = 0
     drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1
     hosts_store: bool = False
+    machine: str = ""
 
 
 @dataclass(frozen=True)

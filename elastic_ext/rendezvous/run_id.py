@@ -1,8 +1,10 @@
-"""Names that become parts of keys: of a job, and of a host. Standard library only."""
+"""Names that become parts of keys: of a job, and of a host; and what tells machines of one name apart. Standard library only."""
 
 from __future__ import annotations
 
+import os
 import platform
+from pathlib import Path
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
@@ -37,6 +39,16 @@ def host_name(settings: Settings) -> str:
         return settings.node_name
     name = "".join(character if is_name(character) else "-" for character in platform.node())
     return name[:MAX_NAME] or "localhost"
+
+
+def machine() -> str:
+    """Return what the kernel calls this boot of this machine, in containers as well."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def network() -> str:
+    """Return a name of the network in which this process has its loopback: this machine's, or that of a container on it."""
+    return f"{machine()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def checked_address(address: str) -> str:

@@ -20,6 +20,7 @@ class NodeConfig:
         node_id: unique within the job, fit to be part of a key.
         lease_ttl_s: after this many seconds without a renewal, etcd drops the node.
         host: name by which a verdict may refuse this machine; "" if it has none.
+        loopback: the network of this machine, if the other nodes are to reach this one at the loopback; else "".
     """
 
     run_id: str
@@ -27,6 +28,7 @@ class NodeConfig:
     limits: Limits
     lease_ttl_s: int
     host: str = ""
+    loopback: str = ""
 
 
 @dataclass(frozen=True)

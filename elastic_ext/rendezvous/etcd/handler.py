@@ -20,7 +20,7 @@ from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
-from elastic_ext.rendezvous import contract, drains, job_status
+from elastic_ext.rendezvous import contract, drains, job_status, run_id
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, Position
 from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.keys import JobKeys
@@ -153,6 +153,7 @@ class EtcdRendezvous(contract.Base):
             link_port=self._place.links.port if self.reaper_runs() else 0,
             silent=self._stores.silent(self.round),
             hosts_store=self._own_store is not None and self._own_store.hosted_here,
+            machine=run_id.machine(),
         )
 
     # While this node is in the job.

@@ -33,13 +33,33 @@ JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """The settings that must be the same on all nodes of a job."""
+    """The settings that must be the same on all nodes of a job. loopback: see `NodeConfig`; of the node that wrote them."""
 
     min_nodes: Count
     max_nodes: Count
+    loopback: str = ""
 
     def __str__(self) -> str:
         return f"--nnodes={self.min_nodes}:{self.max_nodes}"
+
+    def conflict(self, theirs: SharedSettings | str) -> str:
+        """Return why a node with these settings cannot take part in the job that has those; "" if it can.
+
+        theirs: a text says why they are of another version.
+        """
+        if isinstance(theirs, str) or (theirs.min_nodes, theirs.max_nodes) != (self.min_nodes, self.max_nodes):
+            seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self} here"
+            return (
+                f"another job with other settings is running under this --rdzv-id: {seen}; use another --rdzv-id, or the same "
+                "settings on all nodes"
+            )
+        # One that is reached at another address may be on the same machine nevertheless.
+        if theirs.loopback and self.loopback and theirs.loopback != self.loopback:
+            return (
+                "another host or container has begun this job, and its nodes would reach each other at the loopback, as "
+                "--rdzv-endpoint is there: set --rdzv-conf=address=INTERFACE or --local-addr on each node"
+            )
+        return ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class JobRecords:
         self._host = context.config.host
         self._refusal = context.keys.refusal(self._host)
         self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
-        self._mine = SharedSettings(limits.min_nodes, limits.max_nodes)
+        self._mine = SharedSettings(limits.min_nodes, limits.max_nodes, context.config.loopback)
         self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
@@ -109,7 +129,8 @@ class JobRecords:
             why = printable(refused.value.decode(errors="replace"))
             raise HostRefused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
-        if theirs is None or (theirs == self._mine and job is not None and not job.lease_id):
+        conflict = self._mine.conflict(theirs) if theirs is not None else ""
+        if theirs is None or (not conflict and job is not None and not job.lease_id):
             # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.
             lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
             if lease_id is None:
@@ -120,13 +141,9 @@ class JobRecords:
         found = JobSnapshot(lease_id, job_revision=job.mod_revision if job is not None else 0)
         if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
             found = dataclasses.replace(found, header=self._reader.header(header) or Header(), revision=header.mod_revision)
-        if theirs not in (None, self._mine):
+        if conflict:
             if not self._delete_abandoned(found):
-                seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self._mine} here"
-                raise UsageError(
-                    f"another job with other settings is running under this --rdzv-id: {seen}; "
-                    "use another --rdzv-id, or the same settings on all nodes"
-                )
+                raise UsageError(conflict)
             return None
         drain = drains.of_host(found.header, self._host)
         if drain is not None and not found.over:  # the node that was to leave is gone or going; this one comes in its place
@@ -172,11 +189,12 @@ class JobRecords:
         """
         job, header = (reading.kv for reading in self._client.txn([], [Get(self._keys.job), Get(self._keys.header)]).readings)
         theirs = self._settings_in(job)
-        if theirs not in (None, self._mine) and not self._is_of(header, name):
+        conflict = self._mine.conflict(theirs) if theirs is not None else ""
+        if conflict and not self._is_of(header, name):
             raise UsageError(
                 "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
-        if job is None or theirs != self._mine or not job.lease_id:  # without a lease it is not ours, and never expires
+        if job is None or theirs is None or conflict or not job.lease_id:  # without a lease it is not ours, and never expires
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:

@@ -7,6 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -164,6 +165,8 @@ class Leader:
     def _seal(self, view: View, action: Seal) -> None:
         client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id
         header, assignments = rounds.seal(view, action, secrets.token_hex(4))
+        for host in sorted(drains.ambiguous_hosts(view.nodes)):
+            _warn_of_name(host)
         puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
         for at in range(0, len(puts), OPS_PER_TXN):
             written = client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN])
@@ -191,6 +194,7 @@ class Leader:
             len(set(view.nodes) - drains.released(view.header)),
             rounds.reaches(view),
             hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
+            drains.ambiguous_hosts(view.nodes),
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
             self._reload()
@@ -213,6 +217,16 @@ class Leader:
         """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""
         self._header.read()
         self._members.load()
+
+
+@functools.cache
+def _warn_of_name(host: str) -> None:
+    """Log it once."""
+    logger.warning(
+        "several machines of this job are called %s: if one of them is bad, it cannot be kept out of the job by its name; "
+        "give each a name of its own (ELASTIC_EXT_NODE_NAME)",
+        host,
+    )
 
 
 LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure

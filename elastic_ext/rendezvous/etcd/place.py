@@ -27,7 +27,7 @@ from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import drains, run_id
-from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
 from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
@@ -198,7 +198,9 @@ def take_place(
     host = run_id.host_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
-    participant = Participant(client, dispatcher, NodeConfig(job, node_id, limits, settings.lease_ttl, host), notify, policy)
+    loopback = run_id.network() if is_loopback(address) else ""
+    config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback)
+    participant = Participant(client, dispatcher, config, notify, policy)
     fence = Fence(lambda: participant.lease, settings.lease_ttl, notify)
     records = Peers(client, JobKeys(job), RecordReader(), node_id, lambda: participant.lease[0])
     links = Links(job, node_id, listen_at(address), records, fence.give_up)

@@ -9,7 +9,7 @@ import pytest
 from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
-from elastic_ext.rendezvous.etcd.job_records import JobRecords, JobSnapshot
+from elastic_ext.rendezvous.etcd.job_records import JobRecords, JobSnapshot, SharedSettings
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.tasks import TaskRunner
 from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, encode
@@ -100,3 +100,13 @@ def test_a_job_that_has_nodes_is_not_deleted(world, start):
     assert start(client, "b", 2).over
     with pytest.raises(UsageError, match=r"--nnodes=2:2 there, --nnodes=3:3 here"):
         start(client, "b", 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [("", "", True), ("m/1", "m/1", True), ("m/1", "m/2", False), ("m/1", "", True), ("", "m/1", True)],
+)
+def test_nodes_do_not_meet_at_the_loopbacks_of_different_hosts(first, second, fits):
+    theirs, mine = SharedSettings(2, 2, first), SharedSettings(2, 2, second)
+    assert ("set --rdzv-conf=address=" not in mine.conflict(theirs)) is fits
+    assert bool(mine.conflict(theirs)) is not fits

@@ -38,6 +38,11 @@ class WarmStarts(Companion):
         """The function that torch asks for the process of each worker; None without standbys."""
         return self._pool.start if self._pool is not None else None
 
+    def await_first(self) -> None:
+        """Wait for the first standbys, if there are to be any."""
+        if self._pool is not None:
+            self._pool.await_first()
+
     def after_start(self, pids: Mapping[int, int]) -> frozenset[int]:
         """Count the workers that have been started; return the local ranks of those that were warm standbys."""
         if self._pool is None:

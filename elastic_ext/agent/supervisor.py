@@ -222,6 +222,8 @@ class Supervisor(TorchAgent):
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
         first = self._resume is None
         node_commands.check_health(self._settings)
+        if first and self._handler.trains_without_us():  # the others stop for this node: not before its workers are warm
+            self._companions.warm_starts.await_first()
         while True:
             with self._phase("rendezvous"):
                 super().join_round()

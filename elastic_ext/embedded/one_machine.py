@@ -266,6 +266,9 @@ class OneMachine(contract.Base):
     def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         self._max_restarts = max_restarts
 
+    def trains_without_us(self) -> bool:
+        return False
+
     def judge(self, report: Report) -> JobVerdict:
         """Return the verdict on the current round."""
         circumstances = judging.circumstances(self.settings, self._max_restarts, nodes=1, min_nodes=1)

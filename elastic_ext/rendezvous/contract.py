@@ -175,6 +175,9 @@ class Rendezvous(Protocol):
     def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         """Set what this node offers to a round, and the job's budget; the agent calls it before the first round."""
 
+    def trains_without_us(self) -> bool:
+        """Return whether the job trains, before this node has entered it; False if that is unknown."""
+
     @property
     def drain(self) -> Drain | None:
         """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""

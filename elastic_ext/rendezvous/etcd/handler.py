@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from elastic_ext.base import names
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import CallObserver, EtcdClient, Put
+from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
 from elastic_ext.rendezvous import contract, drains, job_status, run_id
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, Position
@@ -28,8 +29,10 @@ from elastic_ext.rendezvous.etcd.place import take_place
 from elastic_ext.rendezvous.etcd.round_part import EtcdRound
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.judging import AgentPolicy
-from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
 from elastic_ext.rendezvous.round_store import RoundStore, StoreConnector, serve
+
+logger = logging.getLogger(__name__)
 
 
 class OwnStore(Protocol):
@@ -93,6 +96,15 @@ class EtcdRendezvous(contract.Base):
     def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         self._workers, self._role = spec.local_world_size, spec.role
         self._policy.max_restarts = max_restarts
+
+    def trains_without_us(self) -> bool:
+        try:
+            found = self._participant.client.get(JobKeys(self.get_run_id()).header).kv
+        except EtcdError as error:
+            logger.debug("whether the job trains is unknown: %s", error)  # as it enters, this node will have to say more
+            return False
+        header = RecordReader().header(found) if found is not None else None
+        return header is not None and header.state is State.RUNNING
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; see `Place.await_round` for the exceptions."""

@@ -90,6 +90,10 @@ class StandbyPool:
             self._patient = self._thread.await_standbys(AWAIT_S)
         return bool(len(self._waiting))
 
+    def await_first(self) -> None:
+        """Wait, before this node enters a job that trains without it, until it would not hold that up."""
+        self._patient = self._thread.await_standbys(AWAIT_S)
+
     def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> Cold | None:
         command = [*self._spec.python, self._spec.bootstrap]
         if list(args[: len(command)]) != command:

@@ -24,6 +24,7 @@ from elastic_ext.workers.standby.modules import PreloadedModules
 from elastic_ext.workers.standby.rules import ColdReason, Learned
 from elastic_ext.workers.standby.spec import StandbySpec
 from tests import jobs
+from tests.embedded_server import EmbeddedServer
 from tests.failures.test_sources import memory_group
 from tests.jobs import PATIENT_AGENT as AGENT
 from tests.jobs import SCRIPTS, Finished, Gate, Job, children, command_of, open_files, run, wait_gone
@@ -59,6 +60,19 @@ def ready(workers: int, times: int = 1) -> "tuple[str, int]":
 
 
 # ---- warm
+
+
+@pytest.mark.full
+def test_a_node_joins_once_its_workers_are_warm(tmp_path):
+    """Until then the others train on."""
+    with EmbeddedServer() as store:
+        where = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=1:2", "--nproc-per-node=1"]
+        command = [*AGENT, *where, str(JOB), "plain", "1"]
+        with Job(command, tmp_path, **VERBOSE) as first:
+            first.wait_for(up(0))
+            with Job(command, tmp_path, **VERBOSE) as second:
+                assert [job.finish().returncode for job in (first, second)] == [0, 0], first.err + second.err
+                assert [each["warm"] for each in of_attempt(second.out, 1)] == [True]
 
 
 @pytest.mark.seam

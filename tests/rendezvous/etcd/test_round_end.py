@@ -63,7 +63,9 @@ def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     rendezvous, ended = object.__new__(EtcdRendezvous), []
     rendezvous._job_continues, rendezvous._timed_out, rendezvous.host, rendezvous.node_id = earlier, False, "h", "n"
     rendezvous.part = SimpleNamespace(continues=last, round=2)
-    rendezvous._participant = SimpleNamespace(header=Header(2, State.RUNNING), end_round=lambda *ending: ended.append(ending))
+    rendezvous._participant = SimpleNamespace(
+        header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given)
+    )
     rendezvous.set_closed()
     assert bool(ended) == closes
 

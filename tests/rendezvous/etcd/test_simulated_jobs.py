@@ -9,22 +9,28 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from elastic_ext.agent.verdicts import Verdicts, for_others
+from elastic_ext.base.errors import StorageAway
+from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.ledger import Ledger, decode_ledger, encode_ledger
+from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, encode_ledger
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
 from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
+from elastic_ext.rendezvous.etcd.header_record import closed
 from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.late_joins import WINDOW_S
-from elastic_ext.rendezvous.round_records import Assignment, Header, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import Limits
+from tests.participants import place_of
 from tests.rendezvous.etcd.random_jobs import REPORT, STEP, Agent, Job, Restarts, Stage
 from tests.simulation import KEYS, Client, Node, Operator, World, stored
 
@@ -330,7 +336,7 @@ def test_launches_of_one_round_are_charged_each():
         fail(few, "a")
         few.until_stored(lambda header: header.verdict)
         assert few.policy.judged[-1].charges == launch
-        few.nodes["a"].participant.end_round(1, State.CLOSED, "its agent leaves")
+        few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
         few.until_stored(lambda header: header.state is State.CLOSED)
         few.nodes["a"].leave()
         few.world.run(1.0)
@@ -638,6 +644,37 @@ def test_a_node_stands_still_beyond_its_lease():
         (2, State.RUNNING),
         (3, State.RUNNING),
     ]
+
+
+# A node closes the job.
+
+
+@pytest.mark.parametrize("error", [OSError("no such directory"), SystemExit(78), StorageAway("no answer")], ids=repr)
+def test_all_leave_with_the_code_of_the_node_that_closes_the_job(error):
+    few = Few("ab", Limits(2, 2, 0.0))
+    few.nodes["c"] = few.add("c")  # a spare
+    verdicts = Verdicts(Settings(), SimpleNamespace(round=1, node_id="a", host="a"))
+    away = isinstance(error, StorageAway)
+    verdict = for_others(verdicts.of_checkpoints(error) if away else verdicts.of_agent(error), "design")
+    few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", verdict), in_any_round=True)
+    few.world.until(lambda: all(node.participant.header.state is State.CLOSED for node in few.nodes.values()))
+    assert few.nodes["b"].part.over().kind is EndKind.CLOSED
+    for name, round_ in (("b", 1), ("c", 0)):
+        with pytest.raises(JobStopped) as stopped:
+            place_of(few.nodes[name].participant).await_round(round_, lambda verdict: None)
+        code = 75 if away else 78 if isinstance(error, SystemExit) else 1
+        assert (stopped.value.verdict.decision.exit_code, stopped.value.verdict.host) == (code, "a")
+        assert stopped.value.verdict.keeps_ledger == away
+
+
+def test_a_job_that_is_done_cannot_be_closed():
+    few = Few("ab")
+    for node in few.nodes.values():
+        node.part.done()
+    few.until_stored(lambda header: header.state is State.DONE)
+    few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
+    few.world.run(1.0)
+    assert few.headers()[-1] == (1, State.DONE)
 
 
 # Nodes that come late.

@@ -108,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _configure_logging()
     with usage_errors_exit():
         args = settle(parser().parse_args(argv))
+        plugin.check_host()  # before torch makes a directory for logs
     # A checkout that is not installed has no entry points; registering the same creator twice is fine.
     rendezvous_handler_registry.register(BACKEND, plugin.ext_c10d())
     try:

@@ -20,6 +20,7 @@ class NodeConfig:
         node_id: unique within the job, fit to be part of a key.
         lease_ttl_s: after this many seconds without a renewal, etcd drops the node.
         host: name by which a verdict may refuse this machine; "" if it has none.
+        own_store: the job has brought its store, which ends with it: whoever comes after its end has come too late.
     """
 
     run_id: str
@@ -27,6 +28,7 @@ class NodeConfig:
     limits: Limits
     lease_ttl_s: int
     host: str = ""
+    own_store: bool = False
 
 
 @dataclass(frozen=True)

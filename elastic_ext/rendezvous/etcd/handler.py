@@ -66,7 +66,8 @@ class EtcdRendezvous(contract.Base):
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
-        self._place = place = take_place(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
+        on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
+        self._place = place = take_place(params, settings, self._policy, on_event, on_wait, own_store is not None)
         self._participant, self.address = place.participant, place.address
         self._own_store = own_store
         if own_store is not None:

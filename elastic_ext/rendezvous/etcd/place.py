@@ -172,12 +172,14 @@ def take_place(
     policy: LeaderPolicy,
     on_event: Callable[[], None],
     on_wait: Callable[[], None],
+    own_store: bool,
 ) -> Place:
     """Connect, and begin the threads of this node; it enters the job with its first round.
 
     Args:
         on_event: called from any thread after `changed` is notified.
         on_wait: called while the main thread waits; it may raise.
+        own_store: see NodeConfig.
 
     Raises:
         UsageError: no run id, or etcd is unusable with these settings; the message says why.
@@ -196,7 +198,8 @@ def take_place(
     host = run_id.host_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
-    participant = Participant(client, dispatcher, NodeConfig(job, node_id, limits, settings.lease_ttl, host), notify, policy)
+    config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, own_store)
+    participant = Participant(client, dispatcher, config, notify, policy)
     fence = Fence(lambda: participant.lease, settings.lease_ttl, notify)
     records = Peers(client, JobKeys(job), RecordReader(), node_id, lambda: participant.lease[0])
     links = Links(job, node_id, listen_at(address), records, fence.give_up)

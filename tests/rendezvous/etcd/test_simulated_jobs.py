@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, encode_ledger
 from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
 from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
@@ -60,9 +62,9 @@ class Few:
         if joined:
             self.until_round(1)
 
-    def add(self, name: str) -> Node:
-        """Let a node enter."""
-        node = Node(self.world, name, self.limits, TTL_S, self.policy)
+    def add(self, name: str, **more: Any) -> Node:
+        """Let a node enter. more: of its NodeConfig."""
+        node = Node(self.world, name, self.limits, TTL_S, self.policy, **more)
         node.ready(0)
         self.world.until(lambda: node.participant.registration.created)
         return node
@@ -678,6 +680,28 @@ def test_a_job_that_is_done_cannot_be_closed():
 
 
 # Nodes that come late.
+
+
+@pytest.mark.parametrize(
+    ("own_store", "comes", "round_"), [(True, 0, 0), (True, 1, 0), (True, 2, 0), (False, 0, 0), (False, 1, 0), (False, 2, 1)]
+)
+def test_a_spare_runs_no_job_again_that_is_done(own_store, comes, round_):
+    """comes: while it runs, while its node is about to leave, or after that: in a store of others, that begins the next job."""
+    few = Few("a", Limits(1, 1, 0.0), joined=False)
+    few.until_round(1, "a")
+    spare = few.add("b", own_store=own_store) if comes == 0 else None
+    few.nodes["a"].part.done()
+    few.until_stored(lambda header: header.state is State.DONE)
+    if comes == 2:
+        few.nodes["a"].leave()
+        few.world.run(1.0)
+    spare = spare or few.add("b", own_store=own_store)
+    few.nodes["a"].leave()
+    few.world.run(2 * TTL_S)
+    assert spare.round == round_
+    if not round_:
+        with pytest.raises(JobDone):
+            place_of(spare.participant).await_round(0, lambda verdict: None)
 
 
 def test_spares_write_nothing_when_a_round_ends():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from elastic_ext.rendezvous.contract import Patience
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.place import Place
 from elastic_ext.rendezvous.etcd.round_part import EtcdRound
@@ -16,9 +17,14 @@ class NoFence:
     closed, stop_by = False, None
 
 
+def place_of(participant: Participant) -> Place:
+    """Return the node's place in the job; it waits for no round longer than a moment."""
+    changed = threading.Condition()
+    return Place("127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, changed, lambda: None)
+
+
 def part_of(participant: Participant, joined: tuple[Header, Assignment] | None = None) -> EtcdRound:
     """Return the node's part in a round that it has joined; by default that in which it is."""
     joined = joined or participant.joined
     assert joined is not None
-    place = Place("127.0.0.1", None, participant, None, NoFence(), None, threading.Condition(), lambda: None)
-    return EtcdRound(place, *joined, 1, None)
+    return EtcdRound(place_of(participant), *joined, 1, None)

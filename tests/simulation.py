@@ -483,14 +483,15 @@ class Node:
     """
 
     def __init__(
-        self, world: World, name: str, limits: Limits, ttl_s: int = 10, policy: LeaderPolicy | None = None, host: str = ""
+        self, world: World, name: str, limits: Limits, ttl_s: int = 10, policy: LeaderPolicy | None = None, **more: Any
     ) -> None:
+        """more: of its NodeConfig."""
         self.world, self.name = world, name
         self.process = Process()
         self.client = Client(world, self.process)
         self.agent = Lane(world, self.process)
         self.lane = Lane(world, self.process)
-        config = NodeConfig("job", name, limits, ttl_s, host or name)
+        config = NodeConfig("job", name, limits, ttl_s, **{"host": name, **more})
         self.participant = Participant(self.client, self.lane, config, self._changed, policy)  # type: ignore[arg-type]
         self.headers: list[Header] = []
 

@@ -81,6 +81,15 @@ def settle(args: Namespace) -> Namespace:
     return args
 
 
+def _refuse_completion(argv: Sequence[str]) -> None:
+    """Raise UsageError for an option of newer versions of torch, whose output would be for the command `python`."""
+    if argv and argv[0].partition("=")[0] == "--print-completion":
+        raise UsageError(
+            "--print-completion: a shell completes a command by its name, and `python -m` gives this one none; expected "
+            "`torchrun --print-completion SHELL` of a newer torch, which has the same options"
+        )
+
+
 def _settle_place(args: Namespace) -> None:
     """Tell a job on this machine alone from one whose nodes meet where an operator says (see `address.endpoint_of`)."""
     if os.environ.get("PET_MASTER_ADDR") and str(args.nnodes).rpartition(":")[2] != "1":
@@ -107,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     descriptors.open_standard()
     _configure_logging()
     with usage_errors_exit():
+        _refuse_completion(sys.argv[1:] if argv is None else argv)
         args = settle(parser().parse_args(argv))
+        plugin.check_host()  # before torch makes a directory for logs
     # A checkout that is not installed has no entry points; registering the same creator twice is fine.
     rendezvous_handler_registry.register(BACKEND, plugin.ext_c10d())
     try:

@@ -25,12 +25,12 @@ from typing import NoReturn
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import redacted, shown
-from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
+from elastic_ext.failures.policy import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,16 @@ class FailuresWithCode(dict[int, ProcessFailure]):
 
 
 USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
-# Exceptions that end a job without a verdict.
-_ERROR_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
+# Exceptions that end a job without a verdict. One that closes a job says why, unless another agent than ours has closed it.
+_ERROR_CODES = (
+    (NodeRefused, EX_NODE),
+    (RendezvousTimeoutError, EX_TRY_AGAIN),
+    (RendezvousConnectionError, EX_TRY_AGAIN),
+    (RendezvousClosedError, EX_FAILED),
+)
 
 # Of these the message says all; a traceback through torch's launcher would bury it.
-_ONE_LINE = (RendezvousTimeoutError, RendezvousConnectionError)
+_ONE_LINE = (RendezvousTimeoutError, RendezvousConnectionError, RendezvousClosedError)
 
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "elastic_ext.agent.__main__")  # as `python -m` names them
 

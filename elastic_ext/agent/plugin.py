@@ -7,11 +7,12 @@ here may import torch, or anything slow, before a creator is called.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastic_ext.base import log_records
-from elastic_ext.base.errors import usage_errors_exit
+from elastic_ext.base.errors import UsageError, usage_errors_exit
 from elastic_ext.workers import descriptors
 
 if TYPE_CHECKING:
@@ -86,6 +87,22 @@ def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     return _create(params, handler_class)
 
 
+def check_host() -> None:
+    """Raise UsageError if this host lacks what every job needs: /proc, and a directory for temporary files."""
+    nothing = "nothing was started"
+    if not os.path.isdir("/proc/self/fd"):
+        raise UsageError(
+            "/proc/self/fd does not exist; expected /proc to be mounted, where the agent finds its workers; run "
+            f"`mount -t proc proc /proc`, or start the container with it; {nothing}"
+        )
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{error.strerror}; expected one with room that this user may write to; set TMPDIR; {nothing}"
+        ) from error
+
+
 def _create(
     params: RendezvousParameters, handler_class: Callable[[], Handler], begin: Callable[[Settings], None] = lambda settings: None
 ) -> RendezvousHandler:
@@ -93,6 +110,7 @@ def _create(
     descriptors.open_standard()
     log_records.install()
     with usage_errors_exit():
+        check_host()
         from elastic_ext.base import settings
 
         known = settings.read(params.config, os.environ)

@@ -82,7 +82,7 @@ class Supervisor(TorchAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
-        with descriptors.raised(), taken_for_sigterm(slurm.notices(os.environ)), ExitStack() as stack:
+        with descriptors.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
@@ -12,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from elastic_ext.agent import exits, node_commands, report
 from elastic_ext.base import kinds
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
-from elastic_ext.base.kinds import Kind
+from elastic_ext.base.kinds import Kind, Response
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import ledger, policy
@@ -58,6 +60,12 @@ class Verdicts:
         reason = "a worker slept in the kernel for longer than the limit; this host may need a reboot"
         return self._node_stop(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
+    def of_agent(self, error: BaseException) -> JobVerdict:
+        """Return a stop because this agent has failed. The others get its exit code: nobody else knows why the job ended."""
+        code = error.code if isinstance(error, SystemExit) else None
+        reason = f"the agent failed: {type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
+        return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent")
+
     def _node_stop(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
         """Return a stop of this node alone. code: the exit code of the preset "design"."""
         return self._job_verdict(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
@@ -66,6 +74,15 @@ class Verdicts:
         return JobVerdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
 
     # The end of this agent.
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Leave the other nodes the verdict of an error that ends this agent, in case it closes the job."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self._handler.closing = self.of_agent(error)
+            raise
 
     def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
         """Publish the verdict and return the result of the agent.
@@ -111,8 +128,21 @@ class Verdicts:
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
+        self._handler.closing = for_others(verdict, self._settings.exit_codes)
         exits.set_verdict_code(code)
         exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
         if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
             node_commands.tell_of_bad_node(self._settings, self._handler.host, decision.reason)
         return code
+
+
+def for_others(verdict: JobVerdict, preset: str) -> JobVerdict:
+    """Return what the other nodes do if this one closes the job for its own verdict. preset: a key of policy.EXIT_CODES.
+
+    Where only the host of this node is to be replaced, they are to be started again. Then the job's ledger is kept.
+    """
+    again = policy.exit_code_for(policy.EX_TRY_AGAIN, preset)
+    ill = policy.exit_code_for(policy.EX_NODE, preset)
+    if verdict.decision.response is not None or verdict.decision.exit_code not in (again, ill):
+        return verdict
+    return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=Response.REQUEUE))

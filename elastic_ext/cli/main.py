@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import EX_CONFIG, UsageError
@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         their own (their MEANINGS).
     """
     log_records.install()
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         return int(args.run(args))
     except UsageError as error:
         print_error(str(error))
@@ -49,6 +49,12 @@ def command() -> NoReturn:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` to the function that runs it."""
     options = _Parser(prog="elastic-ext", description="Tools for jobs that run under elastic_ext.")
+    options.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print what this shell needs to complete the commands; needs shtab",
+    )
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
     explain.add_command(commands)
     status.add_command(commands)
@@ -74,6 +80,28 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints the completions for a shell, and exits. Raises UsageError."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None) -> None:
+        try:
+            import shtab
+        except ImportError as error:
+            raise UsageError(f"--print-completion needs shtab: pip install 'elastic_ext[completion]' ({error})") from error
+        _complete_paths(parser, {"FILE": shtab.FILE, "EVENTS": shtab.FILE, "DIR": shtab.DIRECTORY})
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
+def _complete_paths(parser: argparse.ArgumentParser, by_metavar: Mapping[str, object]) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                _complete_paths(each, by_metavar)
+        elif isinstance(action.metavar, str) and action.metavar in by_metavar:
+            action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]  # shtab's way to say so
 
 
 def _doctor(args: argparse.Namespace) -> int:

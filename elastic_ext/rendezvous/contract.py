@@ -137,6 +137,7 @@ class Rendezvous(Protocol):
         host, node_id: this machine's name; this agent's unique name within the job.
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
         part: this node's part in the current round.
+        closing: what the other nodes do if this one closes the job; our agent sets it when it fails. None: nothing is known.
         on_event: called from any thread when `part.over` or `part.save_wanted` may have changed; our agent sets it.
         on_verdict: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
             agent sets it.
@@ -150,6 +151,7 @@ class Rendezvous(Protocol):
     address: str
     host: str
     node_id: str
+    closing: JobVerdict | None
     on_event: Callable[[], None]
     on_verdict: Callable[[JobVerdict], None]
     on_wait: Callable[[], None]
@@ -234,6 +236,7 @@ class Base(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's t
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
+        self.closing: JobVerdict | None = None
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.on_event: Callable[[], None] = lambda: None
         self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from elastic_ext.agent import exits
+from elastic_ext.agent.verdicts import for_others
+from elastic_ext.failures.ledger import JobVerdict, decode_verdict, encode_verdict
+from elastic_ext.failures.policy import Action, Decision
 
 NO_ROOM = """
 import resource, sys
@@ -47,6 +51,26 @@ def test_the_exit_code_of_a_signal(monkeypatch, number, code):
     monkeypatch.setattr(exits, "_verdict_code", None)
     monkeypatch.setattr(exits, "_preset", "design")
     assert exits.exit_code_of(SignalException("told", signal.Signals[number])) == code
+
+
+@pytest.mark.parametrize(
+    ("preset", "code", "others"),
+    [("design", 69, 75), ("design", 75, 75), ("design", 65, 65), ("stock", 1, 1), ("kubeflow", 197, 203)],
+)
+def test_what_the_other_nodes_do_when_one_closes_the_job(preset, code, others):
+    own = JobVerdict(Decision(Action.STOP, "unknown", "why", code), 2, "a", "a")
+    told = decode_verdict(encode_verdict(for_others(own, preset)))
+    assert (told.decision.exit_code, told.decision.reason, told.ends_job) == (others, "why", True)
+
+
+def test_a_job_closed_without_a_word_ends_with_one_line(monkeypatch, capsys):
+    """As by an agent other than ours."""
+    ended = []
+    monkeypatch.setattr(exits, "_preset", "design")
+    monkeypatch.setattr(exits, "end", ended.append)
+    exits._hook(RendezvousClosedError, RendezvousClosedError("the job j is over: h closed the job"), None)
+    assert ended == [1]
+    assert capsys.readouterr().err == "elastic_ext: the job j is over: h closed the job\n"
 
 
 @pytest.mark.full

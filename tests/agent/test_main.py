@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from torch.distributed.run import get_args_parser
 
-from elastic_ext.agent import __main__
+from elastic_ext.agent import __main__, plugin
 from elastic_ext.base.errors import UsageError
 from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, environment, run
 from tests.until import LIMIT_S, until
@@ -48,6 +48,32 @@ def test_pet_variables_win_over_our_defaults(monkeypatch):
 def test_no_limit_becomes_a_setting():
     args = settled("--max-restarts=-1", "--rdzv-conf=stop_grace=1")
     assert (args.max_restarts, args.rdzv_conf) == (0, "stop_grace=1,max_restarts=-1")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("/proc/self/fd", "run `mount -t proc proc /proc`"), ("temporary", r"No usable temporary directory found in \['/no/such'")],
+)
+def test_a_host_without_what_every_job_needs(monkeypatch, lacks, said):
+    plugin.check_host()
+    monkeypatch.setattr(plugin.os.path, "isdir", lambda path: path != lacks)
+    monkeypatch.setattr(plugin.tempfile, "tempdir", None)
+    if lacks == "temporary":
+        monkeypatch.setattr(plugin.tempfile, "_candidate_tempdir_list", lambda: ["/no/such"])
+    with pytest.raises(UsageError, match=f"{said}.*; nothing was started"):
+        plugin.check_host()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts over /proc in a mount namespace of its own, which only root may")
+@pytest.mark.parametrize("command", [AGENT, EXT], ids=["agent", "torchrun"])
+def test_without_proc_one_line_says_so(tmp_path, command):
+    (tmp_path / "script.py").touch()
+    shell = f"mount -t tmpfs none /proc && exec {shlex.join([*command, 'script.py'])}"
+    job = run(["unshare", "--mount", "bash", "-c", shell], tmp_path, forks=False)
+    assert job.returncode == 78, job.all
+    (line,) = job.err.splitlines()
+    assert line.startswith("elastic_ext: /proc/self/fd does not exist; expected /proc to be mounted")
 
 
 @pytest.mark.parametrize(

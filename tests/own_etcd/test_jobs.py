@@ -169,6 +169,17 @@ def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
             assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
 
 
+def test_a_spare_that_comes_as_the_job_ends_does_not_run_it_again(tmp_path):
+    """The etcd of two hosts serves only once both are there. By then the other agent has done all in less than a second."""
+    needs("ip")
+    (tmp_path / "short.py").write_text("print('ran', flush=True)")
+    with hosts_of(tmp_path, 2) as (job, hosts):
+        agents = [job.start("1", "short.py", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        ended = [agent.finish() for agent in agents]
+        assert [each.returncode for each in ended] == [0, 0], ended[1].err
+        assert "".join(each.out for each in ended) == "ran\n"
+
+
 def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
     """Then a second one of the first three is lost, and nothing is left."""
     needs("ip")

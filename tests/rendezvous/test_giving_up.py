@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -66,3 +67,20 @@ def test_the_node_that_has_started_the_store_gives_up_alone_and_the_store_stays(
         wait_for_nodes(place, 2)
         assert_gave_up(host.finish(), "no round was formed in 15 s (join_timeout), --nnodes=3:4")
         assert_trains_with_two_more(stack, tmp_path, place, patient, clients)
+
+
+@pytest.mark.full
+def test_an_agent_that_fails_closes_the_job_and_all_leave_with_one_code(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import time\ntime.sleep(60)\n")
+    options = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2:2"]
+    with ExitStack() as stack:
+        ill = stack.enter_context(Job([*TORCHRUN, *options, "--redirects=3", "--log-dir=logs", "script.py"], tmp_path))
+        wait_for_nodes(store, 1)
+        (tmp_path / "logs").rmdir()
+        (tmp_path / "logs").touch()
+        well = stack.enter_context(Job([*TORCHRUN, *options, "--rdzv-conf=verdict_file=verdict", "script.py"], tmp_path))
+        done, closed = well.finish(), ill.finish()
+    assert (done.returncode, closed.returncode) == (1, 1), done.err
+    assert "elastic_ext: stop: the agent failed: FileExistsError: [Errno 17] File exists: 'logs' on " in done.err
+    assert "RendezvousClosedError" not in done.err
+    assert json.loads((tmp_path / "verdict").read_text())["decision"]["exit_code"] == 1

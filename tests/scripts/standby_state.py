@@ -21,18 +21,15 @@ status = dict(line.split(":", 1) for line in read("/proc/self/status").splitline
 
 handlers = {number.name: str(signal.getsignal(number)).partition(" at ")[0] for number in signal.Signals}
 told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
-different = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER",
-             "ELASTIC_EXT_LAUNCH")  # fmt: skip
-shown = [each for each in read("/proc/self/environ").split("\0") if each and each.partition("=")[0] not in different]
 state = {
     "argv": sys.argv,
     "orig_argv": sys.orig_argv,
     "flags": str(sys.flags),
     "path": sys.path,
     "cwd": os.getcwd(),
-    "env": {name: value for name, value in os.environ.items() if name not in different},
+    "env": dict(os.environ),
     "told": sorted(told.keys() - {"modules"}),
-    "shown": sorted(each for each in shown if not each.startswith("ELASTIC_EXT_STANDBY")),
+    "shown": dict(each.split("=", 1) for each in read("/proc/self/environ").split("\0") if each),
     "cmdline": read("/proc/self/cmdline").split("\0"),
     "signals": [status[name].strip() for name in ("SigBlk", "SigIgn")],
     "handlers": handlers,

@@ -23,6 +23,7 @@ from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
 from elastic_ext.rendezvous import contract, drains, job_status, run_id
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, Position
+from elastic_ext.rendezvous.etcd.header_record import closed
 from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.place import take_place
@@ -69,7 +70,8 @@ class EtcdRendezvous(contract.Base):
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
-        self._place = place = take_place(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
+        on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
+        self._place = place = take_place(params, settings, self._policy, on_event, on_wait, own_store is not None)
         self._participant, self.address = place.participant, place.address
         self._own_store = own_store
         if own_store is not None:
@@ -228,8 +230,8 @@ class EtcdRendezvous(contract.Base):
         drain = self.drain
         concluded = self._job_continues if self.part.continues is None else self.part.continues
         continues = self._timed_out or concluded or (drain is not None and drain.released)
-        if self._participant.header.state is not State.DONE and not continues:
-            self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
+        if not continues:
+            self._participant.change_header(self.round, lambda header: closed(header, self.host, self.closing), in_any_round=True)
 
     def shutdown(self) -> bool:
         if not self._left:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from elastic_ext.etcd import Compare, EtcdClient, Event, Get, Put, TxnResult, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.failures.ledger import JobVerdict, encode_verdict
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext, Outage
 from elastic_ext.rendezvous.etcd.job_records import JobSnapshot
@@ -47,6 +48,13 @@ def swap(
 def with_save(header: Header, reason: str) -> Header:
     """Return the header with one more save on demand."""
     return dataclasses.replace(header, save=header.save + 1, reason=f"save requested: {reason}")
+
+
+def closed(header: Header, by: str, verdict: JobVerdict | None) -> Header:
+    """Return the header of a job that a node closes. by: its host. verdict: what the others do; None: nothing is known."""
+    told = encode_verdict(dataclasses.replace(verdict, round=header.round)) if verdict is not None else header.verdict
+    why = f": {verdict.decision.reason}" if verdict is not None else ""
+    return dataclasses.replace(header, state=State.CLOSED, reason=f"{by} closed the job{why}", end=None, verdict=told)
 
 
 class Listener(Protocol):
@@ -180,12 +188,12 @@ class HeaderRecord:
         logger.warning("the store had lost the records of the job; wrote round %s again", self.value.round)
 
     def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
-        """Write the result of `change` while that round runs. in_any_round: while the job is not closed.
+        """Write the result of `change` while that round runs. in_any_round: while the job is not over.
 
         Raises:
             LostRace: the header in etcd has changed in a way that this node cannot see; the caller must try again.
         """
-        while self.value.state is not State.CLOSED and (in_any_round or self._runs(round_)):
+        while self.value.state not in (State.CLOSED, State.DONE) and (in_any_round or self._runs(round_)):
             before = self.revision
             if self.write(change(self.value)):
                 return

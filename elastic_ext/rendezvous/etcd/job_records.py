@@ -90,6 +90,7 @@ class JobRecords:
         self._reader = context.reader
         self._host = context.config.host
         self._refusal = context.keys.refusal(self._host)
+        self._own_store = context.config.own_store
         self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
         self._mine = SharedSettings(limits.min_nodes, limits.max_nodes, context.config.loopback)
         self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
@@ -112,13 +113,18 @@ class JobRecords:
     def read_or_create(self) -> JobSnapshot:
         """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
 
+        A job that is done in a store of its own is not followed by another: a node that comes then is a spare that is late.
+
         Raises:
             HostRefused: this host may not come back yet.
             UsageError: another job, with other settings or of another version, runs under this run id.
         """
         while True:
             found = self._read()
-            if found is not None and not (found.over and self._delete_abandoned(found)):
+            if found is None:
+                continue
+            late = self._own_store and found.header.state is State.DONE
+            if late or not (found.over and self._delete_abandoned(found)):
                 return found
 
     def _read(self) -> JobSnapshot | None:

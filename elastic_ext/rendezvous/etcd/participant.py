@@ -129,13 +129,11 @@ class Participant:
         self.tasks.post(lambda: self.registration.update(change))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
-        """Break round `round_`, or close the job, for all nodes."""
-        self.change_header(
-            round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=None), state is State.CLOSED
-        )
+        """End round `round_` for all nodes."""
+        self.change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=None))
 
     def change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
-        """Change the header while that round runs. in_any_round: while the job is not closed."""
+        """Change the header while that round runs. in_any_round: while the job is not over."""
         self.tasks.post(lambda: self.header_record.update(round_, change, in_any_round))
 
     def offer(self, seal: str, rank: int, text: str) -> None:

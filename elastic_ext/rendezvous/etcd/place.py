@@ -173,12 +173,14 @@ def take_place(
     policy: LeaderPolicy,
     on_event: Callable[[], None],
     on_wait: Callable[[], None],
+    own_store: bool,
 ) -> Place:
     """Connect, and begin the threads of this node; it enters the job with its first round.
 
     Args:
         on_event: called from any thread after `changed` is notified.
         on_wait: called while the main thread waits; it may raise.
+        own_store: see NodeConfig.
 
     Raises:
         UsageError: no run id, or etcd is unusable with these settings; the message says why.
@@ -199,7 +201,7 @@ def take_place(
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
     loopback = run_id.network() if is_loopback(address) else ""
-    config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback)
+    config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)
     fence = Fence(lambda: participant.lease, settings.lease_ttl, notify)
     records = Peers(client, JobKeys(job), RecordReader(), node_id, lambda: participant.lease[0])

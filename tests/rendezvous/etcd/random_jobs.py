@@ -76,7 +76,7 @@ class Agent(Node):
 
     def __init__(self, world: World, name: str, limits: Limits, agents: list[Agent] | None = None) -> None:
         """agents: all of the job; this one is added to them."""
-        super().__init__(world, name, limits, TTL_S, Restarts(), drains.host_of(name))
+        super().__init__(world, name, limits, TTL_S, Restarts(), host=drains.host_of(name))
         self._agents = agents if agents is not None else []
         self._agents.append(self)
         self.stage = Stage.WAITING

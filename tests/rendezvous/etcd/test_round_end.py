@@ -1,14 +1,17 @@
 """How a round has ended, by the newest header that a node of it knows."""
 
+import dataclasses
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
-from elastic_ext.rendezvous.etcd.round_part import round_end
-from elastic_ext.rendezvous.round_records import Header, State
+from elastic_ext.rendezvous.etcd.round_part import EtcdRound, round_end
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import STALLED
+from tests.participants import place_of
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,28 @@ def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     rendezvous, ended = object.__new__(EtcdRendezvous), []
     rendezvous._job_continues, rendezvous._timed_out, rendezvous.host, rendezvous.node_id = earlier, False, "h", "n"
     rendezvous.part = SimpleNamespace(continues=last, round=2)
-    rendezvous._participant = SimpleNamespace(header=Header(2, State.RUNNING), end_round=lambda *ending: ended.append(ending))
+    rendezvous._participant = SimpleNamespace(
+        header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given)
+    )
     rendezvous.set_closed()
     assert bool(ended) == closes
+
+
+def test_nodes_wait_without_limit_for_those_that_finish_later(monkeypatch):
+    """Whatever torch's exit barrier is told, a node that left before the others would be a lost one."""
+    monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "0")
+    header = Header(1, State.RUNNING, 2, 2, seal="s")
+    participant = SimpleNamespace(header=header, failure=None, update=lambda change: None)
+    limits = []
+
+    class Looked(threading.Condition):
+        def wait(self, timeout=None):
+            limits.append(timeout)
+            participant.header = dataclasses.replace(header, state=State.DONE if len(limits) == 1000 else State.RUNNING)
+
+    place = dataclasses.replace(place_of(participant), changed=Looked())
+    assert EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1, None).await_all_done()
+    assert set(limits) == {None}
 
 
 def test_before_the_first_round():

@@ -9,22 +9,30 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elastic_ext.agent.verdicts import Verdicts, for_others
+from elastic_ext.base.errors import StorageAway
+from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.ledger import Ledger, decode_ledger, encode_ledger
+from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, encode_ledger
 from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
 from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
+from elastic_ext.rendezvous.etcd.header_record import closed
 from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.late_joins import WINDOW_S
-from elastic_ext.rendezvous.round_records import Assignment, Header, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import Limits
+from tests.participants import place_of
 from tests.rendezvous.etcd.random_jobs import REPORT, STEP, Agent, Job, Restarts, Stage
 from tests.simulation import KEYS, Client, Node, Operator, World, stored
 
@@ -54,9 +62,9 @@ class Few:
         if joined:
             self.until_round(1)
 
-    def add(self, name: str) -> Node:
-        """Let a node enter."""
-        node = Node(self.world, name, self.limits, TTL_S, self.policy)
+    def add(self, name: str, **more: Any) -> Node:
+        """Let a node enter. more: of its NodeConfig."""
+        node = Node(self.world, name, self.limits, TTL_S, self.policy, **more)
         node.ready(0)
         self.world.until(lambda: node.participant.registration.created)
         return node
@@ -330,7 +338,7 @@ def test_launches_of_one_round_are_charged_each():
         fail(few, "a")
         few.until_stored(lambda header: header.verdict)
         assert few.policy.judged[-1].charges == launch
-        few.nodes["a"].participant.end_round(1, State.CLOSED, "its agent leaves")
+        few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
         few.until_stored(lambda header: header.state is State.CLOSED)
         few.nodes["a"].leave()
         few.world.run(1.0)
@@ -640,7 +648,60 @@ def test_a_node_stands_still_beyond_its_lease():
     ]
 
 
+# A node closes the job.
+
+
+@pytest.mark.parametrize("error", [OSError("no such directory"), SystemExit(78), StorageAway("no answer")], ids=repr)
+def test_all_leave_with_the_code_of_the_node_that_closes_the_job(error):
+    few = Few("ab", Limits(2, 2, 0.0))
+    few.nodes["c"] = few.add("c")  # a spare
+    verdicts = Verdicts(Settings(), SimpleNamespace(round=1, node_id="a", host="a"))
+    away = isinstance(error, StorageAway)
+    verdict = for_others(verdicts.of_checkpoints(error) if away else verdicts.of_agent(error), "design")
+    few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", verdict), in_any_round=True)
+    few.world.until(lambda: all(node.participant.header.state is State.CLOSED for node in few.nodes.values()))
+    assert few.nodes["b"].part.over().kind is EndKind.CLOSED
+    for name, round_ in (("b", 1), ("c", 0)):
+        with pytest.raises(JobStopped) as stopped:
+            place_of(few.nodes[name].participant).await_round(round_, lambda verdict: None)
+        code = 75 if away else 78 if isinstance(error, SystemExit) else 1
+        assert (stopped.value.verdict.decision.exit_code, stopped.value.verdict.host) == (code, "a")
+        assert stopped.value.verdict.keeps_ledger == away
+
+
+def test_a_job_that_is_done_cannot_be_closed():
+    few = Few("ab")
+    for node in few.nodes.values():
+        node.part.done()
+    few.until_stored(lambda header: header.state is State.DONE)
+    few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
+    few.world.run(1.0)
+    assert few.headers()[-1] == (1, State.DONE)
+
+
 # Nodes that come late.
+
+
+@pytest.mark.parametrize(
+    ("own_store", "comes", "round_"), [(True, 0, 0), (True, 1, 0), (True, 2, 0), (False, 0, 0), (False, 1, 0), (False, 2, 1)]
+)
+def test_a_spare_runs_no_job_again_that_is_done(own_store, comes, round_):
+    """comes: while it runs, while its node is about to leave, or after that: in a store of others, that begins the next job."""
+    few = Few("a", Limits(1, 1, 0.0), joined=False)
+    few.until_round(1, "a")
+    spare = few.add("b", own_store=own_store) if comes == 0 else None
+    few.nodes["a"].part.done()
+    few.until_stored(lambda header: header.state is State.DONE)
+    if comes == 2:
+        few.nodes["a"].leave()
+        few.world.run(1.0)
+    spare = spare or few.add("b", own_store=own_store)
+    few.nodes["a"].leave()
+    few.world.run(2 * TTL_S)
+    assert spare.round == round_
+    if not round_:
+        with pytest.raises(JobDone):
+            place_of(spare.participant).await_round(0, lambda verdict: None)
 
 
 def test_spares_write_nothing_when_a_round_ends():

@@ -18,7 +18,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from elastic_ext.agent import launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.standby import client, memory, protocol, rules
+from elastic_ext.workers.hangs import flight_recorder
+from elastic_ext.workers.standby import client, import_checks, memory, protocol, rules
 from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.modules import PreloadedModules
 from elastic_ext.workers.standby.rules import ColdReason, Learned
@@ -123,6 +124,31 @@ def test_a_standby_is_bound_to_processors_as_numactl_does_it(tmp_path, numactl):
     assert not set(used[0]) & set(used[1])
 
 
+OF_A_JOB = frozenset({
+    *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER"),
+    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", flight_recorder.PIPE_FILE, *flight_recorder.DUMP_FILES),
+})  # fmt: skip
+"""Variables whose values no two jobs have in common."""
+
+
+def comparable(state: "dict") -> "dict":
+    """Return what a worker sees of its process (standby_state.py) without what is of its job."""
+    return {
+        part: {name: value for name, value in found.items() if name not in OF_A_JOB} if part in ("env", "shown") else found
+        for part, found in state.items()
+    }
+
+
+def test_what_a_build_with_nccl_adds_is_of_the_job_and_read_by_no_import(tmp_path):
+    added = [flight_recorder.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
+    assert len(added[0].variables) == 3
+    assert added[0].variables.keys() <= import_checks.PER_WORKER
+    on, off = (comparable({"env": {"A": "b", **each.variables}, "shown": each.variables}) for each in added)
+    assert on == off == {"env": {"A": "b"}, "shown": {}}
+    for each in added:
+        each.close()
+
+
 def assert_alike(tmp_path: Path, agent: "list[str]") -> "list[dict]":
     """What two workers see that were started by standbys, which is what they see when they were not."""
     found = {}
@@ -140,10 +166,9 @@ def assert_alike(tmp_path: Path, agent: "list[str]") -> "list[dict]":
         found[setting] = sorted((each for each in told if each["attempt"] == 1), key=lambda each: each["state"]["env"]["RANK"])
     for warm, cold in zip(found["on"], found["off"], strict=True):
         assert (warm["many"], cold["many"]) == (True, False)
-        warm["state"]["env"].pop("ELASTIC_EXT_STANDBY")
-        cold["state"]["env"].pop("ELASTIC_EXT_STANDBY")
-        for part in cold["state"]:
-            assert warm["state"][part] == cold["state"][part], part
+        one, other = comparable(warm["state"]), comparable(cold["state"])
+        for part in other:
+            assert one[part] == other[part], part
     for one, other in zip(found["on"][0]["chance"], found["on"][1]["chance"], strict=True):
         assert one != other
     return found["on"]

@@ -297,7 +297,7 @@ def _save(args: argparse.Namespace) -> int:
     from elastic_ext.rendezvous.etcd.save_request import save
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
-        done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
+        done = save(client, args.rdzv_id, args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")
         return EX_TRY_AGAIN

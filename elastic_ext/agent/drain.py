@@ -247,7 +247,7 @@ class DrainWatch(Companion):
         this.last = decided
         if decided.step is Step.ASK:
             this.asked = True
-            self._job.part.request_save(f"{self._job.host} is to leave: {this.drain.reason}")
+            self._job.part.request_save()
         elif decided.step is Step.GO:
             self._job.part.report_ready_to_leave(this.drain.number, this.step(workers))
             this.close()

@@ -63,7 +63,7 @@ class HangHandling(Companion):
             progress = workers.read_progress()
             if progress and all(each.asks_for_saves for each in progress):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
-                self._handler.part.request_save(f"the workers on {self._handler.host} may hang")
+                self._handler.part.request_save()
         if assessment.stalled or stalled_before:
             self._handler.part.report_stall(assessment.stalled)
         if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):

@@ -8,18 +8,15 @@ agent lives: the agent holds it from before there are copies, and the kernel let
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import glob
 import logging
 import os
 import shutil
-import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from elastic_ext.agent import launch
+from elastic_ext.base import files
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.in_memory import NONE_SAVED, Saved
@@ -78,7 +75,7 @@ class MemoryCopies:
         try:
             if self._lock is None:
                 remove_orphans()
-                self._lock = _locked(self._run_dir)
+                self._lock = files.own(self._run_dir, LOCK)
             os.makedirs(directory, mode=0o700, exist_ok=True)
             limit = (available() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
         except (OSError, ValueError) as error:
@@ -149,51 +146,14 @@ class MemoryCopies:
         return replace(room, limit=half, peer=service.socket_path)
 
 
-def _locked(run_dir: str) -> int:
-    """Lock the copies of this agent until it ends; return the descriptor. The lock has its name only once it is held."""
-    descriptor, path = tempfile.mkstemp(dir=run_dir)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.rename(path, os.path.join(run_dir, LOCK))
-    return descriptor
-
-
 def remove_orphans() -> None:
-    """Remove the private directories, with copies, of agents of this user that live no more.
+    """Remove the private directories, with copies, of agents of this user that live no more."""
 
-    Anybody can put anything under such a name. So nothing is followed, waited for or removed that is not this user's, and what
-    cannot be opened or removed is left.
-    """
-    for folder in glob.glob(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*"):
-        with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as inside:
-            if os.fstat(inside).st_uid == os.geteuid():
-                _remove_if_orphaned(folder, inside)
-
-
-def _remove_if_orphaned(folder: str, inside: int) -> None:
-    """Remove a directory of this user if it has the lock of an agent that lives no more. inside: its descriptor. Raises OSError.
-
-    The name still leads to it: in a directory with the sticky bit nobody else can put another in its place.
-    """
-    with _opened(LOCK, os.O_NONBLOCK, inside) as lock:
-        if not stat.S_ISREG(os.fstat(lock).st_mode):
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return  # its agent lives, or another agent was faster
+    def first(folder: str) -> None:
         logger.warning("removing the copies in memory of an agent that was killed with all its helpers: %s", folder)
         shutil.rmtree(os.path.join(folder, COPIES), ignore_errors=True)  # most of it; the lock goes with the rest
-        shutil.rmtree(folder, ignore_errors=True)
 
-
-@contextlib.contextmanager
-def _opened(name: str, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Give the descriptor of what has this name, which is no link. Raises OSError. folder: descriptor of its directory."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    files.remove_orphans(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*", LOCK, first)
 
 
 def _fetch(service: PeerService, resumed: Resumption, plan: PeerPlan, over: Callable[[], bool]) -> None:

@@ -59,7 +59,7 @@ def _with_progress(report: NodeReport, rows: Sequence[WorkerProgress], resumed_a
     saved = max((each for each in rows if each.saved_at is not None), key=lambda each: each.saved_at or 0.0, default=None)
     return replace(
         report,
-        step=resumed_at + slowest.steps,
+        step=(resumed_at if slowest.steps_before is None else slowest.steps_before) + slowest.steps,
         steps_per_s=round((slowest.steps - 1) / slowest.stepping_s, 3) if slowest.stepping_s > 0 else None,
         last_step_s=_age(now, min(last_steps)) if last_steps else None,
         saved_step=saved.saved_step if saved is not None else None,

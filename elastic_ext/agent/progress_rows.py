@@ -41,6 +41,7 @@ def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s:
             copy_every=each.copy_every or None,
             failed_copies=each.failed_copies,
             unusable_copies=each.unusable_copies,
+            steps_before=each.steps_before,
         )
         for local_rank, each in enumerate(workers)
         if each.pid

@@ -156,7 +156,7 @@ class SaveOnDemand(Companion):
         logger.warning("%s: asking the job for a checkpoint: %s", signal_name, asked.reason)
         begin = time.monotonic()
         before = self._job.part.save_wanted
-        self._job.part.request_save(f"{signal_name} on {self._job.host}")
+        self._job.part.request_save()
         reraise_signals(wakeup.clear())
         outcome = None
         while outcome is None and (left_s := begin + asked.wait_s - time.monotonic()) > 0:

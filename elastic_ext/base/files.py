@@ -1,9 +1,16 @@
-"""Safe writing of files in directories to which others may write, e.g. /tmp or a shared directory."""
+"""Files and private directories in places to which others may write, e.g. /tmp or a shared directory."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
 import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -27,3 +34,56 @@ def write_whole_bytes(path: Path, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def own(directory: str, lock: str) -> int:
+    """Lock a directory until this process ends; return the descriptor. Raises OSError. lock: name of the file in it.
+
+    That file has its name only once the lock is held.
+    """
+    descriptor, path = tempfile.mkstemp(dir=directory)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.rename(path, os.path.join(directory, lock))
+    return descriptor
+
+
+def remove_orphans(pattern: str, lock: str, on_orphan: Callable[[str], None]) -> None:
+    """Remove the directories that processes of this user have owned (see `own`) that live no more.
+
+    Anybody can put anything under such a name. So nothing is followed, waited for or removed that is not this user's, and what
+    cannot be opened or removed is left.
+
+    Args:
+        pattern: of their paths, as for glob.
+        on_orphan: called with each before it is removed.
+    """
+    for folder in glob.glob(pattern):
+        with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as inside:
+            if os.fstat(inside).st_uid == os.geteuid():
+                _remove_if_orphaned(folder, inside, lock, on_orphan)
+
+
+def _remove_if_orphaned(folder: str, inside: int, name: str, on_orphan: Callable[[str], None]) -> None:
+    """Remove a directory of this user if nobody holds its lock. inside: its descriptor. Raises OSError: it has none, say.
+
+    The name still leads to it: in a directory with the sticky bit nobody else can put another in its place.
+    """
+    with _opened(name, os.O_NONBLOCK, inside) as lock:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # its owner lives, or another process was faster
+        on_orphan(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(name: str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """Give the descriptor of what has this name, which is no link. Raises OSError. folder: descriptor of its directory."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

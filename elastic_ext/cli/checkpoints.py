@@ -108,11 +108,22 @@ def _count(text: str) -> int:
 
 def _storage_errors_named(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     try:
+        _refuse_absent(args.directory)
         return run(args)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
         raise UsageError(f"{args.directory}: the storage has failed: {error}") from error
+
+
+def _refuse_absent(directory: str) -> None:
+    """Raise UsageError for a directory that does not exist: to a job it is only empty, but here it is a wrong name."""
+    try:
+        next(iter(open_storage(directory).entries()), None)
+    except FileNotFoundError as error:
+        raise UsageError(f"{directory} does not exist, expected a directory of checkpoints: check its name") from error
+    except (NotADirectoryError, PermissionError):
+        pass  # `list_entries` names these
 
 
 # ls
@@ -252,14 +263,17 @@ def _prune(args: argparse.Namespace) -> int:
     for each in plan:
         print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
+    sizes = [rows[name].size for name in doomed]
+    total = f"{len(doomed)} of {len(plan)}, {format_size(sum(filter(None, sizes)))}{' or more' if None in sizes else ''}"
     if not args.yes:
-        print(f"\nnothing was removed; --yes removes {len(doomed)} of {len(plan)}")
+        print(f"\nnothing was removed; --yes removes {total}")
         return 0
     with ProgressBar("removing") as bar:
         # The oldest first, so that an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
             pruning.delete_entry(storage, rows[name].entry)
             bar.counts(done, len(doomed))
+    print(f"\nremoved {total}")
     return 0
 
 
@@ -283,7 +297,7 @@ def _save(args: argparse.Namespace) -> int:
     from elastic_ext.rendezvous.etcd.save_request import save
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
-        done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
+        done = save(client, args.rdzv_id, args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")
         return EX_TRY_AGAIN

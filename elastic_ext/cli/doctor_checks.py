@@ -238,6 +238,9 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
         parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if not parent.is_dir():
             return Finding(name, FAIL, f"{redacted(str(parent))} is not a directory; {detail}", "no job could save there")
+        if parent != path.parent:  # a job would make them all, on whatever disk holds the first
+            advice = f"check its name and that its file system is mounted; if both are right, mkdir -p {shown}"
+            return Finding(name, FAIL, f"{shown} does not exist, nor does {redacted(str(path.parent))}; {detail}", advice)
         state = OK if os.access(parent, os.W_OK | os.X_OK) else FAIL
         return Finding(
             name, state, f"{shown} does not exist yet, and {parent} {'is' if state == OK else 'is not'} writable; {detail}"

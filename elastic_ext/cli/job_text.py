@@ -84,7 +84,8 @@ def _old(document: Document) -> str:
 
 def _facts(document: Document) -> Iterator[str]:
     job = document.job
-    yield f"{_count(job.nodes, 'node')}, {_count(job.world_size, 'worker')}"
+    last = " in the last round" if job.state in ENDED_STATES else ""
+    yield f"{_count(job.nodes, 'node')}, {_count(job.world_size, 'worker')}{last}"
     if job.step is not None:
         yield f"step {job.step}" + (f" at {job.steps_per_s:.2f}/s" if job.steps_per_s is not None else "")
     if job.saved_step is not None:
@@ -143,7 +144,7 @@ def _nodes(document: Document, terminal: Terminal) -> Iterator[Line]:
     for state, count in states.most_common():
         counts += [(", " if len(counts) > 1 else "", PLAIN), (f"{count} {state}", TONES.get(state, PLAIN))]
     if any(each.seen_s is None and each.told_at for each in nodes):
-        counts += [("; ages are as of the time under last heard", SOFT)]
+        counts += [("; ages are as of the newest time under last heard", SOFT)]
     yield counts
     kept = chosen(nodes, terminal.nodes)
     rows = [COLUMNS, *(_row(each, here=each.id == document.shown_by) for each in kept)]

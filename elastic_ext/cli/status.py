@@ -29,7 +29,7 @@ MEANINGS = {
     0: "the job runs, or has succeeded",
     1: "the job has failed",
     2: "its workers do not run now: it starts, recovers from a failure, or waits for nodes",
-    3: "it has ended, and nothing tells how any more",
+    3: "no agent is in it any more, and nothing tells how it ended",
     EX_UNAVAILABLE: "no such job, or neither etcd nor the agent answers",
     78: "wrong usage",
     EX_INTERRUPTED: "interrupted with Ctrl-C",
@@ -62,18 +62,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _watch(read: job_source.Read, as_json: bool) -> int:
     """Show the job again and again until it has ended, or nobody answers any more. Raises what the first `read` raises."""
-    document, read_at = read(), time.monotonic()
+    document, read_at, fault = read(), time.monotonic(), ""
     code = _show(document, as_json, again=True)
     while document.job.state not in job_document.ENDED_STATES:
         time.sleep(WATCH_S)
         try:
-            document, read_at = read(), time.monotonic()
+            document, read_at, fault = read(), time.monotonic(), ""
         except NoSuchJob as error:
             document = replace(document, job=replace(document.job, state="ended", reason=str(error)), nodes=(), unknown=())
         except (UsageError, RecordError) as error:
             if time.monotonic() - read_at >= LOST_S:
                 raise
-            print_error(f"{error}; the job as it was {job_text.age(time.monotonic() - read_at)} ago is above")
+            if str(error) != fault:
+                fault, left_s = str(error), read_at + LOST_S - time.monotonic()
+                ago = job_text.age(time.monotonic() - read_at)
+                print_error(f"{fault}; the job as it was {ago} ago is above; asking again for {job_text.age(left_s)} at most")
             continue
         code = _show(document, as_json, again=True)
     return code

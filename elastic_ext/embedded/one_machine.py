@@ -195,7 +195,7 @@ class OneRound:
     def report_quiet(self, reach: Reach | None) -> None:
         """Do nothing: there is no other node to reach."""
 
-    def request_save(self, reason: str) -> None:
+    def request_save(self) -> None:
         self.save_wanted += 1
         self._job.on_event()
 

@@ -44,7 +44,7 @@ class Job:
         reason: why it is in this state; "" if nothing is to be said.
         nodes, world_size: of the current round, or the last one.
         restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
-        step, steps_per_s: of the slowest node in the round.
+        step, steps_per_s: of the slowest node in the round; the step, of those that have told theirs last.
         saved_step, saved_s: of the newest checkpoint that a node saw committed.
         last_verdict: None before the first.
     """
@@ -73,8 +73,8 @@ class NodeStatus:
         id, name: unique within the job; of its host.
         node_rank, first_rank: -1 outside the round.
         state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but it has told nothing.
-        seen_s: for how long the reader has seen nothing new of it; 0 for the node that shows this; None: read only once,
-            and then all its ages are as of told_at.
+        seen_s: age of what it told, as far as the reader can know; 0 for the node that shows this; None: read only once. Then
+            its ages are as of told_at, or as of that of the node that told last if both run in the same round.
         told_at: wall clock of the node when it told this, as text, for people only.
         The others: see NodeReport.
     """

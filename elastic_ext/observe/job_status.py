@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -32,6 +32,7 @@ from elastic_ext.rendezvous.round_records import State
 
 STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
 MAX_STRAGGLERS = 32
+FRESH_S = 1.0  # that the workers of one node may start after those of another
 ENOUGH_NODES = 3  # whose paces have a median that tells a slow one
 MAX_TEXT = 600  # characters of a reason
 MAX_AT = 40  # of a time
@@ -78,13 +79,14 @@ def build(sources: Sources) -> Document:
             faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
     if own is not None:
         reports[own.id] = own.report, 0.0
-    nodes = sorted((_node(status, id_, reports.get(id_)) for id_ in {*status.nodes, *reports}), key=_order)
+    behind = _behind(reports, own.id if own is not None else "")
+    nodes = sorted((_node(status, id_, reports.get(id_), behind.get(id_, 0.0)) for id_ in {*status.nodes, *reports}), key=_order)
     rounds, by = _rounds(reports, own)
     failures = tuple(_failure(each) for each in status.ledger.verdicts)
     verdicts = {each.round: each.reason for each in failures}
     spent = own.spent.spent.seconds if own is not None else _spent(status, faults)
     return Document(
-        job=_job(sources, failures, nodes),
+        job=_job(sources, failures, nodes, {each.id for each in nodes if behind.get(each.id, 0.0) <= FRESH_S}),
         nodes=tuple(nodes),
         rounds=tuple(replace(each, why=cut(shown(verdicts.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
         failures=failures,
@@ -100,7 +102,21 @@ def build(sources: Sources) -> Document:
     )
 
 
-def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus]) -> Job:
+def _behind(reports: Mapping[str, tuple[NodeReport, float | None]], own: str) -> dict[str, float]:
+    """Return by how many seconds what a node tells is older than what `own` or else the newest tells, by node id.
+
+    For the nodes that run in the last round: its workers started at about the same moment on all of them, so a node that says
+    that they have run for less time has said so earlier.
+    """
+    last = max((report.round for report, _ in reports.values()), default=0)
+    runs = {id_: each for id_, each in reports.items() if (each[0].round, each[0].state) == (last, families.RUNNING)}
+    ran_s = {id_: report.state_s + (seen_s or 0.0) for id_, (report, seen_s) in runs.items()}
+    newest = ran_s.get(own, max(ran_s.values(), default=0.0))
+    return {id_: max(0.0, newest - seconds) for id_, seconds in ran_s.items()}
+
+
+def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus], fresh: Collection[str]) -> Job:
+    """Return the job. fresh: ids of nodes whose accounts are as new as the newest; those of others say an earlier step."""
     status, own = sources.status, sources.own
     header, last = status.header, failures[-1] if failures else None
     left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
@@ -119,7 +135,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         restarts_charged=last.restarts if last is not None else 0,
         restarts_limit=last.limit if last is not None else None,
         last_verdict=last,
-        step=min((each.step for each in of_round if each.step is not None), default=None),
+        step=min((each.step for each in of_round if each.step is not None and each.id in fresh), default=None),
         steps_per_s=min((each.steps_per_s for each in of_round if each.steps_per_s is not None), default=None),
         saved_step=saved.saved_step if saved is not None else None,
         saved_s=saved.saved_s if saved is not None else None,
@@ -145,6 +161,8 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
         return "failed"
     if left:
         return "ended"
+    if state is State.BROKEN and all(each.state == GONE for each in nodes):
+        return "ended"
     if state is State.BROKEN or (state is State.RUNNING and not nodes):
         return "recovering"
     busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
@@ -155,8 +173,8 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
     return str(state.value)
 
 
-def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | None) -> NodeStatus:
-    """Return a node by its record, its assignment and its report, as far as they are there."""
+def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | None, behind_s: float) -> NodeStatus:
+    """Return a node by its record, its assignment and its report, as far as they are there. behind_s: see `_behind`."""
     node, assignment = status.nodes.get(id_), status.assignments.get(id_)
     in_round = node is not None and assignment is not None and assignment.of(status.header) and node.after < status.header.round
     if told is None:
@@ -164,7 +182,7 @@ def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | N
         name, workers = (node.address, node.workers) if node is not None else ("", 0)
         return NodeStatus(shown(id_), shown(name), SILENT if in_round else WAITS, rank, first, workers)
     report, seen_s = told
-    later = seen_s or 0.0
+    later = (seen_s or 0.0) + behind_s
     if node is not None and not in_round and report.round < status.header.round:  # it was in a round, and now waits for another
         report = replace(report, node_rank=-1, base_rank=-1)
     return NodeStatus(
@@ -181,7 +199,7 @@ def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | N
         saved_step=report.saved_step,
         saved_s=_older(report.saved_s, later),
         standbys=report.standbys,
-        seen_s=seen_s,
+        seen_s=round(later, 3) if seen_s is not None else None,
         told_at=shown(report.at)[:MAX_AT],
     )
 

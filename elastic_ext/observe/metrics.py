@@ -53,6 +53,7 @@ class WorkerProgress:
         copies, failed_copies, unusable_copies: numbers of copies in memory: made, not made, not loaded. copies_stall_s: the time.
         copied_step, copy_every: step of the last copy, and steps until the next; None if unknown.
         saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
+        steps_before: steps of the job before its first one, if the script reports them; else None.
     """
 
     local_rank: int
@@ -76,6 +77,7 @@ class WorkerProgress:
     copy_every: int | None = None
     failed_copies: int = 0
     unusable_copies: int = 0
+    steps_before: int | None = None
 
 
 class UnixClock:

@@ -48,7 +48,8 @@ class NodeReport:
         workers: number of its workers.
         state: what its agent does, one of `families.STATES`.
         state_s: for how long.
-        step: optimizer steps of its slowest worker, counted from the checkpoint that the round resumed from; None if unknown.
+        step: optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round
+            resumed from; None if unknown.
         steps_per_s: mean since the first step of the round; None before the second.
         last_step_s: age of the last step of the worker whose last step is oldest; None before the first.
         saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.

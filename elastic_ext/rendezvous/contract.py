@@ -109,7 +109,7 @@ class RoundPart(Protocol):
     def save_wanted(self) -> int:
         """Number of the last save on demand requested in this round; 0 if none was."""
 
-    def request_save(self, reason: str) -> None:
+    def request_save(self) -> None:
         """Ask all nodes of this round for a save on demand; return at once."""
 
     def save_completed(self, number: int, step: int) -> None:

@@ -6,19 +6,25 @@ torch's own LogsSpecs sets TORCHELASTIC_ERROR_FILE in it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from elastic_ext.base import files
 from elastic_ext.workers import progress_layout, worker_env
 from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
+
+OF_TORCH = "torchelastic_"  # beginning of the directory that torch makes for logs if the user names none, and never removes
+OWNER = "elastic_ext.lock"  # in such a directory, as long as it has no logs: its agent holds this lock
 
 
 class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is untyped
@@ -33,6 +39,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
         stderr: set once: keeps the end of what the workers write to stderr.
         error_files, stacks_files: read after the start: where each worker writes them, by local rank.
+        keep: whether the directory for logs stays although torch has made it: there is something in it for people.
     """
 
     def __init__(self, inner: LogsSpecs) -> None:
@@ -49,17 +56,46 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         self.stderr = StderrTails(enabled=False)
         self.error_files: dict[int, str] = {}
         self.stacks_files: dict[int, str] = {}
+        self.keep = False
 
     @property
     def root_log_dir(self) -> str:
         """The user's log directory."""
         return str(self._inner.root_log_dir)
 
+    @contextlib.contextmanager
+    def owned_directory(self) -> Iterator[None]:
+        """Own the directory that torch has made for logs, if it has, and remove it at the end unless it is to be kept.
+
+        Before that remove those of this user's agents that were killed.
+        """
+        owner: int | None = None
+        parent, name = os.path.split(self.root_log_dir)
+        try:
+            if parent == tempfile.gettempdir() and name.startswith(OF_TORCH) and not os.listdir(self.root_log_dir):
+                files.remove_orphans(f"{parent}/{OF_TORCH}*", OWNER, lambda folder: logger.info("removing %s", folder))
+                owner = files.own(self.root_log_dir, OWNER)
+        except OSError as error:
+            logger.info("%s stays when this agent ends: %s", self.root_log_dir, error)
+        try:
+            yield
+        finally:
+            if owner is not None:
+                self._disown() if self.keep else shutil.rmtree(self.root_log_dir, ignore_errors=True)
+                os.close(owner)
+
+    def _disown(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.root_log_dir, OWNER))
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Complete the workers' environments, by local rank, and return where their logs go. Torch calls this each round."""
         for local_rank, env in envs.items():
             env.update(self.variables, **self.own_variables.get(local_rank, {}))
         dest = self._inner.reify(envs)
+        if {*dest.stdouts.values(), *dest.stderrs.values()} - {"", os.devnull}:
+            self.keep = True
+            self._disown()
         self.stderr.begin_round()
         if self._round_dir:  # the previous round's: a job that restarts for weeks must not fill the memory that holds it
             shutil.rmtree(self._round_dir, ignore_errors=True)

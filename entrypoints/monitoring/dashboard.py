@@ -200,6 +200,32 @@ CHECKPOINTS = Row(
         lines("Steps not yet copied", "none", (f"max by (node) ({series('checkpoint_copy_lag_steps')})", "{{node}}"), width=12),
     ),
 )
+MEMORY = Row(
+    "Copies in memory",
+    (
+        lines("Step of the newest copy", "none", (f"min by (node) ({series('worker_memory_step')})", "{{node}}")),
+        lines(
+            "Failed attempts in memory",
+            "percentunit",
+            (of_run("run:elastic_ext_memory_failures:ratio_increase30m"), "{{what}}"),
+            about="Copies that workers did not make, and parts that another node does not have.",
+        ),
+        bars(
+            "Copies by outcome",
+            "none",
+            grown("worker_memory_copies_total", "outcome"),
+            "{{outcome}}",
+            "Unusable: damaged, or not fitting, when a worker wanted to load it.",
+            width=4,
+        ),
+        stat(
+            "Copies lost",
+            "none",
+            f"max(increase({series('memory_copies_lost_total')}[$window]))",
+            "Rounds that resumed from an older checkpoint because no node had some part of the newest copy.",
+        ),
+    ),
+)
 ETCD = Row(
     "etcd",
     (
@@ -208,7 +234,7 @@ ETCD = Row(
         lines("Lease left", "s", (f"min by (node) ({series('etcd_lease_left_seconds')})", "{{node}}")),
     ),
 )
-ROWS = (OVERVIEW, STATE, BADPUT, RECOVERIES, STRAGGLERS, CHECKPOINTS, ETCD)
+ROWS = (OVERVIEW, STATE, BADPUT, RECOVERIES, STRAGGLERS, CHECKPOINTS, MEMORY, ETCD)
 
 
 def place(x: int, y: int, width: int, height: int) -> dict[str, int]:

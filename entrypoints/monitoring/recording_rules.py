@@ -22,6 +22,7 @@ GAUGES = (
     *("agent_state", "round", "world_size", "restarts_charged", "max_restarts", "node_strikes", "refused_nodes"),
     *("last_recovery_seconds", "standbys", "goodput_ratio", "checkpoint_copy_lag_steps"),
     *("worker_info", "worker_step_skew_ratio", "worker_last_step_timestamp_seconds", "worker_last_save_timestamp_seconds"),
+    "worker_memory_step",
 )
 COUNTERS = (
     *("restarts_total", "failures_total", "decisions_total", "hangs_total", "goodput_seconds_total", "worker_starts_total"),
@@ -30,6 +31,7 @@ COUNTERS = (
     *("worker_checkpoint_save_seconds_sum", "worker_checkpoint_save_seconds_count"),
     *("worker_checkpoint_load_seconds_sum", "worker_checkpoint_load_seconds_count"),
     *("checkpoint_copies_total", "checkpoint_copied_bytes_total"),
+    *("worker_memory_copies_total", "memory_parts_total", "memory_copies_lost_total"),
     *("etcd_calls_total", "etcd_reconnects_total", "etcd_call_seconds_bucket"),
 )
 
@@ -70,6 +72,14 @@ def kept(name: str, record: str) -> Rule:
     )
 
 
+def last_time(grows: str, record: str) -> Rule:
+    """When this was last above 0, while the job has agents."""
+    return Rule(
+        record,
+        f"time() * (max by (run_id) ({grows}) > bool 0) > 0\nor\n{record} and on (run_id) run:elastic_ext_agents:count",
+    )
+
+
 LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds{0}"
 LABELLED = (
     Rule(NEWEST, f"topk by ({AGENT}) (1, timestamp(elastic_ext_info)) > bool 0"),
@@ -83,11 +93,14 @@ LABELLED = (
 
 STATE, RESTARTS, STARTS = labelled("agent_state"), labelled("restarts_total"), labelled("worker_starts_total")
 DECISIONS = labelled("decisions_total")
+HANGS = labelled("hangs_total")
 SAVES, COPIES = labelled("worker_checkpoint_saves_total"), labelled("checkpoint_copies_total")
+IN_MEMORY, PARTS = labelled("worker_memory_copies_total"), labelled("memory_parts_total")
 STEP_SUM, STEP_COUNT = labelled("worker_step_seconds_sum"), labelled("worker_step_seconds_count")
 CALLS, CALL_SECONDS = labelled("etcd_calls_total"), labelled("etcd_call_seconds_bucket")
 MEAN, MEDIAN = "worker:elastic_ext_worker_step_seconds:mean5m", "run:elastic_ext_worker_step_seconds:median5m"
 FAILED_SAVES = "run:elastic_ext_checkpoint_failures:ratio_increase30m"
+FAILED_IN_MEMORY = "run:elastic_ext_memory_failures:ratio_increase30m"
 WITH_RANK = f"* on (run_id, {AGENT}, local_rank) group_left (rank, gpu_uuid) {labelled('worker_info')}"
 GOODPUT = labelled("goodput_seconds_total")
 
@@ -118,21 +131,20 @@ OF_JOBS = (
         f"min by (run_id) ({labelled('max_restarts')} - {labelled('restarts_charged')})",
     ),
     # Of a restart after a failure, up to 2 minutes late: that is how far it looks back.
-    Rule(
-        "run:elastic_ext_last_restart_timestamp_seconds:max",
-        f'time() * (max by (run_id) (increase({RESTARTS}{{kind!="membership"}}[2m])) > bool 0) > 0\n'
-        "or\nrun:elastic_ext_last_restart_timestamp_seconds:max and on (run_id) run:elastic_ext_agents:count",
-    ),
+    last_time(f'increase({RESTARTS}{{kind!="membership"}}[2m])', "run:elastic_ext_last_restart_timestamp_seconds:max"),
+    # Of the end of a hang, up to 2 minutes late.
+    last_time(f"increase({HANGS}[2m])", "run:elastic_ext_last_hang_timestamp_seconds:max"),
     # Of workers, up to 2 minutes late. The first scrape of an agent may already show its starts.
-    Rule(
+    last_time(
+        f"increase({STARTS}[2m]) > 0 or ({STARTS} > 0 unless {STARTS} offset 2m)",
         "run:elastic_ext_last_start_timestamp_seconds:max",
-        f"time() * (max by (run_id) (increase({STARTS}[2m]) > 0 or ({STARTS} > 0 unless {STARTS} offset 2m)) > bool 0) > 0\n"
-        "or\nrun:elastic_ext_last_start_timestamp_seconds:max and on (run_id) run:elastic_ext_agents:count",
     ),
     kept("worker_last_step_timestamp_seconds", "run:elastic_ext_last_step_timestamp_seconds:max"),
     kept("worker_last_save_timestamp_seconds", "run:elastic_ext_last_save_timestamp_seconds:max"),
     Rule(FAILED_SAVES, failed_share(SAVES), (("what", "save"),)),
     Rule(FAILED_SAVES, failed_share(COPIES), (("what", "copy"),)),
+    Rule(FAILED_IN_MEMORY, failed_share(IN_MEMORY), (("what", "copy"),)),
+    Rule(FAILED_IN_MEMORY, failed_share(PARTS), (("what", "transfer to another node"),)),
     Rule(MEAN, f"rate({STEP_SUM}[5m]) / (rate({STEP_COUNT}[5m]) > 0)"),
     Rule(MEDIAN, f"quantile by (run_id) (0.5, {MEAN})"),
     Rule("worker:elastic_ext_worker_step_seconds:skew5m", f"{MEAN} / on (run_id) group_left () {MEDIAN}\n{WITH_RANK}"),
@@ -145,6 +157,12 @@ OF_JOBS = (
     Rule(
         "agent:elastic_ext_etcd_call_seconds:p99_rate5m",
         f"histogram_quantile(0.99, sum by (run_id, node, {AGENT}, le) (rate({CALL_SECONDS}[5m]))) >= 0",
+    ),
+    # Above a second. An agent makes some hundred calls in this time: one slow one alone is their 99th percentile.
+    Rule(
+        "agent:elastic_ext_etcd_slow_calls:increase5m",
+        f'sum by (run_id, node, {AGENT}) (increase({CALL_SECONDS}{{le="+Inf"}}[5m]))\n'
+        f'- sum by (run_id, node, {AGENT}) (increase({CALL_SECONDS}{{le=~"1|1.0"}}[5m]))',
     ),
 )
 SLOW = (

@@ -33,6 +33,11 @@ def test_the_slowest_worker_counts_and_the_newest_checkpoint():
     assert node_report.decode(node_report.encode(report), "it") == report
 
 
+def test_what_a_script_reports_comes_before_what_it_was_given():
+    """It has loaded something else, or nothing was given to it."""
+    assert told([WorkerProgress(0, 4, 50, steps_before=900)]).step == 950
+
+
 def test_without_workers_nothing_is_made_up():
     report = told([])
     assert (report.step, report.steps_per_s, report.last_step_s, report.saved_step) == (None, None, None, None)

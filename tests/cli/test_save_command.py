@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 
 from elastic_ext.etcd import Batch, EtcdClient, Put
 from elastic_ext.rendezvous.etcd import save_request
+from elastic_ext.rendezvous.etcd.header_record import with_save
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
@@ -78,6 +80,11 @@ def test_what_became_of_a_request(header, nodes, step, said):
         assert said in found.reason
 
 
+def test_a_request_is_no_reason_why_the_job_runs():
+    runs = Header(3, State.RUNNING, 2, reason="n2 has joined")
+    assert with_save(runs) == replace(runs, save=1)
+
+
 @pytest.mark.seam
 def test_all_ranks_save_at_the_step_that_is_printed(server, tmp_path):
     with ExitStack() as stack:
@@ -105,7 +112,7 @@ def test_requests_that_overlap_are_all_answered(server, tmp_path):
         client = stack.enter_context(EtcdClient(server.endpoint))
 
         def ask(_: int) -> list[Outcome]:
-            return [save(client, "job", "a test", 60) for _ in range(10)]
+            return [save(client, "job", 60) for _ in range(10)]
 
         with ThreadPoolExecutor(8) as pool:
             done = [one for each in pool.map(ask, range(8)) for one in each]
@@ -137,16 +144,16 @@ def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
     """Records of a job that does not save, and what the command does with them."""
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(1) as pool:
         write(client, Header(1, State.RUNNING, 1))
-        asking = pool.submit(save, client, "job", "a test", LIMIT_S)
+        asking = pool.submit(save, client, "job", LIMIT_S)
         await_request(client)
         write(client, Header(1, State.DONE, 1, reason="all workers have finished"))
         assert asking.result() == Outcome(None, "round 1 ended before the save: all workers have finished")
         not_running = "the job is not running, it is done: all workers have finished"
-        assert save(client, "job", "a test", LIMIT_S) == Outcome(None, not_running)
+        assert save(client, "job", LIMIT_S) == Outcome(None, not_running)
         write(client, Header(2, State.RUNNING, 1))
         ticks = itertools.count(step=0.05)  # or a busy machine would not come to ask in time
         monkeypatch.setattr(save_request, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-        assert "did not complete in time" in save(client, "job", "a test", 0.3).reason
+        assert "did not complete in time" in save(client, "job", 0.3).reason
         await_request(client)
 
 

@@ -21,7 +21,8 @@ from tests.programs import REQUIRE, needs
 from tests.prometheus_server import MONITORING, RULES, AsText, PrometheusServer, file_sd, static
 
 ALERTS = (
-    *("RestartLoop", "JobStoppedOnCodeBug", "CheckpointStale", "CheckpointSavesFailing", "RestartBudgetLow", "NodeRefused"),
+    *("RestartLoop", "JobStoppedOnCodeBug", "CheckpointStale", "CheckpointSavesFailing"),
+    *("MemoryCopiesFailing", "MemoryCopyLost", "RestartBudgetLow", "NodeRefused"),
     *("Straggler", "JobHung", "GoodputLow", "EtcdUnhealthy"),
 )
 

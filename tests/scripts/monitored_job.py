@@ -1,4 +1,7 @@
-"""Steps until $FINISH is there, saved as long as $SAVING is. Each round prints `trains: NODE ATTEMPT RANK PID` after 3 steps."""
+"""Steps until $FINISH is there, saved as long as $SAVING is. Each round prints `trains: NODE ATTEMPT RANK PID` after 3 steps.
+
+With $IN_MEMORY also copied in memory.
+"""
 
 import os
 import sys
@@ -24,6 +27,8 @@ while not over[0]:
     model(torch.ones(2)).backward()
     optimizer.step()
     step += 1
+    if "IN_MEMORY" in os.environ:
+        checkpointer.snapshot(step)
     if checkpointer.save_requested(step) or (over[1] and step % SAVE_EVERY == 0):
         checkpointer.save(step)
     if step == first + 3:

@@ -45,9 +45,9 @@ def swap(
     return client.txn([unchanged(keys.header, revision), *compares], [put, *puts], timeout_s=timeout_s)
 
 
-def with_save(header: Header, reason: str) -> Header:
+def with_save(header: Header) -> Header:
     """Return the header with one more save on demand."""
-    return dataclasses.replace(header, save=header.save + 1, reason=f"save requested: {reason}")
+    return dataclasses.replace(header, save=header.save + 1)
 
 
 def closed(header: Header, by: str, verdict: JobVerdict | None) -> Header:

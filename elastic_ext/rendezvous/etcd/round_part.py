@@ -115,8 +115,8 @@ class EtcdRound:
         quiet = self.round if reach is not None else 0
         self._participant.update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
 
-    def request_save(self, reason: str) -> None:
-        self._participant.change_header(self.round, lambda header: with_save(header, reason))
+    def request_save(self) -> None:
+        self._participant.change_header(self.round, with_save)
 
     @property
     def save_wanted(self) -> int:

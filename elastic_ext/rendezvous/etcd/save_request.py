@@ -52,7 +52,7 @@ def outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> 
     return None
 
 
-def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outcome:
+def save(client: EtcdClient, run_id: str, timeout_s: float) -> Outcome:
     """Request a save, and wait until it is complete or has become impossible, or the time is over.
 
     Raises UsageError: etcd refuses, or the records are of another version.
@@ -60,7 +60,7 @@ def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outc
     deadline = time.monotonic() + timeout_s
     keys = JobKeys(run_ids.checked(run_id))
     try:
-        requested = _ask(client, keys, reason, deadline)
+        requested = _ask(client, keys, deadline)
         return requested if isinstance(requested, Outcome) else _await(client, keys, requested, deadline)
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
@@ -68,7 +68,7 @@ def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outc
         return Outcome(None, str(error))
 
 
-def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Header | Outcome:
+def _ask(client: EtcdClient, keys: JobKeys, deadline: float) -> Header | Outcome:
     """Write the request into the header; return that header."""
     while (left_s := deadline - time.monotonic()) > 0:
         found = client.get(keys.header, timeout_s=min(left_s, client.timeout_s)).kv
@@ -77,7 +77,7 @@ def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Hea
             return Outcome(None, "the job is not running: it has no round yet")
         if header.state is not State.RUNNING:
             return Outcome(None, f"the job is not running, it is {header.state.value}: {header.reason}")
-        requested = with_save(header, reason)
+        requested = with_save(header)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
         if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return requested

@@ -326,7 +326,8 @@ class Stuck:
         phase = f", in phase {self.phase}" if self.phase else ""
         waits = ", waits for other ranks" if waits_for_others(self.stack) else ""
         return (
-            f"rank {self.rank} made no progress for {self.quiet_s:.3g} s after step {self.steps}{phase}; {self.condition}{waits}"
+            f"rank {self.rank} made no progress for {self.quiet_s:.3g} s, {self.steps} steps after its start{phase}; "
+            f"{self.condition}{waits}"
         )
 
 

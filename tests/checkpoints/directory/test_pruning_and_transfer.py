@@ -210,8 +210,33 @@ def test_ls(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none").mkdir()
     code, out, _ = run(capsys, "ls", str(tmp_path / "none"))
     assert (code, out.splitlines()[-1]) == (0, "nothing to resume from")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ls",), ("ls", "--json"), ("verify",), ("prune", "--yes"), ("pin", "a.pt"), ("unpin", "a.pt"), ("cp", "a.pt", "--to=x")],
+)
+def test_a_directory_that_does_not_exist_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    for typo in (str(tmp_path / "typo"), "memory://typo/run"):
+        code, out, err = run(capsys, words[0], typo, *words[1:])
+        what = f"elastic-ext: {typo} does not exist, expected a directory of checkpoints: check its name\n"
+        assert (code, out, err) == (78, "", what)
+
+
+def test_a_checkpoint_that_disappears_is_no_wrong_name(
+    directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(storage: Storage, entry: Entry) -> None:
+        raise FileNotFoundError(2, "No such file or directory", entry.path)
+
+    monkeypatch.setattr(pruning, "delete_entry", gone)
+    code, _, err = run(capsys, "prune", directory, "--keep-last=1", "--yes")
+    assert (code, "the storage has failed" in err) == (78, True)
 
 
 def test_verify_tells_damage_by_its_exit_code(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,10 +256,11 @@ def test_prune_removes_only_when_told(directory: str, capsys: pytest.CaptureFixt
     before = sorted(os.listdir(directory))
     code, out, _ = run(capsys, "prune", directory, "--keep-last=1")
     assert code == 0
-    assert "nothing was removed; --yes removes 2 of 4" in out
+    assert out.endswith("\nnothing was removed; --yes removes 2 of 4, 5.9 KiB\n")
     assert sorted(os.listdir(directory)) == before
     run(capsys, "pin", directory, directory_name(10, 2))
-    assert run(capsys, "prune", directory, "--keep-last=1", "--yes")[0] == 0
+    code, out, _ = run(capsys, "prune", directory, "--keep-last=1", "--yes")
+    assert (code, out.splitlines()[-1]) == (0, "removed 1 of 4, 3.0 KiB")
     assert [name for name in sorted(os.listdir(directory)) if name.startswith("step")] == [
         directory_name(10, 2),
         directory_name(30, 2),

@@ -458,7 +458,7 @@ def test_a_late_request_revives_no_round():
     node = few.nodes["b"]
     over = dataclasses.replace(node.participant.header, state=State.BROKEN)
     node.client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
-    node.part.request_save("for a test")
+    node.part.request_save()
     few.world.run(TTL_S)
     assert stored(few.world) == over
     assert few.headers() == [(1, State.RUNNING), (1, State.BROKEN)]

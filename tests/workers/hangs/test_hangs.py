@@ -229,13 +229,13 @@ def test_culprits(all_, behind):
 @pytest.mark.parametrize(
     ("one", "said"),
     [
-        (stuck(1), "after step 10; asleep, waits for other ranks"),
-        (stuck(1, 0, stack=OWN), "after step 0; asleep"),
-        (replace(stuck(1, stack=LOADING), phase="data"), "after step 10, in phase data; asleep"),
+        (stuck(1), "10 steps after its start; asleep, waits for other ranks"),
+        (stuck(1, 0, stack=OWN), "0 steps after its start; asleep"),
+        (replace(stuck(1, stack=LOADING), phase="data"), "10 steps after its start, in phase data; asleep"),
     ],
 )
 def test_the_reason_says_what_is_known(one, said):
-    assert one.reason == f"rank 1 made no progress for 70 s {said}"
+    assert one.reason == f"rank 1 made no progress for 70 s, {said}"
 
 
 def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
@@ -247,7 +247,7 @@ def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
     for order in itertools.permutations(told):
         cause = root_cause(order)
         assert (cause.evidence.rank, cause.kind, cause.rule) == (3, "hang", "hang")
-    assert "rank 3 made no progress for 70 s after step 10" in cause.reason
+    assert "rank 3 made no progress for 70 s, 10 steps after its start" in cause.reason
     bug = classify(Evidence(rank=7, exit_code=1, stderr_tail="NameError: name 'x' is not defined", ended_ns=9))
     assert root_cause([*told, replace(bug, order=9)]).evidence.rank == 7
 

@@ -1,0 +1,99 @@
+"""The directories for logs that torch makes and never removes: which agent's they are, and which the next agent removes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from elastic_ext.workers.logs import OWNER, WorkerLogs
+from tests.jobs import AGENT, Gate, Job, run
+
+WAITS = """
+import fcntl, sys
+print("waits", flush=True)
+with open(sys.argv[1]) as gate:
+    fcntl.flock(gate, fcntl.LOCK_SH)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for /tmp."""
+    made = tmp_path / "tmp"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    return made
+
+
+def logs_of(log_dir: str | None = None, redirects: Std = Std.NONE) -> WorkerLogs:
+    return WorkerLogs(DefaultLogsSpecs(log_dir=log_dir, redirects=redirects))
+
+
+def start(logs: WorkerLogs, run_dir: Path) -> None:
+    logs.run_dir, logs.messages, logs.variables = str(run_dir), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": "0"}
+    logs.reify({0: {"TORCHELASTIC_RUN_ID": "x"}})
+
+
+def test_the_next_agent_removes_what_killed_ones_have_left_and_nothing_else(temporary: Path) -> None:
+    (temporary / "torchelastic_dead" / "x_1" / "attempt_0").mkdir(parents=True)
+    (temporary / "torchelastic_dead" / OWNER).touch()
+    (temporary / "torchelastic_stock" / "x_1").mkdir(parents=True)  # of stock torchrun, or with logs
+    first, second = logs_of(), logs_of()
+    with first.owned_directory(), second.owned_directory():
+        names = {"torchelastic_stock", *(Path(each.root_log_dir).name for each in (first, second))}
+        assert {path.name for path in temporary.iterdir()} == names
+    assert [path.name for path in temporary.iterdir()] == ["torchelastic_stock"]
+
+
+def test_what_another_user_has_is_left_even_by_root(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary / "torchelastic_other").mkdir()
+    (temporary / "torchelastic_other" / OWNER).touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with logs_of().owned_directory():
+        pass
+    assert [path.name for path in temporary.iterdir()] == ["torchelastic_other"]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_agent_leaves_only_what_its_failure_names(temporary: Path, tmp_path: Path, failed: bool) -> None:
+    logs = logs_of()
+    with logs.owned_directory():
+        start(logs, tmp_path)
+        error_file = Path(logs.error_files[0])
+        error_file.touch()
+        logs.keep = failed
+    with logs_of().owned_directory():
+        assert error_file.exists() == failed
+    assert len(list(temporary.iterdir())) == failed
+
+
+def test_logs_that_somebody_wants_stay(temporary: Path, tmp_path: Path) -> None:
+    """Also those of an agent that is killed."""
+    given = temporary / "torchelastic_given"
+    (given / "earlier").mkdir(parents=True)
+    for logs in (logs_of(redirects=Std.ALL), logs_of(str(given))):
+        with logs.owned_directory():
+            start(logs, tmp_path)
+            assert not Path(logs.root_log_dir, OWNER).exists()
+    with logs_of().owned_directory():
+        pass
+    assert len(list(temporary.iterdir())) == 2
+
+
+@pytest.mark.seam
+def test_an_agent_that_is_killed(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "job.py").write_text(WAITS)
+    gate = Gate(tmp_path / "gate")
+    command = [*AGENT, "--nproc-per-node=1", str(tmp_path / "job.py"), str(gate.path)]
+    with Job(command, tmp_path, TMPDIR=str(temporary)) as job:
+        job.wait_for("waits")
+        job.process.kill()
+        job.process.wait()
+    assert len(list(temporary.glob("torchelastic_*"))) == 1
+    gate.open()
+    assert run(command, tmp_path, TMPDIR=str(temporary)).returncode == 0
+    assert list(temporary.glob("torchelastic_*")) == []

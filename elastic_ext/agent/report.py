@@ -64,7 +64,7 @@ def remote_failure_text(verdict: JobVerdict) -> str:
     """Return the text for the log of a node on which nothing failed."""
     decision = verdict.decision
     return shown(
-        f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
+        f"elastic_ext: {decision.action.value}: on {verdict.host}: {decision.reason} "
         f"(kind {decision.kind}, rule {decision.rule}); exit code {decision.exit_code}"
     )
 

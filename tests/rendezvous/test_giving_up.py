@@ -30,7 +30,7 @@ def start(stack: ExitStack, tmp_path: Path, store: Store, join_timeout: int, con
 def assert_gave_up(done: Finished, said: str) -> None:
     assert done.returncode == 75, done.all
     assert "Traceback" not in done.err, done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
     assert said in line
 
 

@@ -111,6 +111,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         stacks,
         cause.diagnosis.evidence.cut,
         refuse_copies=numeric and decision.response is not Response.STOP,
+        shown_by=next(id_ for id_, each in reports.items() if each is report),
     )
     return (
         Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]),

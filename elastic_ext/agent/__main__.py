@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from elastic_ext.agent import exits, plugin
-from elastic_ext.base import log_records
+from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.errors import UsageError, usage_errors_exit
 from elastic_ext.failures.policy import EX_USER, NO_LIMIT
 from elastic_ext.workers import descriptors
@@ -101,8 +101,7 @@ def _settle_place(args: Namespace) -> None:
 def _configure_logging() -> None:
     """Show our own log from INFO up. Show that of other libraries from LOGLEVEL up (WARNING by default), as torch does."""
     level = os.environ.get("LOGLEVEL", "").upper()
-    log_records.install()
-    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level=level or "WARNING")
+    log_records.configure(level or "WARNING")
     logging.getLogger("elastic_ext").setLevel(level or "INFO")
 
 
@@ -127,10 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)  # torch's own text, without the launcher's frames before it
         return exits.exit_code_of(error) or 1
     except SignalException as error:
-        print(f"elastic_ext: stopped by {error.sigval.name}", file=sys.stderr)
+        log_records.say(f"elastic_ext: stopped by {torch_private.received(error).name}", logging.WARNING)
         return exits.exit_code_of(error) or 1
     except KeyboardInterrupt:  # before torch has installed its handlers
-        print("elastic_ext: stopped by SIGINT", file=sys.stderr)
+        log_records.say("elastic_ext: stopped by SIGINT", logging.WARNING)
         return EX_USER
     return 0
 

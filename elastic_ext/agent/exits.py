@@ -27,9 +27,10 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
+from elastic_ext.base import log_records
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.files import write_whole
-from elastic_ext.base.printable import redacted, shown
+from elastic_ext.base.printable import redacted
 from elastic_ext.failures.policy import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
     _succeeded = False
     code = exit_code_of(error)
     if isinstance(error, _ONE_LINE) and str(error):
-        print(shown(f"elastic_ext: {error}"), file=sys.stderr)
+        log_records.say(f"elastic_ext: {error}")
     elif not isinstance(error, NodeDrained):  # nothing went wrong, and the log has said what happened
         _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     if code is not None:

@@ -187,7 +187,7 @@ class Journal(Companion):
     def stopped(self, verdict: JobVerdict) -> str:
         """Tell of a verdict that no failure on this node has caused; return the text for the log."""
         self._decided(verdict, verdict.decision)
-        return report.remote_failure_text(verdict)
+        return report.line_elsewhere(verdict, verdict.decision, self._handler.node_id)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
         phases = self._trace.seconds(time.monotonic())

@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
-from elastic_ext.agent import exits
+from elastic_ext.agent import exits, report
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.job_view import JobView
@@ -80,7 +80,8 @@ class Observation(Companion):
         self.goodput.share_with(handler.share_goodput)
         self._incidents = Incidents(handler.host, settings.refuse_node)
         metrics.registry.register(self._incidents)
-        handler.on_verdict = self._count
+        handler.on_verdict = self._heard
+        self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
@@ -151,8 +152,16 @@ class Observation(Companion):
         self._metrics.failed(here.kind)
         self._count(verdict)
 
+    def _heard(self, verdict: JobVerdict) -> None:
+        """Log and count a verdict after which the job goes on, if only other nodes have failed."""
+        if verdict.round != self._decided and not verdict.ends_job:
+            own = self._handler.node_id
+            logger.warning("%s", report.line_elsewhere(verdict, verdict.for_node(own), own))
+        self._count(verdict)
+
     def _count(self, verdict: JobVerdict) -> None:
-        """Count a verdict of the job, also one on a failure of other nodes only; a second time it changes nothing."""
+        """Count a verdict of the job; a second time it changes nothing."""
+        self._decided = verdict.round
         self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
         self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastic_ext.base import log_records
 from elastic_ext.base.helper_process import HelperFailed
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.policy import EX_TRY_AGAIN, exit_code_for
@@ -19,7 +19,7 @@ from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
 
 def exit_for(error: Exception, settings: Settings) -> SystemExit:
     """Say what is wrong; return what ends the command: the exit code says that it may be tried again."""
-    print(f"elastic_ext: {error}", file=sys.stderr)
+    log_records.say(f"elastic_ext: {error}")
     return SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes))
 
 

@@ -112,8 +112,10 @@ def _create(
     with usage_errors_exit():
         check_host()
         from elastic_ext.base import settings
+        from elastic_ext.rendezvous import run_id
 
         known = settings.read(params.config, os.environ)
+        log_records.set_node(run_id.host_name(known))
         begin(known)
         from elastic_ext.agent import serving
         from elastic_ext.agent.supervisor import Supervisor

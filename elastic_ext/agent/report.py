@@ -8,11 +8,14 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
+from elastic_ext.base.kinds import CASCADE
 from elastic_ext.base.printable import Block, cut, shown, shown_lines
-from elastic_ext.failures.classify import Diagnosis, first_line
+from elastic_ext.failures.classify import Diagnosis, describe, first_line
+from elastic_ext.failures.cuts import NO_RANK
 from elastic_ext.failures.evidence import ErrorFile
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.rendezvous.drains import host_of
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,9 @@ class FailedWorker:
 
 
 def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
-    """Return the text for the log. The decision and the cause come first.
+    """Return the text for the log: all of it on one node, which `verdict` names; a line on the others.
 
-    On a stop, torch prints the traceback in its own text, which comes last.
+    The decision and the cause come first. On a stop, torch prints the traceback in its own text, which comes last.
 
     Args:
         cause, others: the workers that failed on this node.
@@ -42,11 +45,9 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
         decision: the decision for this node.
         node: id of this node.
     """
-    lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind}, rule {decision.rule})"]
-    if decision.action is Action.STOP and decision.exit_code is not None:
-        lines[0] += f"; exit code {decision.exit_code}"
-    if decision.delay_s > 0:
-        lines[0] += f"; in {decision.delay_s:.1f} s"
+    if verdict.shown_by not in ("", node):
+        return line_elsewhere(verdict, decision, node, cause.diagnosis)
+    lines = [_line(decision)]
     evidence = cause.diagnosis.evidence
     if evidence.step is not None:
         lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
@@ -60,13 +61,27 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
     return Block("\n".join(map(shown, lines)))
 
 
-def remote_failure_text(verdict: JobVerdict) -> str:
-    """Return the text for the log of a node on which nothing failed."""
-    decision = verdict.decision
-    return shown(
-        f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
-        f"(kind {decision.kind}, rule {decision.rule}); exit code {decision.exit_code}"
-    )
+def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Diagnosis | None = None) -> str:
+    """Return the one line for the log of a node that carries out the verdict on another one's failure.
+
+    Args:
+        decision: the decision for this node.
+        node: id of this node.
+        here: what failed on this node, if anything did; what only follows from another failure is not worth a word.
+    """
+    line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
+    if here is not None and here.kind != CASCADE:
+        line += f"; here: {describe(here.evidence)}"
+    if verdict.shown_by not in ("", node):
+        line += f"; more in the log of {host_of(verdict.shown_by)}"
+    return shown(line)
+
+
+def _line(decision: Decision, where: str = "") -> str:
+    line = f"elastic_ext: {decision.action.value}: {where}{decision.reason} (kind {decision.kind}, rule {decision.rule})"
+    if decision.action is Action.STOP and decision.exit_code is not None:
+        line += f"; exit code {decision.exit_code}"
+    return f"{line}; in {decision.delay_s:.1f} s" if decision.delay_s > 0 else line
 
 
 def remote_failure(verdict: JobVerdict) -> dict[int, ProcessFailure]:

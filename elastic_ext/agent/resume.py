@@ -118,7 +118,7 @@ class ResumePoint(Companion):
             if copies is not None and (verdict.refuse_copies or blamed_copy):
                 copies.refuse_all()
             if blamed and not blamed_copy:
-                reason = f"{decision.kind} failure in round {verdict.round}: {decision.rule}"
+                reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
                 blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
             logger.warning("what is blamed for the failure could not be refused or quarantined: %s", error)

@@ -19,7 +19,7 @@ from elastic_ext.agent.hangs import HangHandling
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound
 from elastic_ext.agent.saves import SaveOnDemand
-from elastic_ext.base import names
+from elastic_ext.base import log_records, names
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import started_by
 from elastic_ext.rendezvous import interfaces
@@ -124,6 +124,7 @@ class RoundStart:
             "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts(spec, self._settings)),
             **launch.blanked_secrets(os.environ),
             "ELASTIC_EXT_LAUNCH": self._handler.launch,
+            log_records.NODE_NAME: self._handler.host,
             **resumed.variables(),
             **(gloo_interface(self._handler.address) if self._group.group_world_size > 1 else {}),
             **names.variables(os.environ),

@@ -28,7 +28,7 @@ from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, reraise_signals, taken_for_sigterm
+from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
@@ -139,7 +139,7 @@ class Supervisor(TorchAgent):
                 if again.sigval in exits.USER_SIGNALS or self._leave_by is not None:
                     raise
                 self._save_before_leaving(error)  # timeout(1) sends two at once, before they are taken as one
-            self._handler.announce_leaving(f"its agent received {error.sigval.name}")
+            self._handler.announce_leaving(f"its agent received {received(error).name}")
             raise
 
     def _run_rounds(self) -> RunResult:
@@ -209,11 +209,12 @@ class Supervisor(TorchAgent):
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         notices.take_as_one(error.sigval, lambda: self._leave_by)  # first: asking for the time takes some
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
-        self._leave_by = self._companions.journal.told_to_leave(error.sigval, grace_s)
+        self._leave_by = self._companions.journal.told_to_leave(received(error), grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
-        took_s = round_.saves.save_before_leaving(error.sigval.name, grace_s, self._grace_s, round_.workers, wakeup, wake_pipe)
+        name = received(error).name
+        took_s = round_.saves.save_before_leaving(name, grace_s, self._grace_s, round_.workers, wakeup, wake_pipe)
         if took_s is not None:
             self.shorten_shutdown(max(1.0, grace_s - took_s))
 

@@ -17,6 +17,7 @@ from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, Stor
 from elastic_ext.base.kinds import Kind, Response
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.torch_private import received
 from elastic_ext.failures import ledger, policy
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
@@ -114,7 +115,7 @@ class Verdicts:
             return  # the job has already ended
         host.start_asking()
         platform = host.evidence(PLATFORM_S).platform
-        diagnosis = classify(Evidence(rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=platform))
+        diagnosis = classify(Evidence(rank=-1, agent_signal=received(error).name, node=self._handler.host, platform=platform))
         if diagnosis.tier == STOP_REQUESTED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
             self._publish(self._job_verdict(decision), decision)

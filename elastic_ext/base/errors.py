@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from elastic_ext.base import log_records
 from elastic_ext.base.printable import shown
 
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
@@ -84,5 +84,5 @@ def usage_errors_exit() -> Iterator[None]:
     try:
         yield
     except (UsageError, UnsupportedTorch) as error:
-        print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print() works even if stderr is closed
+        log_records.say(f"elastic_ext: {error}")
         raise SystemExit(EX_CONFIG) from error

@@ -1,4 +1,6 @@
-"""Makes the log records of this package safe to show, before any other handler gets them.
+"""The lines of this package's log: what they look like where nobody has configured logging, and that they are safe to show.
+
+    TIME NODE LEVEL message        (the output of several nodes often goes to one file)
 
 The arguments of records (names of files and nodes, reasons, exception messages) come from outside. They may hold terminal escape
 sequences, line breaks that forge records, or credentials in a URL.
@@ -6,38 +8,92 @@ sequences, line breaks that forge records, or credentials in a URL.
 
 from __future__ import annotations
 
+import copy
 import logging
 import numbers
 import os
+import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from elastic_ext.base.printable import Block, shown, shown_block
 
 ROOT = "elastic_ext"
+NODE_NAME = "ELASTIC_EXT_NODE_NAME"  # the setting; the agent also sets it for what it starts
 _WORKER = "ELASTIC_EXT_WORKER"  # which the agent sets for its workers
 MARK = "elastic_ext: "
 """In each line that this package logs on a worker's stderr: it begins the message, whatever format the script has configured.
 Also in the lines of `workers.bootstrap`. Such lines are no evidence about the script."""
 
 
-def install() -> None:
-    """Clean the records of all loggers of this package in this process; further calls do nothing. In a worker, also mark them."""
+_node = ""
+
+
+def install(plain: bool = False) -> None:
+    """Clean the records of all loggers of this package in this process; further calls do nothing. In a worker, also mark them.
+
+    plain: for someone at a terminal: where nobody has configured logging, a line is the message alone.
+    """
     logger = logging.getLogger(ROOT)
     if not any(isinstance(handler, _Cleaner) for handler in logger.handlers):
-        logger.handlers.insert(0, _Cleaner())
+        logger.handlers.insert(0, _Cleaner(plain))
+
+
+def set_node(name: str) -> None:
+    """Set the name of this node in all lines of this process."""
+    global _node
+    _node = name
+
+
+def node() -> str:
+    """Return the name of this node; where none is set, what the agent has given to this process, else the host's name."""
+    return _node or shown(os.environ.get(NODE_NAME) or platform.node())
+
+
+def configure(level: str) -> None:
+    """Show the records of all libraries from this level up as lines on stderr, unless logging is configured already."""
+    install()
+    handler = logging.StreamHandler()
+    handler.setFormatter(Lines())
+    logging.basicConfig(handlers=[handler], level=level)
+
+
+def say(text: str, level: int = logging.ERROR) -> None:
+    """Print a line on stderr, however logging is configured: for the last words of a command."""
+    record = logging.LogRecord(ROOT, level, "", 0, shown(text), None, None)
+    print(Lines().format(record), file=sys.stderr)  # print() works even if stderr is closed
+
+
+class Lines(logging.Formatter):
+    """The one format of our lines. Those of other libraries also name their logger."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        origin = "" if record.name.partition(".")[0] == ROOT else f"{record.name}: "
+        return f"{record.asctime} {node()} {record.levelname} {origin}{record.message}"
 
 
 class _Cleaner(logging.Handler):
     """A handler that runs before all others: logging calls the handlers of a logger first, then those of its parents."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self._plain = plain
 
     def emit(self, record: logging.LogRecord) -> None:
         clean(record)
         if _WORKER in os.environ:  # read only now: on import, a warm standby does not know yet which worker it will be
             mark(record)
         # If nobody has configured logging, this handler would keep logging from using its handler of last resort.
-        if _has_no_other(record.name) and logging.lastResort and record.levelno >= logging.lastResort.level:
-            logging.lastResort.handle(record)
+        last = logging.lastResort
+        if last and record.levelno >= last.level and _has_no_other(record.name):
+            if last.formatter is None and not self._plain:
+                last = copy.copy(last)
+                last.setFormatter(Lines())
+            last.handle(record)
 
 
 def _has_no_other(name: str) -> bool:

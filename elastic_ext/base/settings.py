@@ -234,6 +234,12 @@ class Settings:
         None, MODULES, "modules that warm standbys do not import, with their submodules"
     )
     refuse_node: int = _setting(3600, WHOLE_SECONDS, "how long a host that had to leave the job may not come back")
+    rejoin_timeout: float | None = _setting(
+        None,
+        SECONDS,
+        "how long the job waits for lost nodes to come back once fewer than the minimum are left; then it ends with 75, to be "
+        "requeued; default: as long as join_timeout; in a step of Slurm, where a lost node cannot come back, lease_ttl and 5 s",
+    )
     resume_from: str = _setting(
         "",
         TEXT,

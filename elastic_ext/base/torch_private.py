@@ -114,8 +114,21 @@ def ends_agent(handler: object) -> bool:
     return getattr(handler, "__module__", None) in (SignalException.__module__, __name__)
 
 
+class _TakenForSigterm(SignalException):  # type: ignore[misc, unused-ignore]
+    """A signal that means what SIGTERM means; torch ends the workers with `sigval`."""
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"Process {os.getpid()} got signal: {received.name}", sigval=signal.SIGTERM)
+        self.received = received
+
+
+def received(error: SignalException) -> signal.Signals:
+    """Return the signal that this process got, whatever it is taken for."""
+    return error.received if isinstance(error, _TakenForSigterm) else signal.Signals(error.sigval)
+
+
 def _take_for_sigterm(number: int, frame: FrameType | None) -> None:
-    raise SignalException(f"Process {os.getpid()} got signal: {signal.Signals(number).name}", sigval=signal.SIGTERM)
+    raise _TakenForSigterm(signal.Signals(number))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         damage; 75 if `checkpoints save` got no save; 69 if `timeline` finds no such job; `status` and `drain` have codes of
         their own (their MEANINGS).
     """
-    log_records.install()
+    log_records.install(plain=True)
     try:
         args = parser().parse_args(argv)
         return int(args.run(args))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.kinds import NUMERIC, Response
+from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
 from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import cuts, history, policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
@@ -18,6 +18,8 @@ from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, 
 from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY
 
 VICTIM = 120  # characters of a victim's message
+MAX_NAMED = 8  # lost nodes in a reason
+TOO_FEW = "too-few-left"  # name of a rule
 _RANK = re.compile(r"(?<!local )\brank (\d{1,9})\b", re.IGNORECASE)
 
 
@@ -111,11 +113,31 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         stacks,
         cause.diagnosis.evidence.cut,
         refuse_copies=numeric and decision.response is not Response.STOP,
+        shown_by=next(id_ for id_, each in reports.items() if each is report),
     )
     return (
         Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]),
         verdict,
     )
+
+
+def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
+    """Return the ledger and the verdict where fewer nodes are left than the job needs: a scheduler may start it on others.
+
+    circumstances: with one lost node or more. Nothing is held against them: the platform sees by itself that they are gone.
+    """
+    lost = circumstances.lost
+    names = "; ".join(f"node {each.host} {each.how}" for each in lost[:MAX_NAMED])
+    more = f" (and {len(lost) - MAX_NAMED} more)" if len(lost) > MAX_NAMED else ""
+    left = f"{circumstances.nodes} of at least {circumstances.min_nodes} nodes are left, and no other one has come"
+    code = policy.exit_code_for(policy.EX_TRY_AGAIN, circumstances.exit_codes)
+    decision = policy.Decision(
+        policy.Action.STOP, NETWORK, f"{names}{more}; {left} (rejoin_timeout)", code, TOO_FEW, response=Response.REQUEUE
+    )
+    verdict = JobVerdict(
+        decision, round_, lost[0].id, lost[0].host, NO_RANK, ledger.charged, circumstances.max_restarts, circumstances.at
+    )
+    return replace(ledger, verdicts=(*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class JobVerdict:
         stacks: the stacks from the reports, also for people only.
         cut: the names of two hosts that cannot reach each other, if that is the cause.
         refuse_copies: no round may resume from a copy in memory that exists now, on any node.
+        shown_by: id of the node that logs the failure in full: its report shows the cause, which may be another node's loss.
     """
 
     decision: Decision
@@ -100,6 +101,7 @@ class JobVerdict:
     stacks: str = ""
     cut: tuple[NameOrEmpty, ...] = ()
     refuse_copies: bool = False
+    shown_by: NameOrEmpty = ""
 
     def for_node(self, node: str) -> Decision:
         """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""

@@ -38,6 +38,7 @@ IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one re
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
 REPEATED, SAME_NODE, CEILING, IN_A_ROW = "repeated", "same-node", "ceiling", "in-a-row"
 _BY_HISTORY = (REPEATED, SAME_NODE, CEILING, IN_A_ROW)
+ONE_MORE_TRY = "one more try shows whether it happens again"  # said only while it is to come
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, whatever the budget
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, whatever they are: an error whose text varies is never the same
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
@@ -415,4 +416,5 @@ def _within_budget(outcome: _Outcome, budget: Budget) -> _Outcome:
         reason = f"{outcome.reason}; all {limit} restarts of the budget (--max-restarts) are spent"
         return _Outcome(Response.STOP, outcome.kind, reason, "budget", EX_FAILED)
     of = ", no limit" if limit == NO_LIMIT else f" of {limit}"
-    return replace(outcome, reason=f"{outcome.reason}; restart {budget.charged + 1}{of}", exit_code=EX_FAILED)
+    why = f"; {ONE_MORE_TRY}" if outcome.response is Response.CONFIRM and outcome.rule != WARM_START else ""
+    return replace(outcome, reason=f"{outcome.reason}{why}; restart {budget.charged + 1}{of}", exit_code=EX_FAILED)

@@ -252,7 +252,7 @@ TIER_1 = (
     _requested("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
     _requested("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
     _requested("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to stop: " + _PREEMPTED_BECAUSE, "S K",
-         when=_agent_got("SIGTERM")),
+         when=_agent_got("SIGTERM", "SIGUSR1", "SIGUSR2")),
     _requested("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
          when=lambda view: view.evidence.platform.disruption_target is True),
     _requested("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
@@ -285,7 +285,7 @@ TIER_2 = (
     _hardware("xid-restart", HARDWARE, RESTART, "the driver reported an error that a restart fixes", "X",
          xids=XIDS_RESTART),
     _hardware("oom-killed", HOST_MEMORY, CONFIRM,
-         "the kernel killed it because memory ran out, which almost always happens again", "P D",
+         "the kernel killed it because memory ran out", "P D",
          when=lambda view: (view.evidence.oom_kills or 0) > 0 or _platform_says("OOMKILLED", "OUT_OF_MEMORY")(view)),
     _hardware("gpu-dead", HARDWARE, REPLACE_NODE, "the GPU or its link is broken", "U D",
          texts=("uncorrectable ecc error encountered", "uncorrectable nvlink error", "fallen off the bus", "gpu is lost",
@@ -342,7 +342,6 @@ _CUT_SHORT: tuple[Text, ...] = (
     "error while deserializing header", "pickle data was truncated", "storage has wrong byte size",
 )  # fmt: skip
 _AT_START = "before the first optimizer step: it would recur on every try"
-_LATER = "one more try shows whether it happens again"
 
 TIER_3 = (
     _program("network-cut", NETWORK, RESTART, "the network between these two hosts is cut",
@@ -376,11 +375,11 @@ TIER_3 = (
          exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
     _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
          survivable=True),
-    _program("access-expired", CODE, CONFIRM, "the credentials have expired; one more try may get new ones", texts=_EXPIRED,
+    _program("access-expired", CODE, CONFIRM, "the credentials have expired", texts=_EXPIRED,
          survivable=True),
     _program("access-refused-at-start", CODE, STOP, "a server or its client refuses the request, " + _AT_START,
          exceptions=_REFUSED, texts=_REFUSED_TEXTS, when=_before_first_step, survivable=True),
-    _program("access-refused", CODE, CONFIRM, "a server or its client refuses the request; " + _LATER,
+    _program("access-refused", CODE, CONFIRM, "a server or its client refuses the request",
          exceptions=_REFUSED, texts=_REFUSED_TEXTS, survivable=True),
     _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
     _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
@@ -466,7 +465,7 @@ TIER_3 = (
          texts=("name or service not known", "temporary failure in name resolution", "address already in use",
                 "connection refused", "connection timed out", "no route to host", "network is unreachable", "socket timeout",
                 "cannot assign requested address"), survivable=True),
-    _program("data-broken", DATA, CONFIRM, "a file of the data cannot be read; " + _LATER,
+    _program("data-broken", DATA, CONFIRM, "a file of the data cannot be read",
          exceptions=_names("UnidentifiedImageError BadGzipFile BadZipFile ArrowInvalid LZMAError ZstdError InvalidDataError "
                            "zlib.error tarfile.ReadError DECORDError TiffFileError LibsndfileError DecompressionBombError"),
          texts=("image file is truncated", "cannot identify image file", "broken data stream", "parquet magic bytes not found",
@@ -474,15 +473,15 @@ TIER_3 = (
                 *_CUT_SHORT), when=_eof_of_data, survivable=True),
     _program("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
          when=_before_first_step, survivable=True),
-    _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT,
+    _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match", "P", texts=_STATE_DICT,
          survivable=True),
     _program("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
          packages=_LIBRARY_PACKAGES, when=_before_first_step, survivable=True),
-    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES, packages=_LIBRARY_PACKAGES,
-         survivable=True),
+    _program("arguments", CODE, CONFIRM, "an error like this is usually a bug", "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
+         packages=_LIBRARY_PACKAGES, survivable=True),
     _program("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
          when=_before_first_step),
-    _program("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),
+    _program("files", CODE, CONFIRM, "the input is missing or wrong", "P", exceptions=_FILES),
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.helper_process import BUSY, UP
 from elastic_ext.own_etcd import certificates, folder, lifetime, locks, member
@@ -27,7 +28,7 @@ from elastic_ext.own_etcd.job import KeeperJob, load
 from elastic_ext.own_etcd.lifetime import Lifetime, Situation
 from elastic_ext.own_etcd.runner import MemberFailed, MemberRunner, State
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
 
 TICK_S = 1.0  # nothing tells that etcd no longer answers; without an agent here that decides when the keeper ends
 AGENT_TICK_S = 5.0  # with one; and an agent that waits learns for whom
@@ -222,7 +223,8 @@ def _log_to(job: KeeperJob) -> None:
     descriptor = os.open(job.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level="INFO")
+    log_records.set_node(job.own.name)
+    log_records.configure("INFO")
 
 
 if __name__ == "__main__":

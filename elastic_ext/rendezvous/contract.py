@@ -21,6 +21,7 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
+from elastic_ext.failures.sources import slurm
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
 
@@ -54,6 +55,19 @@ class Patience:
             f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
             "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
         )
+
+
+REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
+
+
+def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
+    """Return how many seconds the job waits for lost nodes; None: as long as each node waits for a round (`join_timeout`).
+
+    In a step of Slurm no agent is started again, so nobody can come but a node that was cut off.
+    """
+    if settings.rejoin_timeout is None and slurm.job_id(environ) and environ.get("SLURM_STEP_ID"):
+        return settings.lease_ttl + REJOIN_MARGIN_S
+    return settings.rejoin_timeout
 
 
 class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked

@@ -72,7 +72,7 @@ class RoundReports:
     """The nodes' reports about the end of a round.
 
     Attributes:
-        texts: records of `failures.ledger`, by node id.
+        texts: records of `failures.ledger`, by node id; none if the job is to end as too few nodes are left.
         orders: etcd's revision of each, by node id.
         lost: what became of members of the round that are gone, by id.
         nodes: the current number of nodes.
@@ -123,7 +123,7 @@ class LeaderPolicy(Protocol):
         """Return whether waiting nodes may join this running round now; False: later."""
 
     def judge(self, reports: RoundReports, ledger: str) -> Judgement:
-        """Return one judgement for all nodes. ledger: the job's; "": a new one."""
+        """Return one judgement for all nodes. ledger: the job's; "": a new one. See RoundReports for one without reports."""
 
 
 class NoAgent:
@@ -169,6 +169,9 @@ class AgentPolicy:
         given = {id_: report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
         rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)
+        if not given:
+            kept, left = judgement.too_few_left(ledger_of(ledger_text), rules, reports.round)
+            return Judgement(State.CLOSED, left.decision.reason, ledger.encode_verdict(left), ledger.encode_ledger(kept))
         window_s = self._settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)

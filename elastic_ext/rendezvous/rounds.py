@@ -44,12 +44,14 @@ class Limits:
         last_call_s: once there are enough nodes, how long the first round waits for more after the last one came.
         settle_s: how long after the first report of a failure the leader waits for the remaining reports, once a report names a
             cause.
+        rejoin_s: how long the job waits for lost nodes once fewer than min_nodes are left; None: until these leave.
     """
 
     min_nodes: int
     max_nodes: int
     last_call_s: float
     settle_s: float = 0.5
+    rejoin_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class View:
         reported_at: when the first report about the end of this round came, on the same clock; None if none did.
         returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
             without assignments may come back. None: no member is expected back.
+        few_since: since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
     """
 
     header: Header
@@ -77,6 +80,7 @@ class View:
     finished_at: float | None = None
     reported_at: float | None = None
     returning_until: float | None = None
+    few_since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class End:
 
 @dataclass(frozen=True)
 class Conclude:
-    """Find one verdict for all nodes from the reports of these nodes."""
+    """Find one verdict for all nodes from the reports of these nodes; without any, the job ends as too few nodes are left."""
 
     nodes: tuple[str, ...]
     reason: str
@@ -324,12 +328,22 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     leaving = drains.released(view.header)
     present = [id_ for id_ in waiting(view) if id_ not in leaving]
     if len(present) < limits.min_nodes:
-        return Wait(f"{len(present)} of at least {limits.min_nodes} nodes have joined")
+        return _with_too_few(view, present, limits, now)
     if len(present) < limits.max_nodes and view.header.state is State.FORMING:
         last_call = view.last_arrival + limits.last_call_s
         if now < last_call:
             return Wait(f"{len(present)} of at most {limits.max_nodes} nodes have joined; more may come", last_call)
     return Seal(order(view, present, limits.max_nodes), f"{_count(len(present))} joined")
+
+
+def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float) -> Action:
+    few = f"{len(present)} of at least {limits.min_nodes} nodes have joined"
+    # Nodes of another launch, none of which was in this round, wait for each other as before a first round.
+    survive = view.header.state is State.BROKEN and any(id_ in view.members for id_ in present)
+    if limits.rejoin_s is None or view.few_since is None or not survive or not lost(view):
+        return Wait(few)
+    until = view.few_since + limits.rejoin_s
+    return Wait(few, until) if now < until else Conclude((), f"{few}, and no lost one has come back in {limits.rejoin_s:g} s")
 
 
 def _has_reported(node: Node, round_: int) -> bool:

@@ -99,7 +99,7 @@ def test_wrong_usage_is_one_line_and_78_and_nothing_is_started(tmp_path, argv, s
     (tmp_path / "ok.py").write_text("print('started')")
     job = run([*AGENT, *argv], tmp_path)
     assert job.returncode == 78, job.all
-    (line,) = [line for line in job.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
     assert said in line
     assert "Traceback" not in job.err
     assert "started" not in job.out

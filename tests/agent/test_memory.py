@@ -247,6 +247,9 @@ def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, ver
         assert part.exists() != refused
     expected = set() if quarantined is None else {directory_name(quarantined, 1)}
     assert marks.quarantined_names(open_storage(str(tmp_path))) == expected
+    for each in expected:
+        mark = marks.quarantine_of(open_storage(str(tmp_path)), each)
+        assert mark.reason == f"the failure of round 3 (kind {verdict.decision.kind}, rule rule) is blamed on it"
 
 
 def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):

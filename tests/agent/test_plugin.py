@@ -155,7 +155,7 @@ def test_wrong_usage_under_torchrun(tmp_path, arguments, said):
     script.write_text("print('started')")
     job = run([*EXT, *arguments, str(script)], tmp_path)
     assert job.returncode == 78, job.all
-    (line,) = [line for line in job.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
     assert said in line
     assert "started" not in job.out
     assert "Traceback" not in job.err

@@ -147,7 +147,11 @@ def test_slurms_notice_is_no_bug(tmp_path):
     saved = steps_saved(tmp_path, 0, 2)
     assert saved[0] == saved[1]
     assert len(saved[0]) == 1
-    assert json.loads((tmp_path / "verdict").read_text())["decision"]["verdict"] == "requeue"
+    decision = json.loads((tmp_path / "verdict").read_text())["decision"]
+    assert decision["verdict"] == "requeue"
+    assert decision["reason"].startswith("the agent received SIGUSR2: ")
+    assert "SIGUSR2: asking the job for a checkpoint" in done.err
+    assert "stopped by SIGUSR2" in done.err
 
 
 @pytest.mark.full

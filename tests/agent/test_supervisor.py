@@ -66,12 +66,16 @@ def test_what_our_threads_log_of_lost_peers_does_not_hide_how_the_script_ended(t
 def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     script = tmp_path / "always.py"
     script.write_text(
-        "import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True); os._exit(20 + int(n))"
+        "import logging, os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True)\n"
+        "from elastic_ext.base import log_records; log_records.install()\n"
+        "logging.getLogger('elastic_ext.training').warning('seen'); os._exit(20 + int(n))"
     )
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
+    job = run([*EXT, "--rdzv-conf=node_name=n2", "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
     assert job.returncode == 1
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
     assert "all 1 restarts of the budget" in job.err
+    for line in ("WARNING elastic_ext .* supervises", "WARNING elastic_ext: seen", "ERROR elastic_ext: stop: "):
+        assert re.search(rf"^[\d-]+ [\d:,]+ n2 {line}", job.err, re.MULTILINE), job.err
     assert "ChildFailedError" in job.err
     assert "exitcode  : 21" in job.err
 

@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.base import held_signals
 from elastic_ext.base.held_signals import SIGNALS, held, raise_again
-from elastic_ext.base.torch_private import taken_for_sigterm
+from elastic_ext.base.torch_private import received, taken_for_sigterm
 from tests.interrupted import told_at_line
 
 
@@ -42,8 +42,9 @@ def test_so_is_what_slurm_sends_before_a_time_limit():
         with held() as told:
             signal.raise_signal(signal.SIGUSR1)
         assert told == [signal.SIGUSR1]
-        with pytest.raises(SignalException):
+        with pytest.raises(SignalException) as raised:
             raise_again(told)
+    assert (raised.value.sigval, received(raised.value)) == (signal.SIGTERM, signal.SIGUSR1)  # workers get the first
 
 
 def test_what_is_ignored_stays_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,11 @@ ESCAPES = "\x1b]0;title\x07\x9b2J\u202e"
 FORGED = "elastic_ext: stop: forged"
 HOSTILE = f"{ESCAPES}\n{FORGED}\r{FORGED}"
 PLANTED = "hunter2/planted+secret"
+
+
+def line_of(level: str, text: str, node: str = "n2") -> str:
+    """A pattern of a line of the log."""
+    return rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {node} {level} {text}"
 
 
 def assert_fit(text: str) -> None:
@@ -126,32 +132,59 @@ def test_records_of_all_our_loggers(caplog):
 
 @pytest.mark.seam
 @pytest.mark.parametrize(
-    "configured", ["", "logging.basicConfig()", "logging.getLogger('elastic_ext').addHandler(logging.StreamHandler())"]
+    ("plain", "configured", "shown"),
+    [
+        (False, "", line_of("WARNING", "seen")),
+        (True, "", "seen"),  # by a command for people at a terminal
+        (False, "log_records.configure('INFO'); log_records.configure('INFO')", line_of("WARNING", "seen")),
+        (False, "logging.basicConfig(); log_records.configure('INFO')", "WARNING:elastic_ext.a.b:seen"),
+        (False, "logging.getLogger('elastic_ext').addHandler(logging.StreamHandler())", "seen"),
+    ],
 )
-def test_each_record_is_shown_once_whoever_configures_logging(configured):
+def test_each_record_is_shown_once_whoever_configures_logging(monkeypatch, plain, configured, shown):
     """Under stock torchrun nobody does: logging's handler of last resort shows warnings."""
-    code = "import logging\nfrom elastic_ext.base import log_records\nlog_records.install()\n"
+    monkeypatch.setenv("ELASTIC_EXT_NODE_NAME", "n2")
+    code = f"import logging\nfrom elastic_ext.base import log_records\nlog_records.install({plain})\n"
     code += f"{configured}\nlogger = logging.getLogger('elastic_ext.a.b')\n"
-    code += f"logger.info('no')\nlogger.warning('seen %s', {HOSTILE!r})"
+    code += f"logger.debug('no')\nlogger.warning('seen %s', {HOSTILE!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.count("seen") == 1
     assert len(done.stderr.splitlines()) == 1
+    assert re.match(shown, done.stderr), done.stderr
     assert_fit(done.stderr)
 
 
+def test_each_line_has_time_and_node(capsys, monkeypatch):
+    """One format, also for the last words of a command, and for what an agent starts."""
+    monkeypatch.setattr(log_records, "_node", "")
+    monkeypatch.setenv("ELASTIC_EXT_NODE_NAME", "n2")
+    log_records.say(f"elastic_ext: {HOSTILE}")
+    log_records.set_node("n3")
+    record = logging.LogRecord("elastic_ext.a.b", logging.WARNING, "", 0, "%s is lost", ("n4",), None)
+    ours = log_records.Lines().format(record)
+    record.name = "torch.somewhere"
+    said = capsys.readouterr().err
+    assert re.fullmatch(line_of("ERROR", r"elastic_ext: .*\n"), said), said
+    assert re.fullmatch(line_of("WARNING", "n4 is lost", "n3"), ours), ours
+    assert log_records.Lines().format(record).endswith(" n3 WARNING torch.somewhere: n4 is lost")
+
+
 @pytest.mark.seam
-def test_each_line_of_ours_in_a_worker_is_marked(tmp_path):
+def test_each_line_of_ours_in_a_worker_is_marked(tmp_path, monkeypatch):
     """Also one that imported this package before it knew which worker it is. The arguments stay what they were for handlers."""
+    monkeypatch.setenv("ELASTIC_EXT_NODE_NAME", "n2")
     code = "import logging, os\nfrom elastic_ext import save_requested\nfrom elastic_ext.base.printable import Block\n"
     code += "logger = logging.getLogger('elastic_ext.a')\nlogger.warning('before')\n"
     code += "os.environ['ELASTIC_EXT_WORKER'] = '{}'\nlogger.warning('%s and %d\\n100 %%', Block('one\\ntwo'), 3)\n"
     code += "try:\n    raise ValueError('a\\nb')\nexcept ValueError:\n    logger.exception('failed')\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    first, *others = done.stderr.splitlines()
-    assert first == "before"
-    assert others[:4] == ["elastic_ext: one", "elastic_ext:   two and 3", "elastic_ext:   100 %", "elastic_ext: failed"]
+    first, one, *others = done.stderr.splitlines()
+    assert re.fullmatch(line_of("WARNING", "before"), first)
+    assert re.fullmatch(line_of("WARNING", "elastic_ext: one"), one)
+    assert others[:2] == ["elastic_ext:   two and 3", "elastic_ext:   100 %"]
+    assert re.fullmatch(line_of("ERROR", "elastic_ext: failed"), others[2])
     assert "elastic_ext: Traceback (most recent call last):" in others
-    assert all(line.startswith("elastic_ext: ") for line in others)
+    assert all("elastic_ext: " in line for line in others)
 
 
 @pytest.mark.full

@@ -305,7 +305,7 @@ def test_an_agent_without_the_secret_is_out(two, variables):
         assert "Traceback" not in done.err
         assert "supervises this run" not in done.err
         assert done.out == ""
-        assert len([line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]) == 1, done.err
+        assert len([line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]) == 1, done.err
         assert done.returncode == 75, done.err  # today it is 78 with another secret, whatever read_timeout says
     finish(two, *jobs)
     assert attempts(*jobs) == {0}, [job.err for job in jobs]
@@ -333,7 +333,7 @@ def test_the_loopback_is_no_place_to_meet(tmp_path):
         done = job.finish(START_S)  # else it has waited for somebody
     assert done.returncode == 78, done.err
     (line,) = done.err.splitlines()
-    assert line.startswith(f"elastic_ext: --rdzv-endpoint=localhost:{PORT} with several nodes: localhost is another machine")
+    assert f" ERROR elastic_ext: --rdzv-endpoint=localhost:{PORT} with several nodes: localhost is another machine" in line
     assert done.out == ""
 
 
@@ -348,7 +348,7 @@ def test_a_port_that_is_taken_is_named(two, conf, said):
         done = two.start(0, conf=conf).finish()
         other.kill()
     assert done.returncode == 75, done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
     assert said in line
     assert "another program of this host has the port" in line
     assert "Traceback" not in done.err

@@ -73,7 +73,8 @@ STATE_DICT = [
 ROWS = [
     ("agent-interrupted", "user_stop", "stop", killed("SIGTERM", agent_signal="SIGINT"), raised("KeyError",
      agent_signal="SIGINT")),
-    ("agent-terminated", "preemption", "requeue", killed("SIGTERM", agent_signal="SIGTERM")),
+    ("agent-terminated", "preemption", "requeue", killed("SIGTERM", agent_signal="SIGTERM"),
+     killed("SIGTERM", agent_signal="SIGUSR1")),
     ("disruption-target", "preemption", "requeue", ended(143, platform=Platform("kubernetes", "", True)),
      raised("NameError", platform=Platform("kubernetes", "OOMKilled", True))),
     ("platform-preempted", "preemption", "requeue",

@@ -7,7 +7,7 @@ import pytest
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.history import PastFailure, precedents, progress, record
-from elastic_ext.failures.policy import EXIT_CODES, MAX_FREE_TRIES, NO_LIMIT, Action, Backoff, Budget, Nodes, decide
+from elastic_ext.failures.policy import EXIT_CODES, MAX_FREE_TRIES, NO_LIMIT, ONE_MORE_TRY, Action, Backoff, Budget, Nodes, decide
 
 
 def of(type_=None, message="", **more):
@@ -165,6 +165,24 @@ def test_the_budget(diagnosis, charged, limit, action):
     if action is Action.STOP and charged:
         assert (decided.rule, decided.exit_code) == ("budget", 1)
         assert f"all {limit} restarts of the budget" in decided.reason
+
+
+@pytest.mark.parametrize(
+    ("decided", "promised"),
+    [
+        (decide(KEY), True),
+        (decide(SEGV), True),
+        (decide(NETWORK), False),
+        (decide(KEY, history=(SAME_THERE,)), False),
+        (decide(KEY, history=(SAME_HERE,), nodes=Nodes(3, 1)), False),
+        (decide(KEY, Budget(3, 3)), False),
+        (decide(KEY, Budget(kind_limits={"code": 0})), False),
+        (decide(of("NameError", warm=True, first_step_done=False)), False),  # it has words of its own: one cold start
+    ],
+)
+def test_one_more_try_is_promised_only_where_it_comes(decided, promised):
+    assert (ONE_MORE_TRY in decided.reason) == promised, decided.reason
+    assert "one more try" not in decided.reason.replace(ONE_MORE_TRY, "")
 
 
 def test_the_history_of_the_evidence_is_used_where_no_other_is_given():

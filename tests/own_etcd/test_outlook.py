@@ -105,7 +105,7 @@ def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
         first = job.start("3", inside=hosts[0].inside, join_timeout="10", lease_ttl="2")
         done = first.finish()
         assert done.returncode == 75, done.err
-        line = next(each for each in done.err.splitlines() if each.startswith("elastic_ext: "))
+        line = next(each for each in done.err.splitlines() if " ERROR elastic_ext: " in each)
         assert "does not serve after 10 s (join_timeout)" in line
         assert "10.213.2.2" in line.partition("no answer from")[2].partition(";")[0]
         assert "10.213.3.2" in line.partition("no answer from")[2].partition(";")[0]

@@ -8,8 +8,10 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.ledger import Report, decode_verdict, encode_report
+from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
+from elastic_ext.rendezvous.contract import rejoin_s
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
+from elastic_ext.rendezvous.round_records import State
 
 
 def judged(**more: frozenset[str]) -> Judgement:
@@ -34,3 +36,29 @@ def test_a_name_that_several_machines_have_is_not_refused(ambiguous: tuple[str, 
     found = judged(ambiguous=frozenset(ambiguous))
     assert decode_verdict(found.verdict).decision.response is Response.REPLACE_NODE
     assert found.refused == refused
+
+
+def test_without_a_report_too_few_are_left_and_the_job_ends_to_be_requeued() -> None:
+    policy = AgentPolicy(Settings(exit_codes="kubeflow"), 3, lambda: None)
+    before = encode_ledger(Ledger(charged=4))
+    lost = {"n2-17-a3b2c1": "was lost", "n3-18-d4e5f6": "was told to leave"}
+    judged = policy.judge(RoundReports(7, {}, {}, lost, 1, {}), before)
+    verdict, ledger = decode_verdict(judged.verdict), decode_ledger(judged.ledger)
+    assert (judged.state, verdict.decision.response, verdict.decision.exit_code) == (State.CLOSED, Response.REQUEUE, 128 + 75)
+    assert (verdict.ends_job, verdict.keeps_ledger, verdict.round, verdict.host) == (True, True, 7, "n2")
+    assert verdict.decision.reason.startswith("node n2 was lost; node n3 was told to leave; 1 of at least 3 nodes are left")
+    assert (ledger.charged, ledger.failures, ledger.verdicts) == (4, (), (verdict,)), "nothing is charged"
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        (None, {}, None),
+        (None, {"SLURM_JOB_ID": "7"}, None),  # of a script of Slurm: it may start agents again
+        (None, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, 15.0),
+        (300.0, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, 300.0),
+        (0.0, {}, 0.0),
+    ],
+)
+def test_how_long_lost_nodes_are_waited_for(given: float | None, environ: dict[str, str], expected: float | None) -> None:
+    assert rejoin_s(Settings(rejoin_timeout=given, lease_ttl=10), environ) == expected

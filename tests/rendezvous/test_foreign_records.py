@@ -276,7 +276,7 @@ def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path
     if "/" in run_id:
         done = run([*EXT, f"--rdzv-id={run_id}", "ok.py"], tmp_path)
         assert done.returncode == 78, done.all
-        (line,) = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
+        (line,) = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
         assert "--rdzv-id" in line
         assert "Traceback" not in done.err
         assert "started" not in done.out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def start(stack: ExitStack, tmp_path: Path, store: Store, join_timeout: int, con
 def assert_gave_up(done: Finished, said: str) -> None:
     assert done.returncode == 75, done.all
     assert "Traceback" not in done.err, done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
     assert said in line
 
 
@@ -53,6 +55,26 @@ def test_each_node_gives_up_alone_and_the_job_stays_open(store: Store, tmp_path:
         hasty = start(stack, tmp_path, store, join_timeout=5)
         assert_gave_up(hasty.finish(), "no round was formed in 5 s (join_timeout), --nnodes=3:4")
         assert_trains_with_two_more(stack, tmp_path, store, patient)
+
+
+@pytest.mark.seam
+@pytest.mark.full("embedded")
+def test_in_a_step_of_slurm_a_job_of_too_few_ends_to_be_requeued(store: Store, tmp_path: Path) -> None:
+    """Nobody can come; elsewhere the node that is left would wait for join_timeout."""
+    (tmp_path / "script.py").write_text("import signal; print('trains', flush=True); signal.pause()")
+    options = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2"]
+    command = [*TORCHRUN, *options, f"--rdzv-conf=join_timeout={LONG_S},lease_ttl=2,last_call=0.5", "script.py"]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "PATH": f"{Path(sys.executable).parent}"}
+    with ExitStack() as stack:
+        left, lost = (stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **step)) for name in ("n1", "n2"))
+        for job in (left, lost):
+            job.wait_for("trains")
+        lost.process.kill()
+        began = time.monotonic()
+        done = left.finish()
+    assert done.returncode == 75, done.err
+    assert time.monotonic() - began < LONG_S / 2
+    assert "elastic_ext: stop: node n2 was lost; 1 of at least 2 nodes are left" in done.err
 
 
 @pytest.mark.full

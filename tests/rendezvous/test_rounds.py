@@ -107,6 +107,32 @@ QUIET = {"a": {"addresses": ("10.0.0.1",)}, "b": {"addresses": ("10.0.0.2",)}, "
 GETS_NONE = End(State.BROKEN, f"{rounds.STALLED}: node a gets no answer from node b", EndKind.STALLED)
 
 
+FEW = "1 of at least 2 nodes have joined"
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "action"),
+    [
+        (view(BROKEN, {"a": node(3)}, "ab", few_since=7), 21, Wait(FEW, 22)),
+        (view(BROKEN, {"a": node(3)}, "ab", few_since=7), 22, Conclude((), f"{FEW}, and no lost one has come back in 15 s")),
+        (view(JUDGED, {"a": node(3)}, "ab", few_since=7), 22, Conclude((), f"{FEW}, and no lost one has come back in 15 s")),
+        (view(BROKEN, {"a": node(3), "c": node()}, "ab", few_since=7), 22, Seal(("a", "c"), "2 nodes joined")),  # a spare
+        (view(BROKEN, {"a": node(2)}, "ab", few_since=7), 22, Wait("waiting for node a to stop all workers")),
+        (
+            view(BROKEN, {"a": node(3)}, "ab", few_since=7, returning_until=30),
+            22,
+            Wait("node b may come back after the outage", 30),
+        ),
+        (view(BROKEN, {"c": node()}, "ab", few_since=7), 99, Wait(FEW)),  # of another launch, which begins
+        (view(Header(), {"a": node()}, few_since=7), 99, Wait(FEW)),
+    ],
+)
+def test_too_few_that_are_left_wait_for_lost_ones_only_so_long(seen, now, action):
+    assert next_action(seen, dataclasses.replace(LIMITS, rejoin_s=15), now) == action
+    if isinstance(action, Conclude):
+        assert next_action(seen, LIMITS, now) == Wait(FEW)
+
+
 @pytest.mark.parametrize(
     ("changes", "action"),
     [

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from elastic_ext.base import isolated
+from elastic_ext.base import isolated, log_records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
@@ -40,6 +40,7 @@ class Copier:
         environ = {
             **os.environ,
             TOKEN_ENV: token,
+            log_records.NODE_NAME: log_records.node(),
             LOCAL_DIR: local_dir,
             CHECKPOINT_DIR: checkpoint_dir,
         }

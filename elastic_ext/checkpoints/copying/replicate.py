@@ -9,7 +9,6 @@ process resumes the interrupted file. Object stores do not report changes, so it
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import threading
@@ -84,8 +83,7 @@ def main() -> int:
     args = parser.parse_args()
     if absent := [name for name in (LOCAL_DIR, CHECKPOINT_DIR) if not os.environ.get(name)]:
         parser.error(f"{' and '.join(absent)} must be set: the directories to copy from and to")
-    log_records.install()
-    logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(name)s: %(message)s")
+    log_records.configure("WARNING")
     os.nice(NICE)
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()

@@ -132,6 +132,9 @@ class Leader:
             finished_at=self._finished_at(header.round),
             returning_until=self._outage.returning_until,
         )
+        if header.state is State.BROKEN:
+            few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
+            view = dataclasses.replace(view, few_since=few)
         if rounds.reports(view):
             return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):

@@ -28,7 +28,7 @@ from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import drains, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
-from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience
+from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, rejoin_s
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.fence import Fence
@@ -199,7 +199,8 @@ def take_place(
     notify = functools.partial(_notify, changed, on_event)
     host = run_id.host_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
-    limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
+    rejoin = rejoin_s(settings, os.environ)
+    limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
     loopback = run_id.network() if is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)

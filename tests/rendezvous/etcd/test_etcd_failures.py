@@ -123,6 +123,11 @@ def test_the_budget_is_the_jobs_whoever_fails(store, nodes, tmp_path):
     assert all(verdict == verdicts[0] for verdict in verdicts)
     assert (verdicts[0]["host"], verdicts[0]["restarts"], verdicts[0]["decision"]["rule"]) == ("c", 2, "budget")
     assert {line["attempt"] for line in reports(*jobs)} == {0, 1, 2}
+    for each, own in zip(done, ("restart", "restart", "stop"), strict=True):  # all of its own failure, a line on each other one
+        told = re.findall(r" elastic_ext: (restart|stop): .*?(?:; more in the log of (\w))?$", each.err, re.MULTILINE)
+        assert [action for action, _ in told] == ["restart", "restart", "stop"], each.err
+        assert sum(not of for _, of in told) == 1, each.err
+        assert (own, "") in told, each.err
 
 
 @pytest.mark.seam

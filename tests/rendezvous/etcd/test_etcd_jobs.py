@@ -305,7 +305,7 @@ def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
     conf = "--rdzv-conf=join_timeout=3,lease_ttl=2"
     away = run([*command, conf, "--rdzv-endpoint=127.0.0.1:1", "ok.py"], tmp_path)
     assert away.returncode == 75, away.all
-    (line,) = [line for line in away.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in away.err.splitlines() if " ERROR elastic_ext: " in line]
     assert "127.0.0.1:1 has not answered for 3 s" in line
     assert "Traceback" not in away.err
 
@@ -337,7 +337,7 @@ def test_wrong_usage_is_one_line_and_78(tmp_path):
     options = ["--rdzv-id=j", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=etcd_ca=/no/such/ca"]
     job = run([*TORCHRUN, "--rdzv-backend=ext_etcd", *options, "ok.py"], tmp_path)
     assert job.returncode == 78, job.all
-    (line,) = [line for line in job.err.splitlines() if line.startswith("elastic_ext: ")]
+    (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
     assert "/no/such/ca" in line
     assert "Traceback" not in job.err
     assert "started" not in job.out

@@ -456,7 +456,7 @@ def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     nodes = on(stack, tmp_path, server.endpoint)
     done: Finished = nodes.start("a", server.endpoint, "1").finish()
     assert "database space exceeded; compact and defragment etcd" in done.err
-    lines = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
+    lines = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
     assert (done.returncode, len(lines), "Traceback" in done.err) == (78, 1, False), done.err
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from elastic_ext.agent.verdicts import Verdicts, for_others
 from elastic_ext.base.errors import StorageAway
+from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, encode_ledger
+from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import Request
@@ -28,6 +29,7 @@ from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
 from elastic_ext.rendezvous.etcd.header_record import closed
 from elastic_ext.rendezvous.etcd.job_records import LateJoins
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
+from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
 from elastic_ext.rendezvous.late_joins import WINDOW_S
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
@@ -53,11 +55,13 @@ class Few:
     joined: they are in round 1. Else limits that wait for one more leave time to prepare something.
     """
 
-    def __init__(self, names: str = "abc", limits: Limits | None = None, joined: bool = True) -> None:
+    def __init__(
+        self, names: str = "abc", limits: Limits | None = None, joined: bool = True, policy: LeaderPolicy | None = None
+    ) -> None:
         self.world = World(SEED)
         self.client = Client(self.world)
         self.limits = limits or Limits(len(names), len(names), 0.0)
-        self.policy = Restarts()
+        self.policy = policy or Restarts()
         self.nodes = {name: self.add(name) for name in names}
         if joined:
             self.until_round(1)
@@ -396,6 +400,47 @@ def test_the_leader_is_lost_before_it_judges():
     few.until_stored(lambda header: header.verdict)
     few.next_round(2, "bc")
     assert few.ledger().charged == 1
+
+
+# Too few are left.
+
+
+class FewLeft(Few):
+    """Two nodes, both needed; lost ones are waited for 15 s. The agent of the leader judges."""
+
+    def __init__(self) -> None:
+        super().__init__("ab", Limits(2, 2, 0.0, rejoin_s=15.0), policy=AgentPolicy(Settings(), 2, lambda: None))
+
+    def lose(self, name: str) -> str:
+        """Return the name of the other node, which waits for the next round by now."""
+        self.nodes[name].kill()
+        self.until_broken()
+        (left,) = {*self.nodes} - {name}
+        self.nodes[left].ready(1)
+        self.until_says(left, lambda node: node.after == 1)
+        return left
+
+
+@pytest.mark.parametrize("lost", ["b", "a"], ids=["another", "the-leader"])
+def test_a_job_of_too_few_ends_to_be_requeued(lost):
+    few = FewLeft()
+    few.lose(lost)
+    began = few.world.now
+    header = few.until_stored(lambda header: header.state is State.CLOSED)
+    assert 13.0 < few.world.now - began < 17.0
+    decision = decode_verdict(header.verdict).decision
+    assert (decision.response, decision.exit_code) == (Response.REQUEUE, 75)
+    assert decision.reason.startswith(f"node {lost} was lost; 1 of at least 2 nodes are left")
+
+
+def test_one_that_comes_in_time_is_in_the_next_round():
+    few = FewLeft()
+    left = few.lose("b")
+    few.world.run(10.0)
+    few.nodes["c"] = few.add("c")
+    few.until_round(2, f"{left}c")
+    few.world.run(60.0)
+    assert few.headers()[-1] == (2, State.RUNNING)
 
 
 # Records that are lost, or written over.

@@ -13,6 +13,7 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import Start
 from elastic_ext.observe.metrics import AgentMetrics
+from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
@@ -38,9 +39,9 @@ class WarmStarts(Companion):
         """The function that torch asks for the process of each worker; None without standbys."""
         return self._pool.start if self._pool is not None else None
 
-    def await_first(self) -> None:
-        """Wait for the first standbys, if there are to be any."""
-        if self._pool is not None:
+    def await_first(self, job: Rendezvous) -> None:
+        """Where the job trains without this node, wait for the first standbys: the others stop once this node comes."""
+        if self._pool is not None and job.trains_without_us():
             self._pool.await_first()
 
     def after_start(self, pids: Mapping[int, int]) -> frozenset[int]:

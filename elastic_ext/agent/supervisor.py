@@ -172,8 +172,7 @@ class Supervisor(TorchAgent):
     def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""
         self._logs.stderr.flush()
-        companions = self._companions
-        ended = self._running.ended(self._handler.host, companions.host.evidence(), self._logs.stderr, result)
+        ended = self._running.ended(self._handler.host, self._companions.host.evidence(), self._logs.stderr, result)
         return postmortem.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: FailedWorker) -> JobVerdict:
@@ -222,16 +221,14 @@ class Supervisor(TorchAgent):
 
     def join_round(self) -> None:
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
-        first = self._resume is None
         node_commands.check_health(self._settings)
-        if first and self._handler.trains_without_us():  # the others stop for this node: not before its workers are warm
-            self._companions.warm_starts.await_first()
+        if first := self._resume is None:
+            self._companions.warm_starts.await_first(self._handler)
         while True:
             with self._phase("rendezvous"):
                 super().join_round()
-            place = resume.place_of(self.group)
             try:
-                self._resume = resume.agree(self._settings, self._handler, place, self._companions.memory)
+                self._resume = resume.agree(self._settings, self._handler, resume.place_of(self.group), self._companions.memory)
                 break
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)

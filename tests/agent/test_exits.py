@@ -70,7 +70,7 @@ def test_a_job_closed_without_a_word_ends_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(exits, "end", ended.append)
     exits._hook(RendezvousClosedError, RendezvousClosedError("the job j is over: h closed the job"), None)
     assert ended == [1]
-    assert capsys.readouterr().err == "elastic_ext: the job j is over: h closed the job\n"
+    assert capsys.readouterr().err.endswith(" ERROR elastic_ext: the job j is over: h closed the job\n")
 
 
 @pytest.mark.full

@@ -192,7 +192,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
     spec = SimpleNamespace(local_world_size=2, max_restarts=5, entrypoint=sys.executable, args=("train.py",))
     workers = [SimpleNamespace(global_rank=6), SimpleNamespace(global_rank=7)]
     group = SimpleNamespace(spec=spec, master_addr="host", master_port=1, workers=workers, group_world_size=4)
-    handler = SimpleNamespace(round=4, launch="l", address="127.0.0.1")
+    handler = SimpleNamespace(round=4, launch="l", address="127.0.0.1", host="h")
 
     def start_processes():
         assert (tmp_path / "progress.t.3").exists()

@@ -91,7 +91,7 @@ class StandbyPool:
         return bool(len(self._waiting))
 
     def await_first(self) -> None:
-        """Wait, before this node enters a job that trains without it, until it would not hold that up."""
+        """Wait for the first standbys; no workers run yet."""
         self._patient = self._thread.await_standbys(AWAIT_S)
 
     def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> Cold | None:

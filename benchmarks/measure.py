@@ -66,11 +66,11 @@ def publish(results: Path, record: dict[str, Any], text: str, draw: Callable[[An
     (results / f"{name}.md").write_text(text + "\n")
     (results / f"{name}.json").write_text(line + "\n")
     if draw is not None:
-        _plot(results / f"{name}.png", draw)
+        plot(results / f"{name}.png", draw)
     print(text, line, sep="\n\n", flush=True)
 
 
-def _plot(path: Path, draw: Callable[[Any], None]) -> None:
+def plot(path: Path, draw: Callable[[Any], None]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:

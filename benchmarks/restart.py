@@ -25,6 +25,7 @@ to 10 ms, the clock tick of /proc, for all agents.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -160,35 +161,37 @@ def row_cells(row: str, sides: dict[str, Side]) -> list[str]:
     return [ROWS[row].title, *totals, phases(warm), phases(ours), phases(stock)]
 
 
-def draw(figure: Any, found: dict[str, dict[str, Side]]) -> None:
-    """One bar per agent and row, stacked by phase. The row "ignore" has a scale of its own."""
-    panels = [rows for rows in ([row for row in found if row != IGNORE], [row for row in found if row == IGNORE]) if rows]
-    every = figure.subplots(1, len(panels), width_ratios=[len(rows) + 0.6 for rows in panels], squeeze=False)[0]
-    for axes, rows in zip(every, panels, strict=True):
-        _draw_panel(axes, rows, found)
-    every[0].set_ylabel("seconds")
+def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """One bar per agent and row of the JSON line, stacked by phase. The row "ignore" has a scale of its own."""
+    panels = [found for found in ([each for each in rows if (each["row"] == IGNORE) == own] for own in (False, True)) if found]
+    figure.set_size_inches(9, 1.2 + 0.72 * len(rows))
+    every = figure.subplots(len(panels), 1, height_ratios=[len(found) + 0.4 for found in panels], squeeze=False)[:, 0]
+    for axes, found in zip(every, panels, strict=True):
+        _draw_panel(axes, found)
+    every[-1].set_xlabel("seconds")
     figure.suptitle("From the fault of a worker until all have caught up")
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
 
 
-def _group(middle: int) -> list[tuple[float, str]]:
-    return [(middle + 0.28 * (place - 1), agent) for place, agent in enumerate(SIDES)]
-
-
-def _draw_panel(axes: Any, rows: Sequence[str], found: dict[str, dict[str, Side]]) -> None:
-    bars = [(place, agent, found[row][agent]) for middle, row in enumerate(rows) for place, agent in _group(middle)]
+def _draw_panel(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """The bars lie, so that each name has a line of its own."""
+    bars = [
+        (row + 0.28 * (at - 1), name, each[agent])
+        for row, each in enumerate(rows)
+        for at, (agent, name) in enumerate(SIDES.items())
+    ]
     places = [place for place, _, _ in bars]
-    bottom = [0.0] * len(bars)
+    left = [0.0] * len(bars)
     for phase, colour in zip(PHASES, COLOURS, strict=True):
-        heights = [side.phases_s[phase] or 0.0 for _, _, side in bars]
-        drawn = axes.bar(places, heights, 0.26, bottom=bottom, color=colour, label=phase)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.bar_label(drawn, [measure.shown(side.total_s, 2) for _, _, side in bars], padding=2)
-    axes.set_xticks(places, [SIDES[agent] for _, agent, _ in bars], minor=True)
-    axes.set_xticks(range(len(rows)), ["\n" + ROWS[row].title.replace(", ", ",\n") for row in rows])  # below the agents' names
-    axes.tick_params(axis="x", which="both", length=0)
-    axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.margins(y=0.1)
+        widths = [side["phases_s"][phase] or 0.0 for _, _, side in bars]
+        drawn = axes.barh(places, widths, 0.26, left=left, color=colour, label=phase)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    labels = [f"{measure.shown(side['median_s'])}  {name}" for _, name, side in bars]
+    axes.bar_label(drawn, labels, padding=3, fontsize="small")
+    axes.set_yticks(range(len(rows)), [ROWS[each["row"]].title.replace(", ", ",\n") for each in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -197,12 +200,17 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5, help="number of tries of each agent in each row")
     parser.add_argument("--stock-ignore-repeat", type=int, default=2, help="tries of stock in the row 'ignore', 30 s each")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw what --results holds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     rows = args.rows.split(",")
     if unknown := [row for row in rows if row not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join(ROWS)}")
 
+    if args.draw:
+        stored = json.loads((args.results / "restart.json").read_text())["rows"]
+        measure.plot(args.results / "restart.png", lambda figure: draw(figure, stored))
+        return 0
     machine = measure.machine()
     found, load = {}, {}
     for row in rows:
@@ -226,7 +234,7 @@ def main() -> int:
         for row, sides in found.items()
     ]
     record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "machine": machine}
-    measure.publish(args.results, record, text, lambda figure: draw(figure, found))
+    measure.publish(args.results, record, text, lambda figure: draw(figure, records))
     return 1 if any(sides[agent].lost for sides in found.values() for agent in ("warm", "ours")) else 0
 
 

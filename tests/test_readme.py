@@ -143,6 +143,25 @@ def test_a_save_is_asked_for(server, tmp_path):
         assert job.finish().returncode == 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_the_example_of_the_checkpointer(tmp_path, sharded):
+    """As shown, and with the line for FSDP2."""
+    (shown,) = [block for block in blocks("python") if "Checkpointer(" in block]
+    script = re.sub(r"model = Distributed.*\n# FSDP2: ", "", shown) if sharded else shown
+    assert ("\nmodel = fully_shard" in script) == sharded
+    (tmp_path / "train.py").write_text(f"{script}\nprint('ended at', step)")
+    conf = "--rdzv-conf=checkpoint_dir=checkpoints,memory_every=7,standby=off"
+    job = typed(
+        [*map(str, TORCHRUN), "--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2", conf, "train.py"],
+        tmp_path,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("ended at 100") == 2
+    listed = typed("elastic-ext checkpoints ls checkpoints", tmp_path).stdout
+    assert re.findall(r"step_0*(\d+)\.g\S* +\1", listed) == ["100", "80", "60"], listed
+
+
 def test_the_callbacks_are_used_as_shown():
     shown = [line for block in blocks("python") if "SaveOnDemand" in block for line in block.splitlines()]
     jobs = "".join((ROOT / "tests" / "scripts" / name).read_text() for name in ("hf_job.py", "lightning_job.py"))

@@ -94,6 +94,17 @@ def test_restart(tmp_path):
     assert row["ratio"] == pytest.approx(row["stock"]["median_s"] / row["ours"]["median_s"], rel=0.01)
 
 
+def test_no_label_of_the_plot_of_restarts_covers_another():
+    """Drawn from the stored figures, as `--draw` does."""
+    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    restart.draw(figure, json.loads((BENCHMARKS / "results" / "restart.json").read_text())["rows"])
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels())]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    assert len(boxes) > 4 * len(restart.ROWS)
+    assert not [(a, b) for at, a in enumerate(boxes) for b in boxes[at + 1 :] if a.overlaps(b)]
+
+
 @pytest.mark.parametrize(
     ("script", "option", "said"),
     [

@@ -82,7 +82,9 @@ def test_the_jobs_and_pods_inside():
     assert [wrong for each in templates for wrong in schemas.wrong_job(each)] == []
 
 
+@pytest.mark.seam
 def test_training_operator():
+    """Its package opens a socket when it is imported."""
     jobs = [each for each in manifests() if each["apiVersion"] == "kubeflow.org/v1"]
     assert len(jobs) == 3
     assert [wrong for each in jobs for wrong in schemas.wrong_training_operator(each)] == []
@@ -216,3 +218,21 @@ def test_a_new_pod_is_not_taken_for_the_one_that_was_refused():
     for name, pod in by_etcd:
         assert environment(pod)["ELASTIC_EXT_NODE_NAME"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}, name
         assert environment(pod)["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}, name
+
+
+def test_pods_have_room_to_share_memory_and_are_watched():
+    names = ("job.yaml", "jobset.yaml", "runtime-2.1.yaml", "runtime-2.2.yaml")
+    found = [(name, pod) for name, pod in pod_specs() if name in names]
+    assert [name for name, _ in found] == list(names)
+    for name, pod in found:
+        (container,) = pod["containers"]  # type: ignore[misc]
+        assert {"startupProbe", "livenessProbe", "readinessProbe"} < container.keys(), name
+        assert {"name": "dshm", "mountPath": "/dev/shm"} in container["volumeMounts"], name
+        assert {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod["volumes"], name  # type: ignore[operator]
+        if "runtime" not in name:  # there the TrainJob says
+            assert {"cpu", "memory"} == container["resources"]["requests"].keys(), name
+
+
+def test_the_claim_for_checkpoints_names_no_class_of_another_cluster():
+    (claim,) = documents(KUBERNETES / "base" / "storage.yaml")
+    assert "storageClassName" not in at(claim, "spec")

@@ -15,7 +15,7 @@ from elastic_ext.agent import exits, node_commands, report
 from elastic_ext.base import kinds
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
 from elastic_ext.base.kinds import Kind, Response
-from elastic_ext.base.printable import printable
+from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
 from elastic_ext.failures import ledger, policy
@@ -64,7 +64,7 @@ class Verdicts:
     def of_agent(self, error: BaseException) -> JobVerdict:
         """Return a stop because this agent has failed. The others get its exit code: nobody else knows why the job ended."""
         code = error.code if isinstance(error, SystemExit) else None
-        reason = f"the agent failed: {type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
+        reason = cut(f"the agent failed: {type(error.__cause__ or error).__name__}: {error.__cause__ or error}", ledger.MAX_TEXT)
         return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent")
 
     def _node_stop(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:

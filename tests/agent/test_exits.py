@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from elastic_ext.agent import exits
-from elastic_ext.agent.verdicts import for_others
-from elastic_ext.failures.ledger import JobVerdict, decode_verdict, encode_verdict
+from elastic_ext.agent.verdicts import Verdicts, for_others
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 
 NO_ROOM = """
@@ -61,6 +63,13 @@ def test_what_the_other_nodes_do_when_one_closes_the_job(preset, code, others):
     own = JobVerdict(Decision(Action.STOP, "unknown", "why", code), 2, "a", "a")
     told = decode_verdict(encode_verdict(for_others(own, preset)))
     assert (told.decision.exit_code, told.decision.reason, told.ends_job) == (others, "why", True)
+
+
+def test_the_others_get_one_short_line_of_the_error_that_ends_an_agent():
+    verdicts = Verdicts(Settings(), SimpleNamespace(round=2, node_id="a", host="a"))
+    decision = verdicts.of_agent(OSError("x" * 10**6)).decision
+    assert decision.reason.startswith("the agent failed: OSError: xxx")
+    assert len(decision.reason) <= MAX_TEXT
 
 
 def test_a_job_closed_without_a_word_ends_with_one_line(monkeypatch, capsys):

@@ -32,11 +32,13 @@ ANSWERS = {
     REQUEUE: ["true"],
 }
 
-# The agent's node is n2, the script's n1. "lost": n1 ends, with the script, when all that n2 does is done.
+# The agent's node is n2, the script's n1. "lost": n1 ends, with the script, when all that n2 does is done. "waits": for so many
+# seconds srun still runs then.
 SRUN = """
 while [ "$1" != bash ]; do shift; done
 SLURMD_NODENAME=n2 "$@"
 if [ -n "$lost" ]; then kill -KILL $PPID; fi
+if [ -n "$waits" ]; then exec /bin/sleep "$waits"; fi
 """
 
 
@@ -159,6 +161,28 @@ def test_the_last_agent_cancels_a_job_that_may_not_be_requeued(alone: Alone, cod
     assert "nobody is left to end the job: it is cancelled" in ran.out
     assert ran.calls[-1] == "scancel 7"
     assert "scontrol requeue 7" not in ran.calls
+
+
+def test_a_lost_node_that_slurm_still_waits_for_holds_up_no_requeue(alone: Alone) -> None:
+    """srun waits for its task until SlurmdTimeout is over; nobody trains meanwhile."""
+    (alone.state / "code.0.n3").unlink()
+    ran = alone.run("exit 75", lost=False, answers={QUEUE: ["echo 'COMPLETING n[2-3]'"]}, waits=str(2 * LIMIT_S))
+    assert ran.code == 75
+    lines = [line.partition("train.sbatch: ")[2] for line in ran.out.splitlines()]
+    assert lines == ["all agents have ended but that of n3, which does not answer", "requeued (run 1)"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "n3", "probe"),
+    [("exit 75", "", REFUSED), ("exit 69", "", UNREACHABLE), ("exit 75", "75\n", UNREACHABLE)],
+    ids=["it-lives", "only-left", "has-ended"],
+)
+def test_else_srun_ends_by_itself(alone: Alone, agent: str, n3: str, probe: str) -> None:
+    """While the agent of another node may train, or where all have ended."""
+    (alone.state / "code.0.n3").write_text(n3) if n3 else (alone.state / "code.0.n3").unlink()
+    ran = alone.run(agent, lost=False, probe=probe, answers={QUEUE: ["echo 'COMPLETING n[2-3]'"]}, waits="2")
+    assert "all agents have ended" not in ran.out
+    assert "requeued (run 1)" in ran.out
 
 
 @pytest.mark.parametrize("start", [END_TIME, SHOW, REQUEUE])

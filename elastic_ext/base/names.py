@@ -1,11 +1,13 @@
 """The names of addresses. Torch looks one up for each connection, and a name server that does not answer costs it 10 s.
 
-torch's sockets ask for the name of the address to which they connect, for their log (`formatSockAddr` in c10d/socket.cpp),
-and have no switch for that. glibc waits 5 s for each name server, twice (resolv.conf(5)). So an agent asks beforehand, beside its
+torch's sockets ask for the name of the address to which they connect, for their log (`formatSockAddr` in c10d/socket.cpp), and
+have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff:10.0.0.1, which a line for 10.0.0.1 in /etc/hosts
+does not answer. glibc waits 5 s for each name server, twice (resolv.conf(5)). So an agent asks beforehand, beside its
 other work (`ask`). Until the name server has answered, connections of the agent ask nobody (`connecting`). Workers, in whose main
 thread the script may need name servers, wait for a shorter time (`variables`).
 
-Invariant: no round waits for a name server. Standard library only.
+Invariant: no round waits for a name server, where glibc itself asks them (not nscd or nss-resolve) and nodes give each other
+addresses, not names. Standard library only.
 """
 
 from __future__ import annotations
@@ -57,18 +59,19 @@ def _limited(attempts: int) -> Iterator[None]:
         yield
         return
     before = resolver.seconds, resolver.attempts
-    resolver.seconds, resolver.attempts = 1, attempts
     try:
+        resolver.seconds, resolver.attempts = 1, attempts
         yield
     finally:
         resolver.seconds, resolver.attempts = before
 
 
 class _Asked:
-    """What this process knows of its name server. answers: None while the first answer is awaited."""
+    """What this process knows of its name server. answers: None while the first answer is awaited; since: when it was asked."""
 
     def __init__(self) -> None:
         self.answers: bool | None = None
+        self.since = 0.0
         self.thread: threading.Thread | None = None
 
 
@@ -78,6 +81,7 @@ _asked = _Asked()
 def ask(address: str) -> None:
     """Look the name of an address up, in a thread, unless one does so already."""
     if _asked.thread is None or not _asked.thread.is_alive():
+        _asked.since = time.monotonic()
         _asked.thread = threading.Thread(target=_ask, args=(address,), name="elastic_ext-names", daemon=True)
         _asked.thread.start()
 
@@ -89,17 +93,19 @@ def _ask(address: str) -> None:
     if answers is False and _asked.answers is not False:
         logger.warning(
             "no name server answers for the name of %s within %g s: torch asks for the name of each host to which it connects, "
-            "so workers get %s=%r if it is not set; better add the hosts to /etc/hosts, or PTR records",
+            "so workers get %s=%r if it is not set; better add PTR records, or lines `::ffff:ADDRESS NAME` to /etc/hosts",
             *(address, LATE_S, OPTIONS, BRIEFLY),
         )
     _asked.answers = answers
 
 
 def seconds_for_name(address: str) -> float:
-    """Return how long a look-up of the name of an address takes, whatever comes of it."""
+    """Return how long torch's look-up of the name of an address takes, whatever comes of it. address: may be a host's name."""
     began = time.monotonic()
     try:
-        socket.getnameinfo((address, 0), 0)
+        found = socket.getaddrinfo(address, 0, socket.AF_INET6, socket.SOCK_STREAM, flags=socket.AI_V4MAPPED)  # as torch does
+        began = time.monotonic()
+        socket.getnameinfo(found[0][4], 0)
     except OSError:
         pass  # no name server has answered, or can be reached
     return time.monotonic() - began
@@ -128,4 +134,6 @@ def _is_numeric(address: str) -> bool:
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what workers need in their environment while no name server answers, unless the user has set it."""
-    return {OPTIONS: BRIEFLY} if _asked.answers is False and OPTIONS not in environ else {}
+    late = _asked.thread is not None and time.monotonic() > _asked.since + LATE_S
+    answers = not late if _asked.answers is None else _asked.answers
+    return {} if answers or OPTIONS in environ else {OPTIONS: BRIEFLY}

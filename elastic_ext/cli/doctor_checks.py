@@ -200,9 +200,12 @@ def check_names(inputs: Inputs) -> list[Finding]:
     asked = address.chosen(inputs.settings.address) or next(own, address.loopback())
     took = names.seconds_for_name(asked)
     if took < names.LATE_S:
-        return [Finding("names", OK, f"a name server or /etc/hosts answers for {asked} in {took * 1000:.0f} ms")]
+        return [Finding("names", OK, f"/etc/hosts or a name server answers for {asked} in {took * 1000:.0f} ms")]
     detail = f"the look-up of the name of {asked} takes {took:.1f} s: each worker's init_process_group waits for as long"
-    advice = f"add the hosts to /etc/hosts, or PTR records; agents then give their workers {names.OPTIONS}={names.BRIEFLY!r}"
+    advice = (
+        f"agents give their workers {names.OPTIONS}={names.BRIEFLY!r}; better add PTR records, or lines `::ffff:{asked} NAME` "
+    )
+    advice += "to /etc/hosts"
     return [Finding("names", WARN, detail, advice)]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from elastic_ext.base import goodput, round_store
+from elastic_ext.base import goodput, names, round_store
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.goodput import HostRecord, Shared, Spent
 from elastic_ext.base.printable import printable
@@ -229,6 +229,7 @@ class OneMachine(contract.Base):
         check_own(params.local_addr, self.address)
         super().__init__(params, settings)
         self.host = self.node_id = run_id.host_name(settings)
+        names.ask(self.address)
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)
         self._max_restarts = 0
@@ -244,6 +245,7 @@ class OneMachine(contract.Base):
             raise RendezvousClosedError(f"the job {self.get_run_id()} is over: this agent closed it")
         self.part = OneRound(self.round + 1, self)
         self._server = serve(self.address)
+        names.ask(self.address)
         store = PrefixStore(round_store.PREFIX, self._server)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.address, self._server.port))
 

@@ -61,7 +61,7 @@ def ambiguous_hosts(nodes: Mapping[str, Node]) -> frozenset[str]:
     """Return the host names that several machines have in common."""
     machines: dict[str, set[str]] = {}
     for id_, node in nodes.items():
-        machines.setdefault(host_of(id_), set()).add(node.machine)
+        machines.setdefault(host_of(id_), set()).update([node.machine] if node.machine else [])
     return frozenset(host for host, found in machines.items() if len(found) > 1)
 
 

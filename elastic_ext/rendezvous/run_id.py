@@ -42,13 +42,19 @@ def host_name(settings: Settings) -> str:
 
 
 def machine() -> str:
-    """Return what the kernel calls this boot of this machine, in containers as well."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Return what the kernel calls this boot of this machine, in most containers as well; "" if it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def network() -> str:
-    """Return a name of the network in which this process has its loopback: this machine's, or that of a container on it."""
-    return f"{machine()}/{os.stat('/proc/self/ns/net').st_ino}"
+    """Return a name of the network in which this process has its loopback, of this machine or of a container; "" if unknown."""
+    try:
+        return f"{machine()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
 
 
 def checked_address(address: str) -> str:

@@ -27,6 +27,8 @@ ip addr add {HERE}/32 dev lo
 ip addr add {SERVER}/32 dev lo
 echo "nameserver {SERVER}" > resolv.conf
 mount --bind resolv.conf /etc/resolv.conf
+echo "{HERE} here" > hosts
+mount --bind hosts /etc/hosts
 exec {{command}}
 """
 NO_SUCH_NAME = 0x8183  # a response: flags of a DNS header, RFC 1035

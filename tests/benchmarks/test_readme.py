@@ -94,12 +94,18 @@ def hangs(record: dict[str, Any]) -> Rows:
 def rendezvous(record: dict[str, Any]) -> Rows:
     for row in record["rows"]:
         cells = []
-        own = (("embedded", "form"), ("embedded", "rejoin")) if "embedded" in row else ()
-        stock = (("stock", "form"), ("stock", "rejoin"))
-        for side, part in (("ours", "form"), ("sketch", "form"), ("ours", "rejoin"), *own, *stock):
+        parts = (("ours", "form"), ("sketch", "form"), ("ours", "rejoin"), ("embedded", "form"), ("embedded", "rejoin"))
+        for side, part in parts:
             phase = row.get(side, {}).get(part)
             cells.append(seconds(phase["seconds"] if phase else None))
         yield [f"{row['agents']:,}", *cells]
+
+
+def handlers(record: dict[str, Any]) -> Rows:
+    for row in record["rows"]:
+        sides = [row.get(side, {}) for side in ("etcd", "embedded", "stock")]
+        times = [seconds(side.get(part)) for part in ("form", "rejoin") for side in sides]
+        yield [str(row["agents"]), *times, *(f"{side['cpu_ms']:.0f} ms" if side.get("cpu_ms") else "-" for side in sides)]
 
 
 def steady_state(record: dict[str, Any]) -> Rows:
@@ -175,7 +181,7 @@ def memory_tier(record: dict[str, Any]) -> Rows:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
-    **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, rendezvous)},
+    **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, handlers, rendezvous)},
     **{
         table.__name__: table
         for table in (steady_state, overhead, scrape_load, own_etcd, verdict, code_bug_waste, classification)

@@ -21,7 +21,7 @@ import steady_state  # noqa: E402
 
 TIMEOUT_S = 300
 AGENTS = 6
-FEW = ("--repeat=1", "--loops=2", "--processes=2", "--stock-processes=1")
+FEW = ("--repeat=1", "--loops=2", "--processes=2")
 
 
 def result(script: str, results: Path, *options: str, code: int = 0) -> dict:
@@ -40,15 +40,15 @@ def result(script: str, results: Path, *options: str, code: int = 0) -> dict:
 
 @pytest.mark.full
 def test_rendezvous(tmp_path):
-    record = result("rendezvous.py", tmp_path, f"--sizes={AGENTS}", f"--stock-sizes={AGENTS}", *FEW)
+    record = result("rendezvous.py", tmp_path, f"--sizes={AGENTS}", *FEW)
     [row] = record["rows"]
     assert row["agents"] == AGENTS
-    for side in ("ours", "stock"):
-        assert row[side]["why"] == ""
-        for part in ("form", "rejoin"):
-            assert row[side][part]["seconds"] > 0
-            assert row[side][part]["operations_node"] > 0
-            assert row[side][part]["bytes_node"] > 0
+    assert row["ours"]["why"] == row["embedded"]["why"] == ""
+    for part in ("form", "rejoin"):
+        assert row["embedded"][part]["seconds"] > 0
+        assert row["ours"][part]["seconds"] > 0
+        assert row["ours"][part]["operations_node"] > 0
+        assert row["ours"][part]["bytes_node"] > 0
     for side, grants in (("sketch", 1.0), ("grouped sketch", 2 / AGENTS)):
         assert row[side]["why"] == ""
         assert row[side]["rejoin"] is None
@@ -62,12 +62,29 @@ def test_rendezvous(tmp_path):
     assert form["Watch"] >= 2
     assert "LeaseGrant" not in rejoin  # whoever stays keeps its lease
     assert rejoin["LeaseRevoke"] == pytest.approx(1 / AGENTS)
-    assert row["stock"]["rejoin"]["methods_node"]["sets"] >= 1
+
+
+@pytest.mark.full
+def test_handlers(tmp_path):
+    record = result("handlers.py", tmp_path, f"--sizes={AGENTS}", "--repeat=1", "--processes=2")
+    [row] = record["rows"]
+    assert row["agents"] == AGENTS
+    for side in ("etcd", "embedded", "stock"):
+        assert row[side]["why"] == ""
+        assert min(row[side][name] for name in ("form", "rejoin", "cpu_ms")) > 0
+
+
+@pytest.mark.full
+def test_handlers_says_when_a_round_is_not_formed(tmp_path):
+    record = result("handlers.py", tmp_path, f"--sizes={AGENTS}", "--repeat=1", "--processes=2", "--timeout=0.001")
+    [row] = record["rows"]
+    assert {row[side]["form"] for side in ("etcd", "embedded", "stock")} == {None}
+    assert "joined in 0.001 s" in row["stock"]["why"]
 
 
 @pytest.mark.full
 def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
-    options = [f"--sizes={AGENTS}", "--stock-sizes=", "--repeat=1", "--timeout=0.001"]
+    options = [f"--sizes={AGENTS}", "--repeat=1", "--timeout=0.001"]
     record = result("rendezvous.py", tmp_path, *options, code=1)
     [row] = record["rows"]
     assert row["ours"]["form"] is None
@@ -107,20 +124,16 @@ def phase(seconds: float, operations: float = 5.0, bytes_node: float = 1000.0) -
 
 def test_the_verdict_holds_what_was_aimed_at():
     floor = rendezvous.Outcome(phase(0.05), None)
-    good = {"ours": rendezvous.Outcome(phase(0.1), phase(0.1)), "stock": rendezvous.Outcome(phase(4.0), phase(10.0))}
-    good["sketch"] = floor
+    good = {"ours": rendezvous.Outcome(phase(0.1), phase(0.1)), "sketch": floor}
     reached = rendezvous.verdict({128: good})
     assert reached["within_3_times_the_sketch"] is True
-    assert reached["rejoin_128_50_times_faster"] is True
     assert reached["operations_10_or_fewer"] is True
-    slow = {"ours": rendezvous.Outcome(phase(0.2, 11.0), None, "late"), "stock": rendezvous.Outcome(None, None, "late")}
-    slow["sketch"] = floor
+    slow = {"ours": rendezvous.Outcome(phase(0.2, 11.0), None, "late"), "sketch": floor}
     reached = rendezvous.verdict({128: slow, 256: good})
     assert rendezvous.verdict({256: good})["within_3_times_the_sketch"] is None  # not at a size of the sketch
     assert reached["times_the_sketch"] == {"128": 4.0, "256": 2.0}
     assert reached["times_the_figures_of_DESIGN"] == {"128": 4.0}
     assert reached["within_3_times_the_sketch"] is False
-    assert reached["rejoin_128_50_times_faster"] is None
     assert reached["operations_10_or_fewer"] is False
 
 

@@ -183,3 +183,4 @@ def test_machines_of_one_name_are_known_by_their_boot():
     nodes = {"a-1-aaaaaa": node("x"), "a-2-bbbbbb": node("x"), "b-1-cccccc": node("y")}
     assert drains.ambiguous_hosts(nodes) == frozenset()
     assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("z")}) == {"b"}
+    assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("")}) == frozenset(), "unknown"

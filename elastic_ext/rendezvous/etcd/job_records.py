@@ -28,6 +28,7 @@ from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
 
 logger = logging.getLogger(__name__)
 
+ELSEWHERE_MARGIN_S = 2.0  # etcd looks for expired leases twice a second
 JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
 
 
@@ -53,13 +54,14 @@ class SharedSettings:
                 f"another job with other settings is running under this --rdzv-id: {seen}; use another --rdzv-id, or the same "
                 "settings on all nodes"
             )
-        # One that is reached at another address may be on the same machine nevertheless.
-        if theirs.loopback and self.loopback and theirs.loopback != self.loopback:
-            return (
-                "another host or container has begun this job, and its nodes would reach each other at the loopback, as "
-                "--rdzv-endpoint is there: set --rdzv-conf=address=INTERFACE or --local-addr on each node"
-            )
         return ""
+
+    def is_elsewhere(self, theirs: SharedSettings) -> bool:
+        """Return whether nodes with those settings are reached at the loopback of another network, and ours at this one's.
+
+        One that is reached at another address may be on the same machine nevertheless.
+        """
+        return bool(theirs.loopback and self.loopback and theirs.loopback != self.loopback)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ class JobRecords:
         self._own_store = context.config.own_store
         self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
         self._mine = SharedSettings(limits.min_nodes, limits.max_nodes, context.config.loopback)
+        self._lease_s = context.config.lease_ttl_s
+        self._now = context.tasks.now
+        self._elsewhere_since: float | None = None  # monotonic: living nodes were seen elsewhere
         self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
@@ -151,10 +156,36 @@ class JobRecords:
             if not self._delete_abandoned(found):
                 raise UsageError(conflict)
             return None
+        if isinstance(theirs, SharedSettings) and job is not None and self._mine.is_elsewhere(theirs) and not found.over:
+            self._come_from_elsewhere(job)
+            return None
         drain = drains.of_host(found.header, self._host)
         if drain is not None and not found.over:  # the node that was to leave is gone or going; this one comes in its place
             raise HostRefused(f"this host was told to leave the job: {printable(drain.reason)}")
         return found
+
+    def _come_from_elsewhere(self, job: KeyValue) -> None:
+        """Take the job over from where it was: a container that was started again has another network, and is the same host.
+
+        Raises:
+            LostRace: nodes are there, perhaps killed ones, whose leases soon end.
+            UsageError: living nodes are there.
+        """
+        if self._has_nodes():
+            now = self._now()
+            self._elsewhere_since = now if self._elsewhere_since is None else self._elsewhere_since
+            if now < self._elsewhere_since + self._lease_s + ELSEWHERE_MARGIN_S:
+                raise LostRace("the nodes of the job are reached at the loopback of another host or container")
+            raise UsageError(
+                "another host or container has nodes of this job, and all would be reached at the loopback, as --rdzv-endpoint "
+                "is there: set --rdzv-conf=address=INTERFACE or --local-addr on each node"
+            )
+        self._put_job(job.mod_revision, job.lease_id)
+
+    def _has_nodes(self) -> bool:
+        nodes = self._keys.nodes
+        left = self._client.get_prefix(nodes).kvs
+        return any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left)
 
     def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
         """Return the settings of the job, or why they are of another version; None if nothing readable is there."""
@@ -221,9 +252,7 @@ class JobRecords:
         the same time: the records and the nodes of that one are not those of the job before.
         """
         as_found = [unchanged(self._keys.job, found.job_revision), unchanged(self._keys.header, found.revision)]
-        nodes = self._keys.nodes
-        left = self._client.get_prefix(nodes).kvs
-        if any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left):
+        if self._has_nodes():
             return not self._client.txn(as_found).succeeded  # what did not change until now was so when the nodes were read
         folders = [Delete(each, prefix=True) for each in (self._keys.assignments, self._keys.reports)]
         deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]

@@ -201,7 +201,7 @@ def take_place(
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     rejoin = rejoin_s(settings, os.environ)
     limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
-    loopback = run_id.network() if is_loopback(address) else ""
+    loopback = run_id.network() if params.max_nodes > 1 and is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)
     fence = Fence(lambda: participant.lease, settings.lease_ttl, notify)

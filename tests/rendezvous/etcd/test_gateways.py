@@ -53,7 +53,7 @@ def test_a_loopback_is_not_given_to_another_host(two: Network, tmp_path: Path) -
         until(lambda: any(job.process.poll() is not None for job in jobs))  # the later of the two
         (left,) = (job.finish() for job in jobs if job.process.poll() is not None)
         assert left.returncode == 78
-        assert "another host or container has begun this job" in left.err
+        assert "another host or container has nodes of this job" in left.err
 
 
 def test_with_an_interface_the_job_runs(two: Network, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.etcd import Put
+from elastic_ext.etcd import Delete, Put
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
 from elastic_ext.rendezvous.etcd.job_records import JobRecords, JobSnapshot, SharedSettings
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.tasks import TaskRunner
+from elastic_ext.rendezvous.etcd.tasks import LostRace, TaskRunner
 from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, encode
 from elastic_ext.rendezvous.rounds import Limits
 from tests.simulation import Client, Lane, Process, World
@@ -54,8 +54,11 @@ class Start:
         self._tasks = tasks
 
     def __call__(self, client: Client, node_id: str, nodes: int) -> JobSnapshot:
-        config = NodeConfig("job", node_id, Limits(nodes, nodes, 0.5), 2)
-        return JobRecords(NodeContext(client, config, KEYS, RecordReader(), self._tasks)).read_or_create()
+        return self.records(client, node_id, nodes).read_or_create()
+
+    def records(self, client: Client, node_id: str, nodes: int, loopback: str = "") -> JobRecords:
+        config = NodeConfig("job", node_id, Limits(nodes, nodes, 0.5), 2, loopback=loopback)
+        return JobRecords(NodeContext(client, config, KEYS, RecordReader(), self._tasks))
 
 
 @pytest.fixture
@@ -108,5 +111,24 @@ def test_a_job_that_has_nodes_is_not_deleted(world, start):
 )
 def test_nodes_do_not_meet_at_the_loopbacks_of_different_hosts(first, second, fits):
     theirs, mine = SharedSettings(2, 2, first), SharedSettings(2, 2, second)
-    assert ("set --rdzv-conf=address=" not in mine.conflict(theirs)) is fits
-    assert bool(mine.conflict(theirs)) is not fits
+    assert mine.is_elsewhere(theirs) is not fits
+    assert mine.conflict(theirs) == ""
+
+
+def test_a_container_that_was_started_again_takes_over_the_job_of_its_killed_self(world, start):
+    """It has another loopback then. While nodes live where the old one was, this is another host."""
+    client = Client(world)
+    first = start.records(client, "a", 2, "m/1").read_or_create()
+    register(client)
+    again = start.records(client, "b", 2, "m/2")
+    with pytest.raises(LostRace):
+        again.read_or_create()
+    client.txn([], [Delete(KEYS.node("a"))])
+    assert again.read_or_create().lease_id == first.lease_id
+    register(client)
+    late = start.records(client, "c", 2, "m/1")
+    with pytest.raises(LostRace):
+        late.read_or_create()
+    world.run(5)
+    with pytest.raises(UsageError, match="set --rdzv-conf=address=INTERFACE"):
+        late.read_or_create()

@@ -150,7 +150,7 @@ class Job:
 
         def enough() -> bool:
             nonlocal found
-            found = list(re.finditer(pattern, self.out + self.err))
+            found = list(re.finditer(pattern, f"{self.out}\n{self.err}"))  # out may end in the middle of a line
             return len(found) >= count or self._ended
 
         with self._changed:

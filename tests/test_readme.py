@@ -83,7 +83,7 @@ def steps(first: int, last: int) -> list[str]:
 
 def varying(line: str) -> str:
     """A line of the demo's output without what differs from run to run, from machine to machine, and with the speed."""
-    line = re.sub(r"loss \d+\.\d+ \(0x1\.\w+p[+-]\d+\)|\d{4}-\d\d-\d\d [\d:,]+|\d+\.\d+ s\b", "#", line.strip())
+    line = re.sub(r"loss \d+\.\d+ \(0x1\.\w+p[+-]\d+\)|\d{4}-\d\d-\d\d [\d:,]+ \S+(?= [A-Z])|\d+\.\d+ s\b", "#", line.strip())
     line = re.sub(r"\S+/step_\d{8}(?=\.g0001 at)|(?<=\bstep )\d+|(?<=lr )\S+|(?<=tokens/s )\d+", "#", line)
     return re.sub(r"\b\d+(?= +\(the worker)|(?<=by SIGKILL: ).*(?=; restart)", "#", line)  # what a kernel says of a kill, too
 

@@ -1,10 +1,11 @@
 """The names of addresses. Torch looks one up for each connection, and a name server that does not answer costs it 10 s.
 
 torch's sockets ask for the name of the address to which they connect, for their log (`formatSockAddr` in c10d/socket.cpp), and
-have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff:10.0.0.1, which a line for 10.0.0.1 in /etc/hosts
-does not answer. glibc waits 5 s for each name server, twice (resolv.conf(5)). So an agent asks beforehand, beside its
-other work (`ask`). Until the name server has answered, connections of the agent ask nobody (`connecting`). Workers, in whose main
-thread the script may need name servers, wait for a shorter time (`variables`).
+have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff:10.0.0.1, which a line for 10.0.0.1 in
+/etc/hosts does not answer. glibc waits 5 s for each name server, twice (resolv.conf(5)). So connections of an agent ask nobody
+(`connecting`): torch then logs once that the name cannot be retrieved. A name server that answers one agent may still drop the
+questions of hundreds that begin a round at the same moment. Workers, in whose main thread the script may need name servers,
+wait for a shorter time (`variables`) where a look-up beside the agent's other work (`ask`) was not answered at once.
 
 Invariant: no round waits for a name server, where glibc itself asks them (not nscd or nss-resolve) and nodes give each other
 addresses, not names. Standard library only.
@@ -113,14 +114,14 @@ def seconds_for_name(address: str) -> float:
 
 @contextmanager
 def connecting(address: str) -> Iterator[None]:
-    """Let torch connect to an address within: the look-up of its name takes no time, or 1 s for each name server at most.
+    """Let torch connect to an address within: in a process that has called `ask`, no name server is asked for its name.
 
     A name in place of an address must be resolved anyway, for which name servers get their usual time.
     """
     if _asked.thread is None or not _is_numeric(address):
         yield
         return
-    with _limited(attempts=1 if _asked.answers else 0):
+    with _limited(attempts=0):
         yield
 
 

@@ -58,6 +58,7 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/own_etcd.py
 	$(PY) benchmarks/verdict.py
 	$(PY) benchmarks/classification.py
+	$(PY) benchmarks/handlers.py
 	$(PY) benchmarks/rendezvous.py
 	$(PY) benchmarks/node_loss.py
 	$(PY) benchmarks/hangs.py

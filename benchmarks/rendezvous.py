@@ -1,16 +1,14 @@
-"""How long do N agents take to get their ranks, and new ones after one is lost? Ours on etcd, stock on c10d.
+"""What does the protocol cost: how long do N nodes take to get their ranks, and new ones after one is lost?
 
-    python benchmarks/rendezvous.py [--sizes 16,64,128,256,1024,4096] [--stock-sizes 16,64,128,256] [--repeat 3]
+    python benchmarks/rendezvous.py [--sizes 16,64,128,256,1024,4096] [--repeat 3]
 
-All agents, the server and stock's store share this machine. Ours: real participants, many in a process, which share an etcd
-connection and a few threads, so that this measures requests and not 4,096 interpreters. Stock: real DynamicRendezvousHandlers on
-the c10d backend, with a thread and a connection each. Neither has workers. Embedded: ours on the store of ext_c10d, which is made
-for 64 nodes at most, instead of etcd.
+All nodes and the server share this machine. Real participants, many in a process, share an etcd connection and a few threads, so
+that this measures requests and not 4,096 interpreters: no stores, no links. handlers.py measures all that an agent has, against
+stock. Embedded: on the store of ext_c10d, which is made for 64 nodes at most, instead of etcd.
 
     form      all start at once, until the last one has its rank
-    re-join   ours: one node leaves (its lease is revoked, as the reaper does when an agent dies), until all others have their
-              ranks in the next round. Stock: all N agents come back, and none is lost. That is in stock's favour: after a real
-              loss it first waits 3 x 5 s for the keep-alives of the lost agent and then 30 s of last call.
+    re-join   one node leaves (its lease is revoked, as the reaper does when an agent dies), until all others have their ranks in
+              the next round
 
 etcd counts the operations: every message that it received, also on streams. Bytes are those of its messages in both directions,
 without the HTTP/2 and TCP around them.
@@ -43,7 +41,6 @@ from tests.embedded_server import EmbeddedServer
 
 DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: the first forming of a sketch, etcd included, on another machine
 MAX_TIMES_SKETCH = 3.0  # times the sketch
-MIN_SPEEDUP = 50.0  # times faster than stock to re-join, at 128
 MAX_OPERATIONS = 10.0  # per node and phase, at every size
 LEASE_TTL_S = 60  # default 10; longer here, because one process keeps thousands of leases alive
 EMBEDDED_MOST = 64  # agents
@@ -140,35 +137,6 @@ def sketch(size: int, args: argparse.Namespace, grouped: bool = False) -> Outcom
                 return Outcome(None, None, str(error))
 
 
-def stock(size: int, args: argparse.Namespace) -> Outcome:
-    with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
-        job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": size - 1, "max": size}
-        job["timeout"] = args.stock_timeout
-        jobs = [{**job, "count": count} for _, count in split_agents(size, args.stock_processes)]
-        with AgentProcesses("stock_agents.py", jobs) as agents:
-            form = rejoin = None
-            try:
-                form = _stock_phase(agents, host, args, size)
-                rejoin = _stock_phase(agents, host, args, size)
-            except AgentsFailed as error:
-                return Outcome(form, rejoin, str(error))
-            return Outcome(form, rejoin)
-
-
-def _stock_phase(agents: AgentProcesses, host: AgentProcesses, args: argparse.Namespace, size: int) -> Phase:
-    before = agents.ask(SLACK_S, do="count")
-    host_cpu_s = _cpu_s(host.ask(SLACK_S, do="cpu"))
-    began = time.monotonic()
-    answers = agents.ask(args.stock_timeout + SLACK_S, do="form")
-    seconds = max(answer["at"] for answer in answers) - began
-    after = agents.ask(SLACK_S, do="count")
-    host_cpu_s = _cpu_s(host.ask(SLACK_S, do="cpu")) - host_cpu_s
-    names = ("gets", "sets", "conflicts", "bytes")
-    counts = {name: float(sum(answer[name] for answer in after) - sum(answer[name] for answer in before)) for name in names}
-    size_b = counts.pop("bytes")
-    return phase(seconds, size, etcd_traffic.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
-
-
 def median_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """The median forming and the median re-join, each with its own figures. One that failed counts as the slowest."""
     forms, rejoins = ([getattr(found, part) for found in outcomes] for part in ("form", "rejoin"))
@@ -186,10 +154,6 @@ def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
     formed = {size: sides["ours"].form for size, sides in found.items()}
     near = {size: times_the_sketch(sides) for size, sides in found.items()}
     aimed = [near[size] for size in DESIGN_S if size in near]
-    both = found.get(128, {})
-    gain = None
-    if "stock" in both and both["ours"].rejoin and both["stock"].rejoin:
-        gain = both["stock"].rejoin.seconds / both["ours"].rejoin.seconds
     phases = [each for sides in found.values() for each in (sides["ours"].form, sides["ours"].rejoin) if each]
     bytes_node = [each.bytes_node for each in formed.values() if each]
     return {
@@ -203,8 +167,6 @@ def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
             for size, each in formed.items()
             if each and size in DESIGN_S
         },
-        "rejoin_128_times_faster": measure.rounded(gain, 1),
-        "rejoin_128_50_times_faster": gain >= MIN_SPEEDUP if gain is not None else None,
         "operations_10_or_fewer": all(each.operations_node <= MAX_OPERATIONS for each in phases) if phases else None,
         "bytes_node_most_by_least": measure.rounded(max(bytes_node) / min(bytes_node), 2) if bytes_node else None,
     }
@@ -216,22 +178,19 @@ def times_the_sketch(sides: dict[str, Outcome], side: str = "sketch") -> float |
 
 
 def row_cells(size: int, sides: dict[str, Outcome]) -> list[str]:
-    mine, theirs = sides["ours"], sides.get("stock", Outcome(None, None))
+    mine = sides["ours"]
 
     def figure(found: Phase | None, name: str, digits: int = 2, scale: float = 1.0) -> str:
         return measure.shown(getattr(found, name) * scale if found else None, digits)
 
-    rejoins = (theirs.rejoin.seconds if theirs.rejoin else None, mine.rejoin.seconds if mine.rejoin else None)
     floors = [sides.get(side, Outcome(None, None)).form for side in SKETCHES]
     cells = [str(size), figure(mine.form, "seconds"), *(figure(floor, "seconds") for floor in floors)]
     cells += [measure.shown(times_the_sketch(sides), 1), figure(mine.rejoin, "seconds")]
-    cells += [figure(theirs.form, "seconds"), figure(theirs.rejoin, "seconds"), measure.shown(measure.ratio(*rejoins), 0)]
     own = sides.get("embedded", Outcome(None, None))
     cells += [figure(own.form, "seconds"), figure(own.rejoin, "seconds")]
     cells += [f"{figure(own.form, 'server_cpu_s')} + {figure(own.rejoin, 'server_cpu_s')}"]
     for name, digits, scale in (("operations_node", 1, 1.0), ("bytes_node", 2, 1e-3)):
         cells += [figure(mine.form, name, digits, scale), figure(mine.rejoin, name, digits, scale)]
-    cells += [figure(theirs.rejoin, "bytes_node", 0, 1e-3)]
     for name in ("client_cpu_s", "server_cpu_s"):
         cells += [f"{figure(mine.form, name)} + {figure(mine.rejoin, name)}"]
     return cells
@@ -239,14 +198,10 @@ def row_cells(size: int, sides: dict[str, Outcome]) -> list[str]:
 
 HEADER = (
     *("agents", "form s", "sketch s", "grouped sketch s", "ours / sketch", "re-join s"),
-    *("stock form s", "stock re-join s", "stock / ours"),
     *("embedded form s", "embedded re-join s", "embedded server CPU s"),
-    *("form ops/node", "re-join ops/node", "form kB/node", "re-join kB/node", "stock re-join kB/node"),
+    *("form ops/node", "re-join ops/node", "form kB/node", "re-join kB/node"),
     *("client CPU s", "server CPU s"),
 )
-
-
-COLOURS = {"ours": ("#4c9f70", "#5b8fb9"), "embedded": ("#8e6bbf", "#c3a6e0"), "stock": ("#e6b35a", "#c8553d")}
 
 
 def draw(figure: Any, found: dict[int, dict[str, Outcome]]) -> None:
@@ -263,11 +218,7 @@ def draw(figure: Any, found: dict[int, dict[str, Outcome]]) -> None:
         axes.set_xticks(list(found), [str(size) for size in found])
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-    for side, colours in (
-        ("ours", ("#4c9f70", "#5b8fb9")),
-        ("embedded", ("#8e6bbf", "#c3a6e0")),
-        ("stock", ("#e6b35a", "#c8553d")),
-    ):
+    for side, colours in (("ours", ("#4c9f70", "#5b8fb9")), ("embedded", ("#8e6bbf", "#c3a6e0"))):
         for part, colour in zip(("form", "rejoin"), colours, strict=True):
             line(times, side, part, "seconds", 1.0, color=colour)
             line(costs, side, part, "operations_node", 1.0, color=colour)
@@ -288,8 +239,6 @@ def measured(args: argparse.Namespace) -> dict[int, dict[str, Outcome]]:
         found[size] = {side: median_outcome([each[side] for each in tries]) for side in SIDES}
         if size <= EMBEDDED_MOST:
             found[size]["embedded"] = median_outcome([_one_try("embedded", embedded, size, args) for _ in range(args.repeat)])
-        if size in args.stock_sizes:
-            found[size]["stock"] = _one_try("stock", stock, size, args)
     return found
 
 
@@ -307,19 +256,11 @@ def sizes(text: str) -> list[int]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=sizes, default=[16, 64, 128, 256, 1024, 4096], help="numbers of agents")
-    parser.add_argument(
-        "--stock-sizes",
-        type=sizes,
-        default=[16, 64, 128, 256],
-        help="those of --sizes at which to measure stock; may be empty",
-    )
-    parser.add_argument("--repeat", type=int, default=3, help="number of tries of ours and the sketches; stock gets one")
+    parser.add_argument("--repeat", type=int, default=3, help="number of tries")
     parser.add_argument("--processes", type=int, default=2, help="number of processes that run our agents")
     parser.add_argument("--clients", type=int, default=1, help="number of etcd connections in each of them")
     parser.add_argument("--loops", type=int, default=8, help="number of worker threads in each of them")
-    parser.add_argument("--stock-processes", type=int, default=4, help="processes for stock's agents, one thread per agent")
-    parser.add_argument("--timeout", type=float, default=120.0, help="limit for a phase of ours, in seconds")
-    parser.add_argument("--stock-timeout", type=float, default=90.0, help="limit for a phase of stock, in seconds")
+    parser.add_argument("--timeout", type=float, default=120.0, help="limit for a phase, in seconds")
     parser.add_argument("--fsync", action="store_true", help="make etcd sync its writes to disk")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     return parser.parse_args()

@@ -64,7 +64,8 @@ class Verdicts:
     def of_agent(self, error: BaseException) -> JobVerdict:
         """Return a stop because this agent has failed. The others get its exit code: nobody else knows why the job ended."""
         code = error.code if isinstance(error, SystemExit) else None
-        reason = cut(f"the agent failed: {type(error.__cause__ or error).__name__}: {error.__cause__ or error}", ledger.MAX_TEXT)
+        cause = error.__cause__ or error
+        reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", ledger.MAX_TEXT)
         return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent")
 
     def _node_stop(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:

@@ -68,7 +68,7 @@ def test_what_the_other_nodes_do_when_one_closes_the_job(preset, code, others):
 def test_the_others_get_one_short_line_of_the_error_that_ends_an_agent():
     verdicts = Verdicts(Settings(), SimpleNamespace(round=2, node_id="a", host="a"))
     decision = verdicts.of_agent(OSError("x" * 10**6)).decision
-    assert decision.reason.startswith("the agent failed: OSError: xxx")
+    assert decision.reason.startswith("the agent on a failed: OSError: xxx")
     assert len(decision.reason) <= MAX_TEXT
 
 

@@ -1,12 +1,15 @@
 """How long until a job that hangs trains again? From the hang to the first all_reduce after the restart, on all ranks.
 
-    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,stopped,cut] [--timeout 90]
+    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,stopped,cut,device,item] [--timeout 90]
+                               [--device cpu]
 
     sleep      the two ranks wait in different collectives, asleep, as gloo waits
     spin       the same, and each waits with a whole core, as NCCL waits; on the CPU, through tests/scripts/spinning_group.py
     stopped    rank 1 is stopped by a signal, and rank 0 waits for it
     cut        three hosts behind a router (hosts.py), --nnodes=2:3; the way between two of them is cut and stays cut. Both reach
                the third and the store. Ours hangs twice, and then one of the two leaves. Needs root
+    device     the ranks' GPUs wait in different collectives of NCCL, and the ranks in torch.cuda.synchronize. Needs --device=cuda
+    item       the same, and the ranks wait in `loss.item()`
 
 Stock torchrun has no hang detection: it waits until torch's own collectives time out. Both sides run with the timeout that
 --timeout sets in the script; torch's defaults are 30 minutes for gloo and 10 minutes for NCCL. Ours is `--rdzv-backend=ext_c10d`
@@ -53,6 +56,8 @@ ROWS = {
     "sleep": Row("ranks in different collectives, asleep (gloo)"),
     "spin": Row("ranks in different collectives, spinning (as NCCL)"),
     "stopped": Row("a rank is stopped by a signal"),
+    "device": Row("GPUs in different collectives, ranks in synchronize"),
+    "item": Row("GPUs in different collectives, ranks in loss.item()"),
     "cut": Row("two of three hosts cannot reach each other", workers=3, hangs=1 + jobs.MAX_RESTARTS),
 }
 SIDES = {"ours": {}, "stock": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
@@ -127,6 +132,8 @@ def one_try(side: str, row: str, collective_s: float) -> Recovery | None:
 
 def skip_reason(row: str) -> str | None:
     """Why this cannot be measured; None: it can."""
+    if row in ("device", "item") and jobs.device() == "cpu":
+        return "needs a GPU and --device=cuda"
     return "network namespaces need root" if row == "cut" and os.geteuid() != 0 else None
 
 
@@ -193,6 +200,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3, help="number of tries of each side in each row")
     parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s")
     parser.add_argument("--timeout", type=float, default=90.0, help="timeout of torch's collectives on both sides, in seconds")
+    jobs.add_device(parser)
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     wanted = args.rows.split(",")
@@ -217,7 +225,7 @@ def main() -> int:
         ratio = measure.rounded(measure.ratio(sides["stock"]["median_s"], sides["ours"]["median_s"]), 1)
         rows.append({"row": row, **sides, "ratio": ratio, "limit_s": limit_s(row, args.timeout)})
     record = {"benchmark": "hangs", "rows": rows, "skipped": skipped, "timeout_s": args.timeout}
-    record |= {"repeat": args.repeat, "machine": machine}
+    record |= {"repeat": args.repeat, "device": jobs.device(), "machine": machine}
     measure.publish(args.results, record, shown(record), lambda figure: draw(figure, rows, args.timeout))
     return 0 if all(row["ours"]["lost"] == 0 for row in rows) else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -28,6 +29,7 @@ AGENTS: Mapping[str, tuple[str, ...]] = {
     "stock": ("--standalone",),
 }
 
+DEVICE = "JOB_DEVICE"  # of the workers, see workers/device.py
 TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL; stock may need 30 s to clean up
 TAIL = 4000  # characters of output kept
 REAPER = "reaper.py"  # elastic_ext.workers.reaper
@@ -67,6 +69,25 @@ def run_faulty(
             returncode = run(command, directory, environment(**variables), output, timeout_s)
             output.seek(0)
             return JobEnd(returncode, read_stamps(stamps), output.read()[-TAIL:])
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device, which takes effect at once: workers find it in their environment."""
+
+    class Set(argparse.Action):
+        def __call__(self, parser: object, namespace: object, values: Any, option: object = None) -> None:
+            os.environ[DEVICE] = values
+
+    parser.add_argument("--device", choices=("cpu", "cuda"), action=Set, help="of the workers; default: cpu")
+
+
+def device() -> str:
+    """Where the workers compute, for the JSON line."""
+    if os.environ.get(DEVICE, "cpu") == "cpu":
+        return "cpu"
+    import torch
+
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
 def read_stamps(path: Path) -> tuple[Stamp, ...]:

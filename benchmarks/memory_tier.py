@@ -1,9 +1,9 @@
 """What do copies in memory cost, and what does a failure cost with them?
 
     python benchmarks/memory_tier.py [--parts cost,failure,rates] [--mb 100,1000] [--ways none,default]
-                                     [--faults worker,spare,fewer,node] [--repeat 3] [--steps 150] [--step-ms 50]
+                                     [--faults worker,spare,fewer,node] [--repeat 3] [--steps 150] [--step-ms 50] [--device cpu]
 
-All of it on this machine, on the CPU, over loopback. Each part takes its ways in turns.
+All of it on this machine, over loopback, with the state on the CPU or (--device=cuda) on a GPU. Each part runs its ways in turn.
 
 cost      One worker under an agent trains so many steps, and its state is saved in one of these ways. Throughput: its steps per
           second, as a share of those without any save. Stall: the median time until the call returns.
@@ -388,6 +388,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="tries of each way")
     parser.add_argument("--steps", type=int, default=150, help="of each job in the part cost")
     parser.add_argument("--step-ms", type=int, default=50, help="about what a step takes, in milliseconds")
+    jobs.add_device(parser)
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     parts = args.parts.split(",")
@@ -400,7 +401,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sizes = [int(each) for each in args.mb.split(",")]
     found = {part: MEASURES[part](sizes, args) for part in parts}
-    record = {"benchmark": "memory_tier", **found, "repeat": args.repeat, "step_ms": args.step_ms, "machine": measure.machine()}
+    record = {"benchmark": "memory_tier", **found, "repeat": args.repeat, "step_ms": args.step_ms}
+    record |= {"device": jobs.device(), "machine": measure.machine()}
     measure.publish(args.results, record, text_of(found), lambda figure: draw(figure, found))
 
 

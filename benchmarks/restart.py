@@ -1,6 +1,6 @@
-"""How long does a restart take? From a fault to the first all_reduce of the next attempt on all ranks; gloo workers.
+"""How long does a restart take? From a fault to the first all_reduce of the next attempt on all ranks.
 
-    python benchmarks/restart.py [--repeat 5] [--rows sigkill,early,exit,raise,sigsegv,ignore,ddp,fsdp,eight]
+    python benchmarks/restart.py [--repeat 5] [--rows sigkill,early,exit,raise,sigsegv,ignore,ddp,fsdp,eight] [--device cpu]
 
 "warm" is our agent with defaults, once its standbys are ready; "cold" is the same with standby=off. In the row early the fault
 does not wait for them: it comes with the first collectives, while they still import. The rows ddp and fsdp end after two
@@ -15,7 +15,7 @@ The phases; workers/faulty_job.py reports where they end, and each ends when the
     agent        the next workers' processes are made (noticed, the other worker stopped, rendezvous done)
     interpreter  the first line of the script (ours: through the bootstrap)
     torch        torch and torch.distributed are imported
-    collective   the first all_reduce is done
+    collective   the first all_reduce is done: gloo's, or NCCL's with --device=cuda (then workers may share a GPU)
     steps        two steps of DDP or FSDP2 are done
 
 A warm standby's process is older than the fault, so its first two phases are one. The border between these two phases is accurate
@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5, help="number of tries of each agent in each row")
     parser.add_argument("--stock-ignore-repeat", type=int, default=2, help="tries of stock in the row 'ignore', 30 s each")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}")
+    jobs.add_device(parser)
     parser.add_argument("--draw", action="store_true", help="measure nothing: draw what --results holds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
@@ -233,7 +234,7 @@ def main() -> int:
         }
         for row, sides in found.items()
     ]
-    record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "machine": machine}
+    record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "device": jobs.device(), "machine": machine}
     measure.publish(args.results, record, text, lambda figure: draw(figure, records))
     return 1 if any(sides[agent].lost for sides in found.values() for agent in ("warm", "ours")) else 0
 

@@ -1,4 +1,4 @@
-"""A gloo job in which rank 1 fails once, in the first attempt after some collectives. It stamps the progress of each attempt.
+"""A job whose rank 1 fails once, in the first attempt after some collectives. It stamps the progress of each attempt.
 
     faulty_job.py FAULT STAMPS WORK STANDBYS
 
@@ -33,6 +33,8 @@ import resource  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
 
+from device import DEVICE, finish, join  # noqa: E402
+
 COLLECTIVES = 5
 START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
 
@@ -56,7 +58,7 @@ def stamp(file: int, **events: int) -> None:
 
 
 def all_reduce() -> None:
-    value = torch.ones(1)
+    value = torch.ones(1, device=DEVICE)
     dist.all_reduce(value)
     if value.item() != dist.get_world_size():
         raise SystemExit(f"all_reduce gave {value.item()}, expected {dist.get_world_size()}")
@@ -65,7 +67,7 @@ def all_reduce() -> None:
 def two_steps(work: str) -> None:
     if work == "none":
         return
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(DEVICE)
     if work == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -74,9 +76,10 @@ def two_steps(work: str) -> None:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        model(torch.ones(8, 64)).sum().backward()
+        model(torch.ones(8, 64, device=DEVICE)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    finish()
 
 
 def kill() -> None:
@@ -105,7 +108,7 @@ def main(fault: str, stamps: str, work: str, wait: str) -> None:
     ignores = ATTEMPT == 0 and RANK == 0 and fault == "ignore"
     if ignores:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dist.init_process_group("gloo")
+    join()
     all_reduce()
     stamp(file, all_reduce=time.monotonic_ns())
     two_steps(work)

@@ -4,6 +4,8 @@
 
     HANG       sleep: each rank waits in another all_reduce, asleep, as gloo waits
                spin: the same, but each waits with a whole core, as NCCL waits (tests/scripts/spinning_group.py)
+               device: they wait for their GPU, which waits in different collectives (needs JOB_DEVICE=cuda)
+               item: the same, in `loss.item()`
                stopped: rank 1 gets SIGSTOP
                cut: the hosts of ranks 1 and 2 of three cannot reach each other, from then on; see ../hosts.py
     STAMPS     a file; see faulty_job.py
@@ -30,6 +32,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from device import DEVICE, finish, join  # noqa: E402
 
 HANG, STAMPS, TIMEOUT_S = sys.argv[1], sys.argv[2], float(sys.argv[3])
 STEPS = 100
@@ -73,17 +76,19 @@ def fault(other: dist.ProcessGroup) -> None:
     if HANG == "stopped" and RANK == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if HANG != "cut":
-        dist.all_reduce(torch.ones(1), group=other if RANK == 1 else None)
+        value = torch.ones(1, device=DEVICE)
+        dist.all_reduce(value, group=other if RANK == 1 else None)
+        finish() if HANG != "item" else value.item()
 
 
 def train(goes_on: Callable[[int], bool]) -> None:
     """goes_on: whether to take one more step after so many."""
-    weight = torch.nn.Parameter(torch.ones(4))
+    weight = torch.nn.Parameter(torch.ones(4, device=DEVICE))
     optimizer = torch.optim.SGD([weight], lr=0.01)
     for done in count():
         if not goes_on(done):
             return
-        gradient = torch.ones(4)
+        gradient = torch.ones(4, device=DEVICE)
         dist.all_reduce(gradient)
         weight.grad = gradient
         optimizer.step()
@@ -96,8 +101,9 @@ def trains_first() -> bool:
 
 
 stamp(begin=begin_ns)
-dist.init_process_group("spinning" if HANG == "spin" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
-dist.all_reduce(torch.ones(1))
+join("spinning" if HANG == "spin" else "gloo", timedelta(seconds=TIMEOUT_S))
+dist.all_reduce(torch.ones(1, device=DEVICE))
+finish()
 stamp(all_reduce=time.monotonic_ns())
 if trains_first():
     other_group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
@@ -105,4 +111,5 @@ if trains_first():
     fault(other_group)
     train(lambda _: HANG == "cut")
 dist.barrier() if HANG != "spin" else dist.all_reduce(torch.ones(1))
+finish()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from device import DEVICE, finish, join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -30,13 +31,14 @@ from elastic_ext import Checkpointer
 from elastic_ext.training import memory as reports
 
 TENSORS = 16
-PRODUCTS_A_MS = 26  # of 128 x 128, about a millisecond on the machine of the published figures
+# (products, size of their matrices): about a millisecond on the machines of the published figures
+A_MS = {"cpu": (26, 128), "cuda": (5, 4096)}
 
 
 def model_of(megabytes: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     each = max(dist.get_world_size(), megabytes * 1_000_000 // 4 // TENSORS)
-    return torch.nn.ParameterList([distribute_tensor(torch.zeros(each), mesh, [Shard(0)]) for _ in range(TENSORS)])
+    return torch.nn.ParameterList([distribute_tensor(torch.zeros(each, device=DEVICE), mesh, [Shard(0)]) for _ in range(TENSORS)])
 
 
 def saver(mode: str, model: torch.nn.Module, checkpointer: Checkpointer) -> tuple[Callable[[int], object], int]:
@@ -66,7 +68,7 @@ def saver(mode: str, model: torch.nn.Module, checkpointer: Checkpointer) -> tupl
 
 def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join(both=True)
     events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     events.connect(path)
     worker = {"node": os.environ.get("NODE", ""), "pid": os.getpid(), "rank": dist.get_rank(), "world": dist.get_world_size()}
@@ -75,10 +77,16 @@ def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None
         told = {**worker, "event": event, "step": step, "ns": time.monotonic_ns(), "stall_s": stall_s, "every": every}
         events.send(json.dumps(told).encode())
 
-    model, one = model_of(megabytes), torch.rand(128, 128)
+    model, (products, size) = model_of(megabytes), A_MS[DEVICE]
+    one = torch.rand(size, size, device=DEVICE, dtype=torch.float32 if DEVICE == "cpu" else torch.bfloat16)
+    optimizers = []
+    if DEVICE == "cuda":  # copies from a GPU run beside training once they have seen the steps of an optimizer
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     stalls: list[float] = []
     copied: list[tuple[float, int]] = []
-    with Checkpointer(model=model, keep_last=2) as checkpointer:
+    with Checkpointer(model=model, optimizer=optimizers, keep_last=2) as checkpointer:
         save, every = saver(mode, model, checkpointer)
         if mode == "memory":  # most calls copy nothing
             reports.report_copied = lambda step, stall_s, every: copied.append((stall_s, every))
@@ -86,10 +94,13 @@ def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None
         tell("resumed", first)
         step = first
         while not steps or step < first + steps:
-            for _ in range(step_ms * PRODUCTS_A_MS):
+            for _ in range(step_ms * products):
                 one @ one
-            value = torch.ones(1)
+            value = torch.ones(1, device=DEVICE)
             dist.all_reduce(value)
+            for optimizer in optimizers:
+                optimizer.step()
+            finish()
             step += 1
             began = time.monotonic()
             if step % every == 0:

@@ -6,7 +6,7 @@ stream of each device: the hook makes the next step wait for the copy, on the de
 must then change parameters nowhere else; before the snapshot it may. After a step that is captured in a CUDA graph nothing is
 copied beside training any more, as its replays call no hook.
 
-Written to CUDA's documented rules, and not yet run on a GPU: tests/checkpoints/memory/test_devices.py has a test that does.
+A pinned buffer is unpinned before it is unmapped: else CUDA would go on to write to its old pages, whatever is mapped there next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,9 +44,15 @@ class Copying:
         self._lanes: dict[torch.device, Lane] = {}
         self._pinned: dict[int, Tensor] = {}  # by address
         self._untold: deque[list[Marks]] = deque(maxlen=_UNTOLD)
+        weakref.finalize(self, _unpin, self._lanes, self._pinned).atexit = False
         self._exposed = False  # a copy beside training may be under way
         self._overtaken = False  # ... and a step was captured meanwhile
         _call_before_steps(self._before_step)
+
+    def open(self, sources: Iterable[Tensor]) -> None:
+        """Prepare for copies of these, so that buffers can be pinned before the first copy."""
+        for device in {source.device for source in sources if source.device.type == "cuda"} - self._lanes.keys():
+            self._lanes[device] = Lane(device)
 
     def start(self, step: int, resting: Sequence[Pair], moving: Sequence[Pair]) -> None:
         """Begin to copy the state after a step.
@@ -56,16 +62,15 @@ class Copying:
             moving: what may change before.
         """
         beside = self._steps.all_since_last(step)
-        self._wait()  # as a rule there is nothing; but a copy that failed may be under way
+        _wait(self._lanes)  # as a rule there is nothing; but a copy that failed may be under way
         self._exposed, self._overtaken = beside, False
+        self.open(source for _, source in (*resting, *moving))
         marks = []
         for device, (its_resting, its_moving) in by_device(resting, moving).items():
             if device.type != "cuda":
                 for target, source in (*its_resting, *its_moving):
                     target.copy_(source)
                 continue
-            if device not in self._lanes:
-                self._lanes[device] = Lane(device)
             marks.append(self._lanes[device].copy(its_resting, its_moving, beside))
         if marks:
             self._untold.append(marks)
@@ -73,25 +78,21 @@ class Copying:
     def finish(self) -> None:
         """Wait until everything is in the buffer. Raises RuntimeError if it may be of different steps."""
         with self._beside_captures():
-            self._wait()
+            _wait(self._lanes)
         self._exposed = False
         if self._overtaken:
             raise RuntimeError("an optimizer step was captured in a CUDA graph while the state was copied")
 
     def pin(self, buffers: Iterable[Tensor]) -> None:
-        """Pin these buffers, and let go of all others. Does nothing before the first copy from a GPU."""
+        """Pin these buffers, and let go of all others. Does nothing before the first `open` for a GPU."""
         wanted = {buffer.data_ptr(): buffer for buffer in buffers} if self._lanes else {}
         with self._beside_captures():
-            gone = self._pinned.keys() - wanted.keys()
-            if gone:
-                self._wait()  # the device may still write to it
-            for address in gone:
-                torch.cuda.cudart().cudaHostUnregister(address)
-                del self._pinned[address]
+            _unpin(self._lanes, self._pinned, wanted.keys())
             for address in wanted.keys() - self._pinned.keys():
                 error = torch.cuda.cudart().cudaHostRegister(address, wanted[address].nbytes, _PORTABLE)
                 if int(error):
-                    logger.warning("a buffer of the memory tier cannot be pinned (CUDA error %s): copies stall training", error)
+                    text = torch.cuda.cudart().cudaGetErrorString(error)
+                    logger.warning("a buffer of the memory tier cannot be pinned (CUDA: %s): copies stall training", text)
                     continue
                 self._pinned[address] = wanted[address]
 
@@ -108,10 +109,6 @@ class Copying:
             return None
         self._untold.popleft()
         return max(stalls)
-
-    def _wait(self) -> None:
-        for lane in self._lanes.values():
-            lane.wait()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
@@ -200,6 +197,21 @@ class Marks:
         if not all(event.query() for wait in waits for event in wait):
             return None
         return sum(max(0.0, float(begin.elapsed_time(end))) for begin, end in waits) / 1000  # it is in milliseconds
+
+
+def _wait(lanes: Mapping[torch.device, Lane]) -> None:
+    for lane in lanes.values():
+        lane.wait()
+
+
+def _unpin(lanes: Mapping[torch.device, Lane], pinned: dict[int, Tensor], but: Collection[int] = ()) -> None:
+    """Let go of all pinned buffers but those at these addresses."""
+    gone = [address for address in pinned if address not in but]
+    if gone:
+        _wait(lanes)  # the device may still write to it
+    for address in gone:
+        torch.cuda.cudart().cudaHostUnregister(address)
+        del pinned[address]
 
 
 def by_device(resting: Sequence[Pair], moving: Sequence[Pair]) -> dict[torch.device, tuple[list[Pair], list[Pair]]]:

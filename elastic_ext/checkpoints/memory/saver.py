@@ -119,6 +119,11 @@ class MemorySaver:
         if self._attempt is not None:
             self._attempt.join()
 
+    def close(self) -> None:
+        """Wait as `wait` does, and let go of the buffers."""
+        self.wait()
+        self._copying.pin(())
+
     def _is_free(self, step: int, called: float) -> bool:
         """Wait for the last attempt; return whether it is over, and this step is still to be copied."""
         over = self._attempt is None or self._attempt.hold()
@@ -141,6 +146,7 @@ class MemorySaver:
         try:
             encoded = encode(replace(manifest(), generation=generation)) if self._ranks.rank == 0 else b""
             planned = part.plan(capture(self._objects, self._ranks.rank, accumulation), *self._local)
+            self._copying.open(planned.tensors.values())
             if self._buffers.fit(planned.size):
                 buffer = self._buffers.begin(name)
                 before_s = self._copying.device_stall_s() or 0.0  # known only now, so it counts with this copy
@@ -221,6 +227,7 @@ class MemorySaver:
             if buffer is None:
                 self._copying.pin(())  # what is pinned stays mapped, and its memory in use
                 self._buffers.allocate(planned.capacity)
+                self._copying.pin(self._buffers.tensors())
                 return report
             self._copying.finish()
             self._copying.pin(self._buffers.tensors())

@@ -252,7 +252,7 @@ class Checkpointer:
         atexit.unregister(self.close)
         self.wait()
         if self._memory is not None:
-            self._memory.wait()
+            self._memory.close()
 
     def __enter__(self) -> Checkpointer:
         return self

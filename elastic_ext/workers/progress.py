@@ -49,6 +49,8 @@ class Progress:
         copies, copies_stall_s: number of copies of its state in memory, and the seconds for which they have stalled training.
         copied_step: step of the last one. copy_every: steps from one to the next; 0: unknown. failed_copies: those that failed.
         unusable_copies: number of copies that it could not load.
+        outstanding_ns: since when it has had an outstanding collective and none has completed; 0: it has none.
+        outstanding_at_ns: when that was last read.
         gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
     """
 
@@ -94,6 +96,8 @@ class Progress:
     copy_every: int = 0
     failed_copies: int = 0
     unusable_copies: int = 0
+    outstanding_ns: int = 0
+    outstanding_at_ns: int = 0
 
     @property
     def first_step_done(self) -> bool | None:
@@ -124,8 +128,6 @@ class ProgressTable:
     def read(self, slot: int) -> Progress:
         """Decode the row of the worker with this local rank."""
         row = self._rows[slot]
-        phase = min(row[layout.PHASE], len(layout.PHASES) - 1)  # the script can write anything here
-        gaps = layout.GAPS + phase * layout.GAP_BUCKETS
         return Progress(
             pid=row[layout.PID],
             steps=row[layout.STEPS],
@@ -144,10 +146,10 @@ class ProgressTable:
             failed_saves=row[layout.FAILED_SAVES],
             ends_with=row[layout.ENDS_WITH],
             exit_handlers_done=bool(row[layout.EXIT_HANDLERS_DONE]),
-            phase=layout.PHASES[phase],
+            phase=layout.PHASES[phase := min(row[layout.PHASE], len(layout.PHASES) - 1)],  # the script can write anything here
             reports=row[layout.PROGRESS],
             sign_ns=row[layout.SIGN_NS],
-            gaps=tuple(row[gaps : gaps + layout.GAP_BUCKETS]),
+            gaps=tuple(row[(gaps := layout.GAPS + phase * layout.GAP_BUCKETS) : gaps + layout.GAP_BUCKETS]),
             has_torch=bool(row[layout.OPTIM_HOOKED]),
             answers=row[layout.ANSWERS],
             total_steps=row[layout.TOTAL_STEPS] or None,
@@ -169,6 +171,8 @@ class ProgressTable:
             copy_every=row[layout.COPY_EVERY],
             failed_copies=row[layout.FAILED_COPIES],
             unusable_copies=row[layout.UNUSABLE_COPIES],
+            outstanding_ns=row[layout.OUTSTANDING_NS],
+            outstanding_at_ns=row[layout.OUTSTANDING_AT_NS],
         )
 
     @staticmethod

@@ -225,4 +225,6 @@ def test_the_figures_are_those_of_the_published_result(name):
 def test_the_machine_class_is_that_of_the_published_result(name):
     record = json.loads((RESULTS / f"{name}.json").read_text())
     machine = record.get("machine", record)  # an old result has it at the top
-    assert f"with {machine['cores']} cores and no GPU, Python {machine['python']}, torch {machine['torch']}." in README
+    device = record.get("device", "cpu")
+    which = "no GPU" if device == "cpu" else device.replace("1 x ", "an ")
+    assert f"with {machine['cores']} cores and {which}, Python {machine['python']}, torch {machine['torch']}." in README

@@ -51,6 +51,13 @@ def mismatch() -> None:
     dist.all_reduce(torch.ones(1), group=others)
 
 
+def elsewhere() -> None:
+    """Each rank has begun another collective, and spins in C, in a frame of its own."""
+    work = dist.all_reduce(torch.ones(1), group=others if rank else None, async_op=True)
+    Spin().wait()
+    work.wait()
+
+
 def own_part() -> None:
     """One rank computes in one call into C, while the others spin: a tokenizer, say."""
     spin = Spin()
@@ -82,7 +89,7 @@ def helped() -> None:
     dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
 
 
-FAULTS = {each.__name__: each for each in (mismatch, own_part, evaluate, helper, helped)}
+FAULTS = {each.__name__: each for each in (mismatch, elsewhere, own_part, evaluate, helper, helped)}
 
 done, begun = 0, False
 while True:

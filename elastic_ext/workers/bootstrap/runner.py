@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from elastic_ext.workers import worker_env
     from elastic_ext.workers.bootstrap import error_file, main_script
     from elastic_ext.workers.worker_env import WorkerMessage
+
+    def _load(name: str, folder: str = "") -> Any: ...
 else:
 
     def _load(name: str, folder: str = "") -> "ModuleType":
@@ -72,6 +74,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
         raise
     finally:
         _reports.modules()
+        _reports.over()
         if row is not None and pid == os.getpid():
             layout.note_sign(row, now := time.monotonic_ns())
             layout.end(row, now)
@@ -112,6 +115,7 @@ class _Reports:
         self._wake_path: str | None = None
         self._modules_path: str | None = None
         self._environ: dict[str, str] = {}
+        self._recorder: Any = None  # recorder.Watch
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row = os.getpid(), row
@@ -126,6 +130,23 @@ class _Reports:
         self._row[layout.ENDED_AT_NS], self._row[layout.ENDS_WITH] = ended_ns, code
         if code:
             worker_env.wake(self._wake_path)
+
+    def watch_recorder(self) -> None:
+        """Begin to publish what torch's flight recorder says."""
+        row = self._row
+        if row is None:
+            return
+
+        def publish(since_ns: int, now_ns: int) -> None:
+            row[layout.OUTSTANDING_NS], row[layout.OUTSTANDING_AT_NS] = since_ns, now_ns
+
+        self._recorder = _load("recorder").Watch(lambda: row[layout.SIGN_NS], publish, _warn)
+        self._recorder.start()
+
+    def over(self) -> None:
+        """The script is over."""
+        if self._recorder is not None:
+            self._recorder.over.set()
 
     def exit_handlers_done(self) -> None:
         if self._row is not None and self._pid == os.getpid() and self._row[layout.ENDS_WITH]:
@@ -365,6 +386,7 @@ class _StepCounter:
                     return
                 self._row[layout.FIRST_STEP_NS], self._row[layout.POSTS_STATUS] = now, worker_env.posts_status()
                 _reports.modules()
+                _reports.watch_recorder()
             layout.note_sign(self._row, now)
             layout.settle(self._row, now)
             self._row[layout.LAST_STEP_NS] = now

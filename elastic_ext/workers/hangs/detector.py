@@ -7,8 +7,9 @@ one of them continues. The job hangs when all nodes claim it.
 Progress is a sign of life of the training: an optimizer step, a report, a change of phase. The limit is learned from the gaps
 between earlier signs in the same phase. It is never less than a floor:
 
-- WAIT_FLOOR_S if every worker has stayed in one call that can only wait for other ranks or for its device, whether it spins there
-  or sleeps. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls, and `looks` for how the agent can be sure;
+- WAIT_FLOOR_S if every worker has a collective that does not complete, or has stayed in one call that can only wait for other
+  ranks or for its device, whether it spins there or sleeps. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls,
+  and `looks` for how the agent can be sure;
 - IDLE_FLOOR_S if no worker does anything: no processor time, no reading, writing, sending or receiving;
 - WORKING_FLOOR_S if a worker works: the others may be waiting for its unreported evaluation or save. The same floor applies if
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
@@ -29,7 +30,7 @@ from enum import Enum
 from elastic_ext.workers.hangs.waits import Wait
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
-WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.DEVICE: 60.0}
+WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.COLLECTIVE: 15.0, Wait.DEVICE: 60.0}
 # Times the ranks of the job, if that is longer: a group's first collective connects them all. For all groups of 10,000 ranks,
 # MegaScale (NSDI 2024) reports 30 s, after much work on it.
 CONNECT_S = 0.01
@@ -75,8 +76,8 @@ class WorkerStatus:
         state: state of its main thread, a letter from proc(5); "": not known.
         debugged: a debugger holds it.
         known: its bootstrap is in place; without it, its progress is not known.
-        wait: what the call waits for in which its main thread is; not known before the first look.
-        stayed_s: seconds for which it has not left that call, while nothing else of its family did anything.
+        wait: what the worker waits for; not known before the first look.
+        stayed_s: seconds for which it has done nothing else, and nothing else of its family did anything.
         world: number of ranks of the job.
     """
 
@@ -109,7 +110,7 @@ class Activity(Enum):
     """The combined activity of a node's workers."""
 
     NONE = "nothing"
-    WAIT = "each stays in a call that only waits"
+    WAIT = "each only waits"
     KERNEL = "asleep in the kernel"
     WORK = "work"
 
@@ -165,7 +166,7 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
     lowest = min((worker.steps, worker.reports) for worker in workers)
     behind = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == lowest)
     longest_s = max(limit_s(worker, activity, fixed_s) for worker in workers)
-    where = f"; each stays in a call that waits for {_waited_for(workers)}" if activity is Activity.WAIT else ""
+    where = f"; each waits for {_waited_for(workers)}" if activity is Activity.WAIT else ""
     return Assessment(
         True,
         behind,
@@ -175,8 +176,10 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
 
 
 def _waited_for(workers: Sequence[WorkerStatus]) -> str:
-    others = all(worker.wait is Wait.RANKS for worker in workers)
-    return Wait.RANKS.value if others else f"{Wait.RANKS.value} or {Wait.DEVICE.value}"  # which may wait for other ranks
+    found = {worker.wait for worker in workers}
+    if Wait.DEVICE in found:
+        found.add(Wait.RANKS)  # the device may wait for them
+    return " or ".join(wait.value for wait in Wait if wait in found)
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:

@@ -1,6 +1,6 @@
 """Makes torch dump NCCL's flight recorder: the last collectives of each rank.
 
-Written from torch's documentation and headers (ProcessGroupNCCL.hpp, FlightRecorder.hpp of 2.13); never run on a GPU. Torch's
+Written from torch's headers (ProcessGroupNCCL.hpp, FlightRecorder.hpp of 2.13), and seen to work on a GPU with 2.11. Torch's
 monitor thread creates a named pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE<rank>.pipe and checks it about once a second. On any byte it
 writes the last TORCH_NCCL_TRACE_BUFFER_SIZE (2000) collectives to TORCH_NCCL_DEBUG_INFO_TEMP_FILE<rank>, which newer versions
 call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This module never opens it;

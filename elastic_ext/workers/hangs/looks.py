@@ -1,4 +1,8 @@
-"""Looks at quiet workers: has each stayed in one call that only waits for other ranks, or for its device?
+"""Looks at quiet workers: does each only wait for other ranks, or for its device?
+
+A worker with a collective that does not complete, by its flight recorder, waits wherever its main thread is: in `loss.item()`, in
+the backward pass, in a launch. No other thread may compute. Of any other worker, a look finds out whether it stays in one call
+that only waits.
 
 Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
 the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
@@ -31,6 +35,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 logger = logging.getLogger(__name__)
 
 FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
+RECORDED_S = 5.0  # the worker reads its recorder every 2 s
 RATES_S = 2.0  # over less time, the stacks that the worker writes would count as its work
 
 
@@ -42,6 +47,7 @@ class Stay:
         since: monotonic seconds.
         wait: what the call waits for.
         answers: see Progress; another count means that it has left the call.
+        outstanding_ns: see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
         others_idle: its other Python threads waited for work when this began.
         confirmed: they did when the node was about to claim a stall, too.
         stats: of its family, when this began.
@@ -53,6 +59,7 @@ class Stay:
     others_idle: bool
     stats: ProcessStats
     confirmed: bool = False
+    outstanding_ns: int = 0
 
 
 class Looks:
@@ -73,8 +80,12 @@ class Looks:
         self._stays = {
             local_rank: stay
             for local_rank, stay in before.items()
-            if local_rank in stats and continues(stay, rows[local_rank].answers, stats[local_rank], now)
+            if local_rank in stats and continues(stay, rows[local_rank], stats[local_rank], now)
         }
+        for local_rank, each in stats.items():
+            if is_outstanding(rows[local_rank], now) and local_rank not in self._stays and can_wait(rows[local_rank], each):
+                since_ns = rows[local_rank].outstanding_ns
+                self._stays[local_rank] = Stay(now, Wait.COLLECTIVE, 0, True, each, outstanding_ns=since_ns)
         if any(local_rank in stats and _connects(before[local_rank].stats, stats[local_rank]) for local_rank in before):
             self._gap_s = FIRST_GAP_S  # a scrape, or an upload: it may well stay in the same call
             self._next = min(self._next, now + FIRST_GAP_S)
@@ -86,7 +97,7 @@ class Looks:
             self._look(others, rows, stacks_files, stats, now)
 
     def stay(self, local_rank: int, now: float) -> tuple[Wait, float]:
-        """Return what this worker waits for and for how many seconds it has not left that call."""
+        """Return what this worker waits for and for how many seconds it has done nothing else."""
         stay = self._stays.get(local_rank)
         return (stay.wait, now - stay.since) if stay is not None else (Wait.NOTHING, 0.0)
 
@@ -98,8 +109,9 @@ class Looks:
         new = {local_rank: pid for local_rank, pid in pids.items() if (s := self._stays.get(local_rank)) and not s.confirmed}
         dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in new.items()})
         for local_rank, pid in new.items():
+            threads_share = self.rates(local_rank).threads_share
             stay, text = self._stays.pop(local_rank), dumps.get(pid, "")
-            if waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle):
+            if still_waits(stay, text, threads_share):
                 self._stays[local_rank] = replace(stay, confirmed=True)
         return self._stays.keys() >= pids.keys()
 
@@ -180,22 +192,47 @@ def can_answer(row: Progress, stats: ProcessStats) -> bool:
 
 def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
     """Return whether this worker has had the handler, and is in a state to answer."""
-    if not row.answers or row.phase == "exit" or stats.debugged or stats.awaits_signal is not False:
+    return row.answers != 0 and stats.awaits_signal is False and can_wait(row, stats)
+
+
+def is_outstanding(row: Progress, now: float) -> bool:
+    """Return whether a collective of this worker does not complete. Not if the recorder was last read too long ago to know."""
+    return row.outstanding_ns != 0 and now - row.outstanding_at_ns / 1e9 <= RECORDED_S
+
+
+def can_wait(row: Progress, stats: ProcessStats) -> bool:
+    """Return whether nothing else holds this worker up."""
+    if row.phase == "exit" or stats.debugged:
         return False
     return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 
 
-def continues(stay: Stay, answers: int, stats: ProcessStats, now: float) -> bool:
-    """Return whether the worker is still in its call, and nothing else of its family has done anything meanwhile."""
-    if answers != stay.answers or stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED:
+def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> bool:
+    """Return whether the worker still waits for the same, and nothing else of its family has done anything meanwhile."""
+    if stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED or _connects(stay.stats, stats):
         return False
-    if _connects(stay.stats, stats):
+    if stay.outstanding_ns:
+        if not is_outstanding(row, now) or row.outstanding_ns != stay.outstanding_ns:
+            return False
+    elif row.answers != stay.answers or is_outstanding(row, now):  # a better reason to wait begins a stay of its own
         return False
     if now - stay.since < RATES_S:
         return True
     rates = process_stats.rates(stay.stats, stats, now - stay.since)
+    if stay.outstanding_ns:  # it may spin; but bytes may be those of the collective
+        return not detector.works(0.0, rates.bytes_s)
     threads_share = 0.0 if stay.others_idle else rates.threads_share
     return not detector.works(rates.children_share, rates.bytes_s) and not detector.works(threads_share, rates.bytes_s)
+
+
+def still_waits(stay: Stay, text: str, threads_share: float | None) -> bool:
+    """Return whether the stacks show what they did when the stay began, and no thread computes what the others may wait for.
+
+    threads_share: the share of a processor that all threads but the main one use; None: not known.
+    """
+    if stay.outstanding_ns:
+        return bool(text) and (waits.others_wait(text) or not detector.works(threads_share, 0.0))
+    return waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle)
 
 
 def _connects(before: ProcessStats, now: ProcessStats) -> bool:

@@ -4,7 +4,7 @@ The stacks are in faulthandler's format, innermost frame first, with the main th
 
 These tables are stricter than `detector.waits_for_others`, which only orders suspects: here a mistake would end a healthy job.
 So a frame counts only if the call that it makes can do nothing but wait for other ranks, or for this rank's own device. Not
-recognised, because the same frame may do the rank's own part:
+recognised, because the same frame may do the rank's own part (the flight recorder knows better, where it is on):
 
 - `loss.item()` and the like in the script, where many scripts on GPUs wait: any C code may be called from that line;
 - the backward pass: on the CPU it computes in the main thread;
@@ -20,11 +20,12 @@ from enum import Enum
 
 
 class Wait(Enum):
-    """What a worker's main thread waits for. DEVICE: perhaps for other ranks as well."""
+    """What a worker waits for. DEVICE: perhaps for other ranks as well. COLLECTIVE: wherever its main thread is."""
 
     NOTHING = "nothing that is known"
     RANKS = "other ranks"
     DEVICE = "its device"
+    COLLECTIVE = "a collective that does not complete"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def main_thread(stacks: str) -> str:
 
 def wait_of(stacks: str) -> Wait:
     """Return what the call waits for in which the main thread is."""
-    frames = _frames(main_thread(stacks))
+    return _wait_of(_frames(main_thread(stacks)))
+
+
+def _wait_of(frames: list[Frame]) -> Wait:
     if not frames:
         return Wait.NOTHING
     inner, caller = frames[0], frames[1] if len(frames) > 1 else Frame("", "")
@@ -106,8 +110,20 @@ def others_idle(stacks: str) -> bool:
 
     A thread without Python code, such as one of NCCL's, is not in the stacks, or has no frame there.
     """
-    inner = [frames[0] for thread in _split(stacks)[:-1] if (frames := _frames(thread))]
-    return all(any(frame.is_in(*each) for each in _IDLE) for frame in inner)
+    return all(_is_idle(frames) for frames in _other_threads(stacks))
+
+
+def others_wait(stacks: str) -> bool:
+    """Return whether all other threads that run Python code wait: for work, for other ranks or for the device."""
+    return all(_is_idle(frames) or _wait_of(frames) is not Wait.NOTHING for frames in _other_threads(stacks))
+
+
+def _other_threads(stacks: str) -> list[list[Frame]]:
+    return [frames for thread in _split(stacks)[:-1] if (frames := _frames(thread))]
+
+
+def _is_idle(frames: list[Frame]) -> bool:
+    return any(frames[0].is_in(*each) for each in _IDLE)
 
 
 def _split(stacks: str) -> list[str]:

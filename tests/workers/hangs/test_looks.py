@@ -175,8 +175,8 @@ def test_one_that_does_its_own_part_is_enough():
 def test_the_reason_tells_what_they_wait_for():
     assert detector.assess([worker(), worker(rank=1)]).reason.count("waits for other ranks;") == 1
     device = worker(rank=1, wait=Wait.DEVICE, quiet_s=61, stayed_s=50)
-    assert "a call that waits for other ranks or its device;" in detector.assess([worker(), device]).reason
-    assert "a call that waits for other ranks or its device;" in detector.assess([device]).reason
+    assert "each waits for other ranks or its device;" in detector.assess([worker(), device]).reason
+    assert "each waits for other ranks or its device;" in detector.assess([device]).reason
 
 
 def test_a_limit_that_is_set_is_kept():

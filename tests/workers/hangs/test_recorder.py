@@ -1,0 +1,107 @@
+"""Collectives that do not complete, by torch's flight recorder. The counts are those of NCCL 2.28 and gloo in real deadlocks."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_ext.workers.bootstrap import recorder
+from elastic_ext.workers.bootstrap.recorder import TRUSTED_NS, Outstanding
+from elastic_ext.workers.hangs import looks
+from elastic_ext.workers.hangs.looks import Stay
+from elastic_ext.workers.hangs.process_stats import ProcessStats
+from elastic_ext.workers.hangs.waits import Wait
+from elastic_ext.workers.progress import Progress
+
+S = 10**9
+WORLD, OTHERS = "nccl 0", "nccl 1"
+
+
+def since(*seen: tuple[int, dict[str, tuple[int, int]]], sign_ns: int = 100 * S) -> int:
+    """Return what the last of these looks finds. seen: (seconds, counts)."""
+    outstanding, found = Outstanding(), 0
+    for at_s, counts in seen:
+        found = outstanding.since_ns(counts, sign_ns, at_s * S)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected_s"),
+    [
+        ([(100, {})], 0),
+        ([(100, {WORLD: (5, 5)}), (102, {WORLD: (5, 5)})], 0),
+        ([(100, {WORLD: (5, 5)}), (102, {WORLD: (6, 5)})], 102),
+        ([(100, {WORLD: (5, 5)}), (102, {WORLD: (6, 5)}), (104, {WORLD: (299, 5)})], 102),  # FSDP runs far ahead
+        ([(100, {WORLD: (6, 5)}), (102, {WORLD: (7, 6)}), (104, {WORLD: (7, 6)})], 102),  # one has completed since
+        ([(100, {WORLD: (6, 5)}), (102, {WORLD: (6, 6)}), (104, {WORLD: (7, 6)})], 104),
+        ([(100, {WORLD: (6, 5), OTHERS: (1, 1)}), (102, {WORLD: (6, 5), OTHERS: (2, 2)})], 102),  # in another group
+        ([(100, {WORLD: (6, 5)}), (102, {WORLD: (6, 5), OTHERS: (1, -1)}), (104, {WORLD: (6, 5), OTHERS: (1, -1)})], 102),
+    ],
+)
+def test_since_when_none_completes(seen, expected_s):
+    assert since(*seen) == expected_s * S
+
+
+def test_a_collective_whose_end_is_not_recorded_does_not_count():
+    """Else a job whose ranks all evaluate for minutes would hang."""
+    seen = [(100, {WORLD: (6, 5)}), (102, {WORLD: (6, 5)})]
+    assert since(*seen, sign_ns=100 * S + TRUSTED_NS) == 100 * S
+    assert since(*seen, sign_ns=101 * S + TRUSTED_NS) == 0
+
+
+def test_all_recorders_are_read(monkeypatch):
+    def dump(includeCollectives, onlyActive):
+        assert not includeCollectives
+        status = {"last_enqueued_collective": "6", "last_started_collective": "-1", "last_completed_collective": "5"}
+        return json.dumps({"version": "2.10", "pg_config": {}, "pg_status": {"0": status}}).encode()
+
+    module = SimpleNamespace(_dump_nccl_trace_json=dump, _dump_fr_trace_json=lambda **_: b'{"version": "2.10"}')
+    monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
+    assert recorder.read() == {"_dump_nccl_trace_json 0": (6, 5)}
+    monkeypatch.delitem(recorder.sys.modules, "torch._C._distributed_c10d")
+    assert recorder.read() == {}
+
+
+ROW = Progress(1, 30, 1, 1, True, answers=2, outstanding_ns=100 * S, outstanding_at_ns=110 * S)
+STATS = ProcessStats("R")
+STAY = Stay(100.0, Wait.COLLECTIVE, 0, True, STATS, outstanding_ns=100 * S)
+
+
+def test_a_worker_whose_recorder_is_silent_is_not_known_to_wait():
+    """Its main thread holds the interpreter's lock: it computes."""
+    assert looks.is_outstanding(ROW, 110.0 + looks.RECORDED_S)
+    assert not looks.is_outstanding(ROW, 110.1 + looks.RECORDED_S)
+    assert not looks.is_outstanding(replace(ROW, outstanding_ns=0), 110.0)
+
+
+def test_a_stay_ends_when_a_collective_completes(monkeypatch):
+    monkeypatch.setattr(looks, "RATES_S", 100.0)
+    assert looks.continues(STAY, ROW, STATS, 111.0)
+    assert looks.continues(STAY, replace(ROW, answers=3), STATS, 111.0)  # its main thread may run
+    assert not looks.continues(STAY, replace(ROW, outstanding_ns=101 * S), STATS, 111.0)
+    assert not looks.continues(STAY, ROW, replace(STATS, state="T"), 111.0)
+
+
+STACKS = """Thread 0x1 (most recent call first):
+  File "{}", line 1 in {}
+  File "/usr/lib/python3.12/threading.py", line 1 in run
+
+Current thread 0x2 (most recent call first):
+  File "/train.py", line 53 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "share", "waits"),
+    [
+        ("/usr/lib/python3.12/threading.py", "wait", 1.0, True),  # NCCL's own threads spin
+        ("/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_reduce", 1.0, True),
+        ("/train.py", "compute", 1.0, False),
+        ("/train.py", "compute", None, False),
+        ("/train.py", "receive", 0.0, True),
+    ],
+)
+def test_no_other_thread_may_compute(path, function, share, waits):
+    assert looks.still_waits(STAY, STACKS.format(path, function), share) == waits
+    assert not looks.still_waits(STAY, "", share)

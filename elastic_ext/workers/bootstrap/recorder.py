@@ -27,13 +27,19 @@ class Outstanding:
     def __init__(self) -> None:
         self._completed: dict[str, int] = {}  # by group
         self._since: dict[str, int] = {}  # by group, in ns
+        self._live: set[str] = set()  # names of the groups that torch had
+        self._ended: dict[str, int] = {}  # groups that may have been destroyed, with what they had completed
         self._progress_ns = 0  # when one was last seen to complete
 
-    def since_ns(self, counts: "Mapping[str, tuple[int, int]]", sign_ns: int, now_ns: int) -> int:
+    def since_ns(self, counts: "Mapping[str, tuple[int, int]]", live: set[str], sign_ns: int, now_ns: int) -> int:
         """Return since when a collective has been outstanding and none has completed; 0: none is outstanding.
+
+        NCCL's watchdog records an end up to a second late, and never that of the last collective of a group which is destroyed
+        right after it. So once a group is gone, none counts that was outstanding then, until one more of that group completes.
 
         Args:
             counts: by group, the numbers of the last collectives that were enqueued and that have completed.
+            live: names of the groups that torch has. They are not those in counts.
             sign_ns: the last sign of life of the worker. All times are time.monotonic_ns().
         """
         completed = {group: done for group, (_, done) in counts.items()}
@@ -45,19 +51,29 @@ class Outstanding:
             for group, (enqueued, done) in counts.items()
             if done < enqueued
         }
-        trusted = [since for since in self._since.values() if sign_ns - since <= TRUSTED_NS]
+        if self._live - live or not live:
+            self._ended |= {group: completed[group] for group in self._since}
+        self._live = set(live)
+        self._ended = {group: done for group, done in self._ended.items() if completed.get(group) == done}
+        trusted = [since for group, since in self._since.items() if group not in self._ended and sign_ns - since <= TRUSTED_NS]
         return max(min(trusted), self._progress_ns) if trusted else 0
 
 
-def read() -> dict[str, tuple[int, int]]:
-    """Return the counts of all process groups. Raises AttributeError, KeyError, TypeError or ValueError if torch has changed."""
-    c10d, counts = sys.modules.get("torch._C._distributed_c10d"), {}
+def read() -> tuple[dict[str, tuple[int, int]], set[str]]:
+    """Return the arguments counts and live of `since_ns`. Raises AttributeError, KeyError, TypeError or ValueError.
+
+    These mean that torch has changed: all that this reads is private.
+    """
+    c10d, groups = sys.modules.get("torch._C._distributed_c10d"), sys.modules.get("torch.distributed.distributed_c10d")
+    counts: dict[str, tuple[int, int]] = {}
+    if groups is None:
+        return counts, set()
     for name in _DUMPS:
         dump = getattr(c10d, name, None)
         if dump is not None:
             for group, each in json.loads(dump(includeCollectives=False, onlyActive=True)).get("pg_status", {}).items():
                 counts[f"{name} {group}"] = int(each["last_enqueued_collective"]), int(each["last_completed_collective"])
-    return counts
+    return counts, set(groups._world.pg_names.values())
 
 
 class Watch(threading.Thread):
@@ -75,9 +91,9 @@ class Watch(threading.Thread):
         outstanding = Outstanding()
         while not self.over.wait(CHECK_S):
             try:
-                counts = read()
+                counts, live = read()
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._warn(f"cannot read torch's flight recorder: {error!r}; a hang of spinning collectives is noticed later")
                 return
             now_ns = time.monotonic_ns()
-            self._publish(outstanding.since_ns(counts, self._sign_ns(), now_ns), now_ns)
+            self._publish(outstanding.since_ns(counts, live, self._sign_ns(), now_ns), now_ns)

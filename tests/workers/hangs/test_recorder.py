@@ -22,7 +22,7 @@ def since(*seen: tuple[int, dict[str, tuple[int, int]]], sign_ns: int = 100 * S)
     """Return what the last of these looks finds. seen: (seconds, counts)."""
     outstanding, found = Outstanding(), 0
     for at_s, counts in seen:
-        found = outstanding.since_ns(counts, sign_ns, at_s * S)
+        found = outstanding.since_ns(counts, {"0", "1"}, sign_ns, at_s * S)
     return found
 
 
@@ -50,6 +50,25 @@ def test_a_collective_whose_end_is_not_recorded_does_not_count():
     assert since(*seen, sign_ns=101 * S + TRUSTED_NS) == 0
 
 
+@pytest.mark.parametrize(
+    ("live", "ended"),
+    [
+        ([{"0", "1"}, {"0", "1"}, {"0", "1"}], False),
+        ([{"0", "1"}, {"0", "1"}, {"0", "1", "2"}], False),
+        ([{"0", "1"}, {"0"}, {"0"}], True),  # the end of its last collective was never recorded
+        ([{"0", "1"}, {"0", "2"}, {"0", "2"}], True),
+        ([{"0"}, set(), set()], True),
+    ],
+)
+def test_a_group_that_is_destroyed_has_nothing_outstanding(live, ended):
+    outstanding, counts = Outstanding(), {WORLD: (6, 5)}
+    for names in live:
+        found = outstanding.since_ns(counts, names, 100 * S, 100 * S)
+    assert (found == 0) == ended
+    if live[-1]:
+        assert outstanding.since_ns({WORLD: (7, 6)}, live[-1], 100 * S, 102 * S) == 102 * S  # it was another one
+
+
 def test_all_recorders_are_read(monkeypatch):
     def dump(includeCollectives, onlyActive):
         assert not includeCollectives
@@ -58,9 +77,11 @@ def test_all_recorders_are_read(monkeypatch):
 
     module = SimpleNamespace(_dump_nccl_trace_json=dump, _dump_fr_trace_json=lambda **_: b'{"version": "2.10"}')
     monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
-    assert recorder.read() == {"_dump_nccl_trace_json 0": (6, 5)}
-    monkeypatch.delitem(recorder.sys.modules, "torch._C._distributed_c10d")
-    assert recorder.read() == {}
+    world = SimpleNamespace(pg_names={object(): "0"})
+    monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+    assert recorder.read() == ({"_dump_nccl_trace_json 0": (6, 5)}, {"0"})
+    monkeypatch.delitem(recorder.sys.modules, "torch.distributed.distributed_c10d")
+    assert recorder.read() == ({}, set())
 
 
 ROW = Progress(1, 30, 1, 1, True, answers=2, outstanding_ns=100 * S, outstanding_at_ns=110 * S)

@@ -1,4 +1,4 @@
-"""Reads torch's flight recorder in a worker: since when has a collective of this process been outstanding?
+"""Reads torch's flight recorder in a worker: since when has a collective of this process been outstanding, and which?
 
 The recorder counts, per process group, the last collective that was enqueued and the last that has completed (torch 2.8 to 2.15,
 NCCL and gloo; no sends and receives). Asked for these counts alone, it answers in 10 to 200 microseconds, wherever the training
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CHECK_S = 2.0
 TRUSTED_NS = 60 * 10**9
 """A collective that stays outstanding for longer than this while the optimizer steps is one whose end torch does not record."""
+DESCRIBED_NS = 6 * 10**9
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and all others
 
 
@@ -76,24 +77,57 @@ def read() -> tuple[dict[str, tuple[int, int]], set[str]]:
     return counts, set(groups._world.pg_names.values())
 
 
+def oldest() -> str:
+    """Return which collective has been outstanding for longest, as JSON: operation, number and group. Raises as `read` does."""
+    found = []
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    for name in _DUMPS:
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+            found += [each for each in entries if not each["retired"] and not each["is_p2p"]]
+    if not found:
+        return "{}"
+    first = min(found, key=lambda each: int(each["time_created_ns"]))
+    number, description = first["process_group"]
+    group = number if description == "undefined" else description
+    operation = first["profiling_name"].rpartition(":")[2]
+    return json.dumps({"operation": operation, "number": first["collective_seq_id"], "group": group})
+
+
 class Watch(threading.Thread):
     """Looks at the counts every CHECK_S, until the script ends."""
 
     def __init__(
-        self, sign_ns: "Callable[[], int]", publish: "Callable[[int, int], None]", warn: "Callable[[str], None]"
+        self,
+        sign_ns: "Callable[[], int]",
+        publish: "Callable[[int, int], None]",
+        describe: "Callable[[str], None]",
+        warn: "Callable[[str], None]",
     ) -> None:
-        """sign_ns: returns the last sign of life. publish: gets what `since_ns` returns, and when it was so."""
+        """Prepare.
+
+        Args:
+            sign_ns: returns the last sign of life.
+            publish: gets what `since_ns` returns, and when it was so.
+            describe: gets what `oldest` returns, once none has completed for DESCRIBED_NS.
+            warn: gets the reason why the recorder cannot be read.
+        """
         super().__init__(name="elastic_ext flight recorder", daemon=True)
         self.over = threading.Event()
-        self._sign_ns, self._publish, self._warn = sign_ns, publish, warn
+        self._sign_ns, self._publish, self._describe, self._warn = sign_ns, publish, describe, warn
 
     def run(self) -> None:
-        outstanding = Outstanding()
+        outstanding, described_ns = Outstanding(), 0
         while not self.over.wait(CHECK_S):
             try:
                 counts, live = read()
+                now_ns = time.monotonic_ns()
+                since_ns = outstanding.since_ns(counts, live, self._sign_ns(), now_ns)
+                if since_ns not in (0, described_ns) and now_ns - since_ns >= DESCRIBED_NS:
+                    described_ns = since_ns
+                    self._describe(oldest())
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._warn(f"cannot read torch's flight recorder: {error!r}; a hang of spinning collectives is noticed later")
                 return
-            now_ns = time.monotonic_ns()
-            self._publish(outstanding.since_ns(counts, live, self._sign_ns(), now_ns), now_ns)
+            self._publish(since_ns, now_ns)

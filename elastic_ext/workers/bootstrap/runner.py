@@ -114,12 +114,14 @@ class _Reports:
         self._row: memoryview | None = None
         self._wake_path: str | None = None
         self._modules_path: str | None = None
+        self._collective_path: str | None = None
         self._environ: dict[str, str] = {}
         self._recorder: Any = None  # recorder.Watch
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row = os.getpid(), row
         self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
+        self._collective_path = worker_env.collective_path(message.get("stacks"))
         self._environ = dict(os.environ)
 
     def ending(self, error: BaseException, ended_ns: int) -> None:
@@ -140,7 +142,16 @@ class _Reports:
         def publish(since_ns: int, now_ns: int) -> None:
             row[layout.OUTSTANDING_NS], row[layout.OUTSTANDING_AT_NS] = since_ns, now_ns
 
-        self._recorder = _load("recorder").Watch(lambda: row[layout.SIGN_NS], publish, _warn)
+        path = self._collective_path
+
+        def describe(text: str) -> None:
+            try:
+                if path is not None:
+                    error_file.replace(path, text)
+            except OSError as error:
+                _warn(f"the agent cannot name the collective that does not complete: {error}")
+
+        self._recorder = _load("recorder").Watch(lambda: row[layout.SIGN_NS], publish, describe, _warn)
         self._recorder.start()
 
     def over(self) -> None:

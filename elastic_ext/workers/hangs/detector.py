@@ -298,6 +298,7 @@ class Stuck:
         rank, steps, reports, quiet_s, phase, state: see WorkerStatus.
         condition: what it does, for people; see `condition`.
         stack: the stacks of its threads, the main thread's last; "": not available.
+        collective: which of its collectives does not complete, for people; "": not known.
     """
 
     rank: int
@@ -308,6 +309,7 @@ class Stuck:
     state: str
     condition: str
     stack: str = ""
+    collective: str = ""
 
     @property
     def blame(self) -> tuple[int, ...]:
@@ -328,6 +330,7 @@ class Stuck:
         """The reason for the hang if this worker is the culprit, in one line for people."""
         phase = f", in phase {self.phase}" if self.phase else ""
         waits = ", waits for other ranks" if waits_for_others(self.stack) else ""
+        waits += f", in {self.collective}" if self.collective else ""
         return (
             f"rank {self.rank} made no progress for {self.quiet_s:.3g} s, {self.steps} steps after its start{phase}; "
             f"{self.condition}{waits}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import time
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from elastic_ext.workers import worker_env
 from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.workers.hangs.looks import FirstAnswers, Looks
@@ -20,6 +22,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 logger = logging.getLogger(__name__)
 
 NOTHING_FOUND = Assessment(False, (), "not checked yet")
+COLLECTIVE_BYTES = 4096
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
@@ -172,12 +175,27 @@ class HangWatch:
                 stats.state,
                 condition if stack else f"{condition}, and cannot show its stacks",
                 stack,
+                collective_in(stacks_files[local_rank]) if progress.outstanding_ns else "",
             )
         return found
 
     def _rates(self, local_rank: int) -> Rates:
         rates = self._stall.rates(local_rank) if self._stall is not None else Rates()
         return self._looks.rates(local_rank) if rates == Rates() and self._looks is not None else rates
+
+
+def collective_in(stacks_file: str) -> str:
+    """Return which collective of a worker does not complete, for people; "" if it has not said. See `recorder.oldest`."""
+    path = worker_env.collective_path(stacks_file)
+    try:
+        with open(path or "", "rb") as file:
+            said = json.loads(file.read(COLLECTIVE_BYTES))
+        return f"{said['operation']} {said['number']} of group {said['group']}"
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.debug("cannot read %s: %s", path, error)
+        return ""
 
 
 @dataclass(frozen=True)

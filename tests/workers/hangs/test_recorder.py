@@ -12,6 +12,7 @@ from elastic_ext.workers.hangs import looks
 from elastic_ext.workers.hangs.looks import Stay
 from elastic_ext.workers.hangs.process_stats import ProcessStats
 from elastic_ext.workers.hangs.waits import Wait
+from elastic_ext.workers.hangs.watch import collective_in
 from elastic_ext.workers.progress import Progress
 
 S = 10**9
@@ -82,6 +83,31 @@ def test_all_recorders_are_read(monkeypatch):
     assert recorder.read() == ({"_dump_nccl_trace_json 0": (6, 5)}, {"0"})
     monkeypatch.delitem(recorder.sys.modules, "torch.distributed.distributed_c10d")
     assert recorder.read() == ({}, set())
+
+
+def entry(operation: str, number: int, created_ns: int, **more: object) -> dict[str, object]:
+    """As NCCL's recorder shows a collective of a real deadlock, without what nobody reads."""
+    found = {"process_group": ["0", "default_pg"], "collective_seq_id": number, "profiling_name": f"nccl:{operation}"}
+    return {**found, "state": "scheduled", "retired": False, "is_p2p": False, "time_created_ns": created_ns, **more}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([entry("all_gather", 87, 5)], "all_gather 87 of group default_pg"),
+        ([entry("all_gather", 88, 6), entry("all_reduce", 87, 5)], "all_reduce 87 of group default_pg"),
+        ([entry("all_reduce", 4, 1, retired=True), entry("all_reduce", 5, 9)], "all_reduce 5 of group default_pg"),
+        ([entry("recv", 0, 1, is_p2p=True), entry("barrier", 5, 9, process_group=["3", "undefined"])], "barrier 5 of group 3"),
+        ([], ""),
+    ],
+)
+def test_the_oldest_collective_is_named(monkeypatch, tmp_path, entries, expected):
+    dump = json.dumps({"version": "2.10", "entries": entries}).encode()
+    module = SimpleNamespace(_dump_nccl_trace_json=lambda includeCollectives, onlyActive: dump)
+    monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
+    (tmp_path / "stacks.collective").write_text(recorder.oldest())
+    assert collective_in(str(tmp_path / "stacks")) == expected
+    assert collective_in(str(tmp_path / "other")) == ""
 
 
 ROW = Progress(1, 30, 1, 1, True, answers=2, outstanding_ns=100 * S, outstanding_at_ns=110 * S)

@@ -66,7 +66,10 @@ def test_it_does_not_matter_where_the_main_threads_are(tmp_path, group):
         done = job.finish()
     assert done.returncode == 1, done.err
     assert "each waits for a collective that does not complete" in done.err
-    assert json.loads((tmp_path / "verdict").read_text())["decision"]["kind"] == "hang"
+    verdict = json.loads((tmp_path / "verdict").read_text())
+    assert verdict["decision"]["kind"] == "hang"
+    assert ", in all_reduce 1 of group 1" in verdict["stacks"]
+    assert re.search(r", in all_reduce \d+ of group default_pg", verdict["stacks"])
 
 
 def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):

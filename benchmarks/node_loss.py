@@ -1,7 +1,7 @@
 """How long until all workers train again after a node is lost, or joins? Three nodes on this machine.
 
     python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,container,link,join,rank0,etcd]
-                                   [--sides ours,warm,ours-2,embedded,stock,tuned]
+                                   [--sides ours,warm,ours-2,embedded,embedded-warm,stock,tuned]
 
 Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes=2:3. The sides:
 
@@ -9,6 +9,7 @@ Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes
     warm      the same with standby=on (the default); the fault comes once all agents have their standbys
     ours-2    as ours with lease_ttl=2, the shortest
     embedded  as ours with --rdzv-backend=ext_c10d: the job's own store, beside the agent that starts first
+    embedded-warm  the same with standby=on: what --rdzv-backend=ext_c10d does by default
     stock     c10d with defaults, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up
     tuned     stock with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
 
@@ -66,12 +67,13 @@ SIDES = {
     "warm": ("ext_etcd", "lease_ttl=10,standby=on"),
     "ours-2": ("ext_etcd", "lease_ttl=2,standby=off"),
     "embedded": ("ext_c10d", "lease_ttl=10,standby=off"),
+    "embedded-warm": ("ext_c10d", "lease_ttl=10,standby=on"),
     "stock": ("c10d", ""),
     "tuned": ("c10d", TUNED),
 }
 """Backend and --rdzv-conf of each side."""
 
-LEASES_S = {"ours": 10, "warm": 10, "ours-2": 2, "embedded": 10}
+LEASES_S = {"ours": 10, "warm": 10, "ours-2": 2, "embedded": 10, "embedded-warm": 10}
 PHASES = ("stop", "round", "start")
 COLOURS = ("#c8553d", "#e6b35a", "#4c9f70")
 FORM_S = 120.0  # limit for the first round; stock waits 30 s for a third node in the row `join`
@@ -229,7 +231,7 @@ def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
         if before is None:
             print(f"{side} {row}: did not start\n{job.output()}", file=sys.stderr)
             return None
-        if side == "warm":
+        if side in ("warm", "embedded-warm"):
             for agent in job.agents.values():
                 await_standbys(agent.pid, 1)
         old = set(events.first)  # including those of a smaller round that formed before the last node came

@@ -546,6 +546,25 @@ def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool
     assert worker.error["elastic_ext"]["first_step_done"] is train
 
 
+NO_MORE_THREADS = """
+import threading, torch
+def start(self): raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+torch.optim.SGD([weight], lr=0.1).step()
+print("stepped")
+"""
+
+
+@pytest.mark.full
+def test_a_step_does_not_fail_where_the_recorder_cannot_be_read(tmp_path: Path, worker: Worker) -> None:
+    code, out, err = run_text(tmp_path, NO_MORE_THREADS, worker.environ)
+    assert (code, out) == (0, "stepped\n"), err
+    assert "flight recorder is not read: can't start new thread" in err
+    assert worker.row()[progress_layout.STEPS] == 1
+
+
 COMPILED_STEPS = """
 import torch
 layer = torch.nn.Linear(2, 2)

@@ -151,8 +151,11 @@ class _Reports:
             except OSError as error:
                 _warn(f"the agent cannot name the collective that does not complete: {error}")
 
-        self._recorder = _load("recorder").Watch(lambda: row[layout.SIGN_NS], publish, describe, _warn)
-        self._recorder.start()
+        try:
+            self._recorder = _load("recorder").Watch(lambda: row[layout.SIGN_NS], publish, describe, _warn)
+            self._recorder.start()
+        except (OSError, ImportError, RuntimeError) as error:  # elastic_ext is being replaced, or there are no more threads
+            _warn(f"torch's flight recorder is not read: {error}; a hang of spinning collectives is noticed later")
 
     def over(self) -> None:
         """The script is over."""

@@ -214,7 +214,7 @@ def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> boo
     if stay.outstanding_ns:
         if not is_outstanding(row, now) or row.outstanding_ns != stay.outstanding_ns:
             return False
-    elif row.answers != stay.answers or is_outstanding(row, now):  # a better reason to wait begins a stay of its own
+    elif row.answers != stay.answers or (stay.wait is Wait.DEVICE and is_outstanding(row, now)):  # now it is known what for
         return False
     if now - stay.since < RATES_S:
         return True

@@ -130,6 +130,14 @@ def test_a_stay_ends_when_a_collective_completes(monkeypatch):
     assert not looks.continues(STAY, ROW, replace(STATS, state="T"), 111.0)
 
 
+def test_a_wait_for_the_device_turns_out_to_be_one_for_other_ranks(monkeypatch):
+    monkeypatch.setattr(looks, "RATES_S", 100.0)
+    look = replace(STAY, answers=ROW.answers, outstanding_ns=0)
+    assert looks.continues(replace(look, wait=Wait.RANKS), ROW, STATS, 111.0)
+    assert not looks.continues(replace(look, wait=Wait.DEVICE), ROW, STATS, 111.0)
+    assert looks.continues(replace(look, wait=Wait.DEVICE), ROW, STATS, 130.0), "its recorder has not been read for long"
+
+
 STACKS = """Thread 0x1 (most recent call first):
   File "{}", line 1 in {}
   File "/usr/lib/python3.12/threading.py", line 1 in run

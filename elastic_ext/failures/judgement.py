@@ -22,6 +22,8 @@ MAX_NAMED = 8  # lost nodes in a reason
 TOO_FEW = "too-few-left"  # name of a rule
 _RANK = re.compile(r"(?<!local )\brank (\d{1,9})\b", re.IGNORECASE)
 
+LEAST_STACKS = 150  # characters of a node: a sentence
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -100,7 +102,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         now = replace(now, gone_back_to=back.to)
     charged = budget.charged + decision.charged
     now = replace(now, charged=decision.charged)
-    stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MAX_STACKS]
+    stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
         decision,
         round_,
@@ -172,6 +174,12 @@ def going_back(copied_at: int | None, saved_at: int | None, earlier: Sequence[Pa
     copies = "the copies in memory are refused; " if copied_at is not None else ""
     before = f"{newest} was tried before, so the one before it" if tried else f"the checkpoint before {newest}"
     return Back(True, f"{copies}{before} is tried, if there is one")
+
+
+def _shared(stacks: Sequence[str]) -> str:
+    """Return the beginnings of the stacks of all nodes; of many nodes, those of the first."""
+    share = max(MAX_STACKS // max(1, len(stacks)) - 1, LEAST_STACKS)
+    return "\n".join(each[:share] for each in stacks)[:MAX_STACKS]
 
 
 def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:

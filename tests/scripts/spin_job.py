@@ -18,6 +18,7 @@ from spinning_group import Delay, Spin
 from elastic_ext.workers import progress_layout
 
 STEPS = 80  # at least: until the agent has had a first answer from all ranks
+LONG_S = 65.0
 QUIET_S = float(os.environ.get("QUIET_S", "22"))  # how long what is no hang takes
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -76,6 +77,20 @@ def evaluate() -> None:
     Delay.seconds = 0.0
 
 
+def disordered() -> None:
+    """Two collectives that end in another order than they began: gloo's counts then say for ever that one is outstanding."""
+    both = [dist.all_reduce(torch.ones(size), async_op=True) for size in (10_000_000, 1)]
+    for each in both:
+        each.wait()
+
+
+def long_part() -> None:
+    """All ranks compute for longer than the limit of a collective that does not complete."""
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+
 def helper() -> None:
     """All wait in a collective, but a thread of this rank computes, and then joins it: torch's own device threads can do so."""
     mine = threading.Thread(target=lambda: (own_part(), dist.all_reduce(torch.ones(1), group=others)))
@@ -89,7 +104,7 @@ def helped() -> None:
     dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
 
 
-FAULTS = {each.__name__: each for each in (mismatch, elsewhere, own_part, evaluate, helper, helped)}
+FAULTS = {each.__name__: each for each in (mismatch, elsewhere, own_part, evaluate, disordered, long_part, helper, helped)}
 
 done, begun = 0, False
 while True:
@@ -101,7 +116,7 @@ while True:
             json.dumps({"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid(), "at_s": time.monotonic()}),
             flush=True,
         )
-        for fault in faults:
+        for fault in sorted(faults):
             FAULTS[fault]()
             print(f"{fault} is over at {rank}", flush=True)
     if over:

@@ -77,7 +77,7 @@ def end_spin(work: dist.Work, spin: Spin) -> None:
     spin.end()
 
 
-waiting: queue.SimpleQueue = queue.SimpleQueue()
+waiting: queue.Queue = queue.Queue()  # a thread that waits for it is idle, by its stack
 threading.Thread(target=end_spins, daemon=True).start()
 dist.Backend.register_backend(
     "spinning",

@@ -152,14 +152,14 @@ class _Reports:
                 _warn(f"the agent cannot name the collective that does not complete: {error}")
 
         try:
-            self._recorder = _load("recorder").Watch(lambda: row[layout.SIGN_NS], publish, describe, _warn)
+            self._recorder = _load("recorder").Watch(publish, describe, _warn)
             self._recorder.start()
         except (OSError, ImportError, RuntimeError) as error:  # elastic_ext is being replaced, or there are no more threads
             _warn(f"torch's flight recorder is not read: {error}; a hang of spinning collectives is noticed later")
 
     def over(self) -> None:
         """The script is over."""
-        if self._recorder is not None:
+        if self._recorder is not None and self._pid == os.getpid():
             self._recorder.over.set()
 
     def exit_handlers_done(self) -> None:

@@ -7,9 +7,9 @@ one of them continues. The job hangs when all nodes claim it.
 Progress is a sign of life of the training: an optimizer step, a report, a change of phase. The limit is learned from the gaps
 between earlier signs in the same phase. It is never less than a floor:
 
-- WAIT_FLOOR_S if every worker has a collective that does not complete, or has stayed in one call that can only wait for other
-  ranks or for its device, whether it spins there or sleeps. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls,
-  and `looks` for how the agent can be sure;
+- WAIT_FLOOR_S if every worker has stayed in one call that can only wait for other ranks or for its device, whether it spins there
+  or sleeps, or has a collective that does not complete. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls, and
+  `looks` for how the agent can be sure;
 - IDLE_FLOOR_S if no worker does anything: no processor time, no reading, writing, sending or receiving;
 - WORKING_FLOOR_S if a worker works: the others may be waiting for its unreported evaluation or save. The same floor applies if
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
@@ -30,7 +30,7 @@ from enum import Enum
 from elastic_ext.workers.hangs.waits import Wait
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
-WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.COLLECTIVE: 15.0, Wait.DEVICE: 60.0}
+WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.COLLECTIVE: 60.0, Wait.DEVICE: 60.0}
 # Times the ranks of the job, if that is longer: a group's first collective connects them all. For all groups of 10,000 ranks,
 # MegaScale (NSDI 2024) reports 30 s, after much work on it.
 CONNECT_S = 0.01
@@ -237,8 +237,8 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
 def wait_limit_s(worker: WorkerStatus) -> float:
     """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
     longest_s, connect_s = learned_s(worker.gaps, idle=False), CONNECT_S * worker.world
-    if worker.wait is Wait.DEVICE:
-        return max(WAIT_FLOOR_S[Wait.DEVICE], connect_s, longest_s)
+    if worker.wait in (Wait.DEVICE, Wait.COLLECTIVE):  # the collective may be queued behind much work of its own device
+        return max(WAIT_FLOOR_S[worker.wait], connect_s, longest_s)
     # One long gap was mostly somebody's own part, which no call of all ranks contains; only the end of it may have been one.
     return max(WAIT_FLOOR_S[Wait.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 

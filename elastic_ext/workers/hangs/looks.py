@@ -1,8 +1,7 @@
 """Looks at quiet workers: does each only wait for other ranks, or for its device?
 
-A worker with a collective that does not complete, by its flight recorder, waits wherever its main thread is: in `loss.item()`, in
-the backward pass, in a launch. No other thread may compute. Of any other worker, a look finds out whether it stays in one call
-that only waits.
+Where the call may do anything (`loss.item()`, the backward pass, a launch), torch's flight recorder decides: a worker waits if it
+has a collective that does not complete and no other Python thread computes.
 
 Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
 the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
@@ -82,10 +81,6 @@ class Looks:
             for local_rank, stay in before.items()
             if local_rank in stats and continues(stay, rows[local_rank], stats[local_rank], now)
         }
-        for local_rank, each in stats.items():
-            if is_outstanding(rows[local_rank], now) and local_rank not in self._stays and can_wait(rows[local_rank], each):
-                since_ns = rows[local_rank].outstanding_ns
-                self._stays[local_rank] = Stay(now, Wait.COLLECTIVE, 0, True, each, outstanding_ns=since_ns)
         if any(local_rank in stats and _connects(before[local_rank].stats, stats[local_rank]) for local_rank in before):
             self._gap_s = FIRST_GAP_S  # a scrape, or an upload: it may well stay in the same call
             self._next = min(self._next, now + FIRST_GAP_S)
@@ -109,9 +104,8 @@ class Looks:
         new = {local_rank: pid for local_rank, pid in pids.items() if (s := self._stays.get(local_rank)) and not s.confirmed}
         dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in new.items()})
         for local_rank, pid in new.items():
-            threads_share = self.rates(local_rank).threads_share
             stay, text = self._stays.pop(local_rank), dumps.get(pid, "")
-            if still_waits(stay, text, threads_share):
+            if still_waits(stay, text):
                 self._stays[local_rank] = replace(stay, confirmed=True)
         return self._stays.keys() >= pids.keys()
 
@@ -139,9 +133,12 @@ class Looks:
         for local_rank, pid in asked.items():
             text = dumps.get(pid, "")
             wait = waits.wait_of(text)
+            row = rows[local_rank]
             if wait is not Wait.NOTHING:
-                idle = waits.others_idle(text)
-                self._stays[local_rank] = Stay(now, wait, rows[local_rank].answers, idle, stats[local_rank])
+                self._stays[local_rank] = Stay(now, wait, row.answers, waits.others_idle(text), stats[local_rank])
+            elif text and is_outstanding(row, now) and waits.others_wait(text):
+                collective = row.outstanding_ns
+                self._stays[local_rank] = Stay(now, Wait.COLLECTIVE, 0, True, stats[local_rank], outstanding_ns=collective)
 
 
 class FirstAnswers:
@@ -192,19 +189,14 @@ def can_answer(row: Progress, stats: ProcessStats) -> bool:
 
 def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
     """Return whether this worker has had the handler, and is in a state to answer."""
-    return row.answers != 0 and stats.awaits_signal is False and can_wait(row, stats)
+    if not row.answers or row.phase == "exit" or stats.debugged or stats.awaits_signal is not False:
+        return False
+    return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 
 
 def is_outstanding(row: Progress, now: float) -> bool:
     """Return whether a collective of this worker does not complete. Not if the recorder was last read too long ago to know."""
     return row.outstanding_ns != 0 and now - row.outstanding_at_ns / 1e9 <= RECORDED_S
-
-
-def can_wait(row: Progress, stats: ProcessStats) -> bool:
-    """Return whether nothing else holds this worker up."""
-    if row.phase == "exit" or stats.debugged:
-        return False
-    return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 
 
 def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> bool:
@@ -214,7 +206,7 @@ def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> boo
     if stay.outstanding_ns:
         if not is_outstanding(row, now) or row.outstanding_ns != stay.outstanding_ns:
             return False
-    elif row.answers != stay.answers or (stay.wait is Wait.DEVICE and is_outstanding(row, now)):  # now it is known what for
+    elif row.answers != stay.answers:
         return False
     if now - stay.since < RATES_S:
         return True
@@ -225,13 +217,10 @@ def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> boo
     return not detector.works(rates.children_share, rates.bytes_s) and not detector.works(threads_share, rates.bytes_s)
 
 
-def still_waits(stay: Stay, text: str, threads_share: float | None) -> bool:
-    """Return whether the stacks show what they did when the stay began, and no thread computes what the others may wait for.
-
-    threads_share: the share of a processor that all threads but the main one use; None: not known.
-    """
+def still_waits(stay: Stay, text: str) -> bool:
+    """Return whether the stacks show what they did when the stay began."""
     if stay.outstanding_ns:
-        return bool(text) and (waits.others_wait(text) or not detector.works(threads_share, 0.0))
+        return bool(text) and waits.others_wait(text)
     return waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle)
 
 

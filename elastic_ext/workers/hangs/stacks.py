@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # a dump takes a few ms; a worker that is stopped or asleep in the kernel never makes one
 QUIET_S = 0.02
+_THREADS = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
 
 
 def dump(pid: int, path: str) -> str:
@@ -112,7 +114,12 @@ def _has(pid: int, mask: str, number: int) -> bool:
 def _read(path: str, start: int) -> str:
     with open(path, "rb") as file:
         file.seek(start)
-        return file.read().decode(errors="replace")
+        return without_our_thread(file.read().decode(errors="replace"))
+
+
+def without_our_thread(text: str) -> str:
+    """Return stacks without the thread of the bootstrap, which says nothing about the script."""
+    return "".join(thread for thread in _THREADS.split(text) if "/bootstrap/recorder.py" not in thread)
 
 
 def _size(path: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
-from elastic_ext.workers.hangs.looks import FirstAnswers, Looks
+from elastic_ext.workers.hangs.looks import FirstAnswers, Looks, is_outstanding
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers.hangs.step_times import StepMark
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -175,7 +175,7 @@ class HangWatch:
                 stats.state,
                 condition if stack else f"{condition}, and cannot show its stacks",
                 stack,
-                collective_in(stacks_files[local_rank]) if progress.outstanding_ns else "",
+                collective_in(stacks_files[local_rank]) if is_outstanding(progress, now) else "",
             )
         return found
 

@@ -87,7 +87,7 @@ UNUSABLE_COPIES = COPIES + 5  # those that the worker was told to load, and that
 
 # What torch's flight recorder says; see bootstrap/recorder.py. All in time.monotonic_ns().
 OUTSTANDING_NS = COPIES + 6  # since when a collective of this worker has been outstanding and none has completed; 0: none is
-OUTSTANDING_AT_NS = COPIES + 7  # when that was last so
+OUTSTANDING_AT_NS = COPIES + 7  # when that was last read
 
 # Written by the agent.
 AGENT_FIELDS = COPIES + 8

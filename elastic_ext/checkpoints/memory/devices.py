@@ -6,7 +6,7 @@ stream of each device: the hook makes the next step wait for the copy, on the de
 must then change parameters nowhere else; before the snapshot it may. After a step that is captured in a CUDA graph nothing is
 copied beside training any more, as its replays call no hook.
 
-A pinned buffer is unpinned before it is unmapped: else CUDA would go on to write to its old pages, whatever is mapped there next.
+A pinned buffer is unpinned before it is unmapped: CUDA would still write to its old pages after something else is mapped there.
 """
 
 from __future__ import annotations

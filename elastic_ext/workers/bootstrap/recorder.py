@@ -59,12 +59,10 @@ def read() -> dict[str, tuple[int, int]]:
 
     These mean that torch has changed: all that this module reads is private.
     """
-    c10d, counts = sys.modules.get("torch._C._distributed_c10d"), {}
-    for name in _DUMPS:
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            for group, each in json.loads(dump(includeCollectives=False, onlyActive=True)).get("pg_status", {}).items():
-                counts[f"{name} {group}"] = int(each["last_enqueued_collective"]), int(each["last_completed_collective"])
+    counts = {}
+    for name, said in _dumped(collectives=False):
+        for group, each in said.get("pg_status", {}).items():
+            counts[f"{name} {group}"] = int(each["last_enqueued_collective"]), int(each["last_completed_collective"])
     return counts
 
 
@@ -74,12 +72,8 @@ def oldest() -> "dict[str, Any]":
     Not one of a group that is gone, nor one that a thread of the script's own waits for: another may do this rank's part
     meanwhile. Raises as `read` does.
     """
-    c10d, groups = sys.modules.get("torch._C._distributed_c10d"), sys.modules.get("torch.distributed.distributed_c10d")
-    found: list[dict[str, Any]] = []
-    for name in _DUMPS:
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            found += json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+    groups = sys.modules.get("torch.distributed.distributed_c10d")
+    found = [each for _, said in _dumped(collectives=True) for each in said.get("entries", [])]
     live = set(groups._world.pg_names.values()) if groups is not None else set()
     main, dummy = threading.main_thread(), threading._DummyThread  # torch's own, as for the backward pass
     others = {str(each.ident) for each in threading.enumerate() if each is not main and not isinstance(each, dummy)}
@@ -91,6 +85,13 @@ def oldest() -> "dict[str, Any]":
     number, description = first["process_group"]
     group = number if description in ("", "undefined") else description
     return {"operation": first["profiling_name"].rpartition(":")[2], "number": first["collective_seq_id"], "group": group}
+
+
+def _dumped(collectives: bool) -> "list[tuple[str, dict[str, Any]]]":
+    """Return what each recorder of this torch says, with its name in _DUMPS. collectives: with the collectives themselves."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    dumps = [(name, dump) for name in _DUMPS if (dump := getattr(c10d, name, None)) is not None]
+    return [(name, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for name, dump in dumps]
 
 
 class Watch(threading.Thread):

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # a dump takes a few ms; a worker that is stopped or asleep in the kernel never makes one
 QUIET_S = 0.02
+_OURS = "/elastic_ext/workers/bootstrap/recorder.py"
 _THREADS = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
 
 
@@ -119,7 +120,7 @@ def _read(path: str, start: int) -> str:
 
 def without_our_thread(text: str) -> str:
     """Return stacks without the thread of the bootstrap, which says nothing about the script."""
-    return "".join(thread for thread in _THREADS.split(text) if "/bootstrap/recorder.py" not in thread)
+    return "".join(thread for thread in _THREADS.split(text) if _OURS not in thread)
 
 
 def _size(path: str) -> int:

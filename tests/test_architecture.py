@@ -30,7 +30,7 @@ MAY_IMPORT = {
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/late_joins.py", "rendezvous/rounds.py"),
+    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py", "rendezvous/rounds.py"),
     *("own_etcd/early.py", "own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
     *(
         f"observe/timeline/{name}.py"

@@ -12,8 +12,8 @@ from elastic_ext.base.helper_process import HelperFailed
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.hosting import EmbeddedStore
 from elastic_ext.embedded.one_machine import OneMachine
-from elastic_ext.rendezvous.etcd.connect import NoAnswer
-from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.connect import NoAnswer
+from elastic_ext.rendezvous.handler import EtcdRendezvous
 
 
 def rendezvous(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:

@@ -55,8 +55,8 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     def handler_class() -> Handler:
         from elastic_ext.agent import own_etcd
         from elastic_ext.agent.resume import newest_checkpoint
-        from elastic_ext.rendezvous.etcd.connect import NoAnswer
-        from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+        from elastic_ext.rendezvous.connect import NoAnswer
+        from elastic_ext.rendezvous.handler import EtcdRendezvous
 
         def make(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:
             # Passed here, not by our agent, because `grow_at=checkpoint` holds under any agent.

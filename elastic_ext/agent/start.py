@@ -22,8 +22,7 @@ from elastic_ext.agent.saves import SaveOnDemand
 from elastic_ext.base import log_records, names
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import started_by
-from elastic_ext.rendezvous import interfaces
-from elastic_ext.rendezvous.address import is_loopback
+from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.hangs.quiet_watch import QuietWatch
@@ -46,7 +45,7 @@ def gloo_interface(address: str) -> dict[str, str]:
     if GLOO in os.environ or is_loopback(address):
         return {}
     try:
-        found = interfaces.look_up(address)
+        found = look_up(address)
     except OSError as error:
         logger.warning("the interfaces of this host cannot be listed, so %s is not set: %s", GLOO, error)
         return {}

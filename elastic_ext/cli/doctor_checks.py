@@ -28,7 +28,7 @@ from elastic_ext.failures import sources, user_rules
 from elastic_ext.failures.host import NVIDIA_DRIVER
 from elastic_ext.failures.sources import commands, kubernetes, slurm
 from elastic_ext.failures.sources.kernel_log import DEVICE
-from elastic_ext.rendezvous import address, interfaces
+from elastic_ext.rendezvous import address
 from elastic_ext.workers.standby import memory, rules
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -152,7 +152,7 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
         return [Finding("etcd", OK, "not checked: no --rdzv-endpoint")]
     from elastic_ext.etcd import EtcdError
     from elastic_ext.own_etcd import bring, endpoint
-    from elastic_ext.rendezvous.etcd.connect import connect
+    from elastic_ext.rendezvous.connect import connect
 
     if endpoint.is_job(inputs.endpoint):
         program, detail = bring.outlook(inputs.endpoint, inputs.settings, inputs.environ)
@@ -181,12 +181,12 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
     host = address.host_of(inputs.endpoint.removeprefix("job:").split(",")[0])
     several = inputs.endpoint == "job:" or not address.is_loopback(host)
     reached_at = address.chosen(inputs.settings.address) or (address.address_towards(host) if host and several else "")
-    found = interfaces.look_up(reached_at)
+    found = address.look_up(reached_at)
     given = [f"{name}={inputs.environ[name]}" for name in SOCKET_VARIABLES if name in inputs.environ]
     detail = "; ".join([str(found), *given])
     if given or not found.loops:
         return [Finding("host name", OK, detail)]
-    names = dict.fromkeys(each.interface for each in interfaces.addresses() if not address.is_loopback(each.address))
+    names = dict.fromkeys(each.interface for each in address.addresses() if not address.is_loopback(each.address))
     right = found.interface or " or ".join(names) or "the interface of the network between the nodes"
     advice = f"several nodes: set {' and '.join(f'{name}={right}' for name in SOCKET_VARIABLES)}, or mend /etc/hosts on each node"
     if several:
@@ -196,7 +196,7 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
 
 def check_names(inputs: Inputs) -> list[Finding]:
     """Check how long the look-up of the name of this host's address takes: torch waits for it as it connects."""
-    own = (each.address for each in interfaces.addresses() if not address.is_loopback(each.address))
+    own = (each.address for each in address.addresses() if not address.is_loopback(each.address))
     asked = address.chosen(inputs.settings.address) or next(own, address.loopback())
     took = names.seconds_for_name(asked)
     if took < names.LATE_S:

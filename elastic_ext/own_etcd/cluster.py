@@ -15,7 +15,7 @@ from elastic_ext.etcd.membership import Member
 from elastic_ext.own_etcd import keys
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.replacement import HostRecord
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
 from tests.interrupted import told_at_line
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, descendants, run
-from tests.rendezvous.etcd.test_etcd_jobs import store
+from tests.rendezvous.test_etcd_jobs import store
 
 __all__ = ["store"]
 

@@ -15,7 +15,7 @@ from elastic_ext.base import helper_process, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import HelperFailed
 from elastic_ext.own_etcd import binary, bring, endpoint, secret
-from elastic_ext.rendezvous import address, interfaces
+from elastic_ext.rendezvous import address
 from tests.jobs import run
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of
 from tests.programs import needs
@@ -129,12 +129,10 @@ def test_the_address_of_an_interface_or_a_network():
         address.chosen("203.0.113.0/24")
     with pytest.raises(UsageError, match="address=eth99"):
         address.chosen("eth99")
-    assert interfaces.Address("lo", "127.0.0.1") in interfaces.addresses()
+    assert address.Address("lo", "127.0.0.1") in address.addresses()
 
 
-OWN = [
-    interfaces.Address(*each) for each in (("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("ib0", "10.1.0.5"), ("eth0", "fd00::5"))
-]
+OWN = [address.Address(*each) for each in (("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("ib0", "10.1.0.5"), ("eth0", "fd00::5"))]
 
 
 @pytest.mark.parametrize(
@@ -153,15 +151,15 @@ OWN = [
     ],
 )
 def test_where_the_name_of_a_host_leads(resolved, reached_at, loops, interface):
-    found = interfaces.host_name("n1", resolved, reached_at, OWN)
+    found = address.host_name("n1", resolved, reached_at, OWN)
     assert (found.loops, found.interface) == (loops, interface)
     assert str(found) == f"the host name n1 resolves to {', '.join(resolved) or 'no address'}"
 
 
 def test_addresses_of_names():
-    assert interfaces.resolved("10.0.0.5") == ["10.0.0.5"]
-    assert interfaces.resolved("localhost")[0] in ("127.0.0.1", "::1")
-    assert interfaces.resolved("no such name") == interfaces.resolved("a" * 500) == []
+    assert address.resolved("10.0.0.5") == ["10.0.0.5"]
+    assert address.resolved("localhost")[0] in ("127.0.0.1", "::1")
+    assert address.resolved("no such name") == address.resolved("a" * 500) == []
 
 
 def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(caplog):

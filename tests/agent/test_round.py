@@ -10,11 +10,10 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.agent.postmortem import failed_workers
-from elastic_ext.agent.progress_rows import progress_rows
+from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.round import RunningRound
-from elastic_ext.agent.start import RoundStart
+from elastic_ext.agent.round import RoundStart, RunningRound
+from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.failures.evidence import Platform

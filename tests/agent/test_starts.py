@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from elastic_ext.agent import start
+from elastic_ext.agent import round
 from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous import address, interfaces
 from elastic_ext.rendezvous.interfaces import HostName
@@ -241,10 +241,10 @@ def test_gloo_is_told_the_interface_where_the_host_name_leads_to_the_loopback(mo
     if given:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     monkeypatch.setattr(interfaces, "look_up", lambda address: found)
-    start.gloo_interface.cache_clear()
-    assert start.gloo_interface("10.0.0.5") == start.gloo_interface("10.0.0.5") == expected
-    assert start.gloo_interface("127.0.0.1") == {}, "all nodes are on this machine"
-    start.gloo_interface.cache_clear()
+    round.gloo_interface.cache_clear()
+    assert round.gloo_interface("10.0.0.5") == round.gloo_interface("10.0.0.5") == expected
+    assert round.gloo_interface("127.0.0.1") == {}, "all nodes are on this machine"
+    round.gloo_interface.cache_clear()
     assert [record.getMessage().startswith(f"the host name {said}") for record in caplog.records] == [True] * bool(said)
 
 

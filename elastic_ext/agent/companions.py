@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorkers
+from elastic_ext.agent.hangs import FlightRecorder
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import Observation
@@ -33,7 +34,6 @@ from elastic_ext.observe.torchelastic import bridge_torchelastic
 from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_of
 from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.progress import Progress
 from elastic_ext.workers.reaper.client import Reaper

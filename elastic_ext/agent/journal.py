@@ -27,6 +27,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
+from elastic_ext.hangs.detector import Stuck
 from elastic_ext.observe import families
 from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.event_table import Source
@@ -36,7 +37,6 @@ from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
 from elastic_ext.observe.spans import Spans
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
-from elastic_ext.workers.hangs.detector import Stuck
 
 FIRST = "start"  # cause of the first round of an agent
 

@@ -30,14 +30,13 @@ from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
+from elastic_ext.hangs.detector import Stuck
+from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous import interfaces
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import descriptors
-from elastic_ext.workers.hangs.detector import Stuck
-from elastic_ext.workers.hangs.quiet_watch import QuietWatch
-from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable

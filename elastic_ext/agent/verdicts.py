@@ -31,9 +31,9 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.matching import STOP_REQUESTED
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.user_rules import UserRule
+from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import host_of
-from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.processes import Exit
 from elastic_ext.workers.stderr.tails import StderrTails
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch
+from elastic_ext.agent import hangs, launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.hangs import flight_recorder
 from elastic_ext.workers.standby import client, import_checks, memory, protocol, rules
 from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.modules import PreloadedModules
@@ -126,7 +125,7 @@ def test_a_standby_is_bound_to_processors_as_numactl_does_it(tmp_path, numactl):
 
 OF_A_JOB = frozenset({
     *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER"),
-    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", flight_recorder.PIPE_FILE, *flight_recorder.DUMP_FILES),
+    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", hangs.PIPE_FILE, *hangs.DUMP_FILES),
 })  # fmt: skip
 """Variables whose values no two jobs have in common."""
 
@@ -140,7 +139,7 @@ def comparable(state: "dict") -> "dict":
 
 
 def test_what_a_build_with_nccl_adds_is_of_the_job_and_read_by_no_import(tmp_path):
-    added = [flight_recorder.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
+    added = [hangs.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
     assert len(added[0].variables) == 3
     assert added[0].variables.keys() <= import_checks.PER_WORKER
     on, off = (comparable({"env": {"A": "b", **each.variables}, "shown": each.variables}) for each in added)

@@ -35,12 +35,11 @@ from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_
 from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.logs import WorkerLogs
-from elastic_ext.workers.progress import Progress
+from elastic_ext.workers.progress import Progress, WakePipe
 from elastic_ext.workers.reaper.client import Reaper
 from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
 from elastic_ext.workers.stderr.tails import StderrTails
-from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 

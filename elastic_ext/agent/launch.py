@@ -30,7 +30,7 @@ from elastic_ext.base.settings import SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.failures.policy import NO_LIMIT
-from elastic_ext.workers.standby.spec import StandbySpec
+from elastic_ext.workers.standby.modules import StandbySpec
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,7 @@ from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.sources import deletion_grace_s, slurm
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.round_records import Drain
-from elastic_ext.workers.progress import Progress, ProgressTable
-from elastic_ext.workers.wake_pipe import WakePipe
+from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError, usage_errors_exit
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -139,7 +139,7 @@ def _create(
     begin: Callable[[Settings], None] = lambda settings: None,
 ) -> RendezvousHandler:
     """begin: starts what takes its time while the rest is imported."""
-    descriptors.open_standard()
+    limits.open_standard()
     log_records.install()
     with usage_errors_exit():
         check_host()

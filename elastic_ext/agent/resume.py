@@ -38,8 +38,8 @@ from elastic_ext.checkpoints.storage import open_storage, split_path
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.round_store import listen_at
+from elastic_ext.workers.limits import memory_left
 from elastic_ext.workers.progress import Progress
-from elastic_ext.workers.standby.memory import available
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class MemoryCopies:
                 remove_orphans()
                 self._lock = files.own(self._run_dir, LOCK)
             os.makedirs(directory, mode=0o700, exist_ok=True)
-            limit = (available() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
+            limit = (memory_left() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
         except (OSError, ValueError) as error:
             logger.warning("no copies of the state in memory: %s", error)
             return None

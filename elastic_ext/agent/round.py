@@ -36,7 +36,7 @@ from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous import interfaces
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
@@ -332,10 +332,10 @@ class RoundStart:
             told = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
             companions.observation.goodput.round_begins(told, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
-            with started_by(companions.warm_starts.start, descriptors.restore_user_limit):
+            with started_by(companions.warm_starts.start, limits.restore_user_limit):
                 pids = start_processes()
             for pid in pids.values():  # includes function entrypoints, which torch starts in its own way
-                descriptors.restore_user_limit(pid)
+                limits.restore_user_limit(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
             running = self._make_round(processes, progress, resumed, own_groups())

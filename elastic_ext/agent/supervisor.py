@@ -35,7 +35,7 @@ from elastic_ext.failures.sources import slurm
 from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Supervisor(TorchAgent):
             self._rules = user_rules.load(self._settings.rules)
             copier.claim_local_dir(self._settings)
             # Before the run, because an error during it closes the job for all nodes.
-            self._extras = launch.extras_fit(spec.local_world_size, descriptors.available())
+            self._extras = launch.extras_fit(spec.local_world_size, limits.files_left())
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
@@ -79,7 +79,7 @@ class Supervisor(TorchAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
-        with descriptors.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
+        with limits.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )

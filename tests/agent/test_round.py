@@ -21,8 +21,7 @@ from elastic_ext.failures.host import HostEvidence
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
-from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
-from elastic_ext.workers.wake_pipe import WakePipe
+from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable, WakePipe
 from tests.until import LIMIT_S
 
 

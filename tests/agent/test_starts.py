@@ -21,7 +21,7 @@ from elastic_ext.agent import round
 from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous import address, interfaces
 from elastic_ext.rendezvous.interfaces import HostName
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.reaper.client import END_TIMEOUT_S
 from tests import refusing
@@ -145,7 +145,7 @@ def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_
     assert job.returncode == 0, job.all
     assert "signal.pause" in job.err or "hangs.py" in job.err  # its stacks were asked for, which takes a descriptor above 1,023
     assert re.findall(r"limit (\d+)", job.out) == ["2500", "2500"]
-    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, descriptors.MAX_FILES))}
+    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, limits.MAX_FILES))}
 
 
 @pytest.mark.full

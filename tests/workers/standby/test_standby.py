@@ -17,12 +17,12 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import hangs, launch
 from elastic_ext.base.settings import Settings
-from elastic_ext.workers import pidfds
-from elastic_ext.workers.standby import client, import_checks, memory, protocol, rules
+from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers.standby import client, import_checks, rules
+from elastic_ext.workers.standby import server as server_program
 from elastic_ext.workers.standby.client import ServerProcess
-from elastic_ext.workers.standby.modules import PreloadedModules
+from elastic_ext.workers.standby.modules import PreloadedModules, StandbySpec
 from elastic_ext.workers.standby.rules import ColdReason, Learned
-from elastic_ext.workers.standby.spec import StandbySpec
 from tests import jobs
 from tests.embedded_server import EmbeddedServer
 from tests.failures.test_sources import memory_group
@@ -749,7 +749,7 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
 
 @pytest.mark.seam
 def test_a_server_refuses_another_version_of_the_protocol(tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)  # of this process only
+    monkeypatch.setattr(server_program, "VERSION", server_program.VERSION + 1)  # of this process only
     server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(tmp_path / "modules"))
     assert server.receive_ready() is None
@@ -849,7 +849,7 @@ def test_shared_pages_are_counted_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert 64 << 20 < memory.proportional_set_size(pids) < 110 << 20
+        assert 64 << 20 < limits.proportional_set_size(pids) < 110 << 20
         process.communicate(b"")
-    assert memory.proportional_set_size(pids) == 0
-    assert memory.available() > 0
+    assert limits.proportional_set_size(pids) == 0
+    assert limits.memory_left() > 0

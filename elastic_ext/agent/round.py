@@ -33,8 +33,7 @@ from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.rendezvous import interfaces
-from elastic_ext.rendezvous.address import is_loopback
+from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
@@ -282,7 +281,7 @@ def gloo_interface(address: str) -> dict[str, str]:
     if GLOO in os.environ or is_loopback(address):
         return {}
     try:
-        found = interfaces.look_up(address)
+        found = look_up(address)
     except OSError as error:
         logger.warning("the interfaces of this host cannot be listed, so %s is not set: %s", GLOO, error)
         return {}

@@ -12,7 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 
-from elastic_ext.base import records, user_files
+from elastic_ext.base import files, records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import MAX_BYTES
 from elastic_ext.observe import job_document
@@ -92,7 +92,7 @@ class AgentUrl:
 def _password(user: str, file: str | None) -> str:
     if file is not None:
         try:
-            return user_files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
+            return files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
         except (OSError, ValueError) as error:
             raise UsageError(f"--password-file: {error}") from error
     if not sys.stdin.isatty():

@@ -294,7 +294,7 @@ def _cp(args: argparse.Namespace) -> int:
 
 def _save(args: argparse.Namespace) -> int:
     from elastic_ext.cli.job_client import job_client
-    from elastic_ext.rendezvous.etcd.save_request import save
+    from elastic_ext.rendezvous.requests import save
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         done = save(client, args.rdzv_id, args.timeout)

@@ -24,11 +24,10 @@ from elastic_ext.base.printable import cut, redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import below, discovery
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures import sources, user_rules
-from elastic_ext.failures.host import NVIDIA_DRIVER
+from elastic_ext.failures import user_rules
+from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
 from elastic_ext.failures.sources import commands, kubernetes, slurm
-from elastic_ext.failures.sources.kernel_log import DEVICE
-from elastic_ext.rendezvous import address, interfaces
+from elastic_ext.rendezvous import address
 from elastic_ext.workers import limits
 from elastic_ext.workers.standby import rules
 
@@ -153,7 +152,7 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
         return [Finding("etcd", OK, "not checked: no --rdzv-endpoint")]
     from elastic_ext.etcd import EtcdError
     from elastic_ext.own_etcd import bring, endpoint
-    from elastic_ext.rendezvous.etcd.connect import connect
+    from elastic_ext.rendezvous.connect import connect
 
     if endpoint.is_job(inputs.endpoint):
         program, detail = bring.outlook(inputs.endpoint, inputs.settings, inputs.environ)
@@ -182,12 +181,12 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
     host = address.host_of(inputs.endpoint.removeprefix("job:").split(",")[0])
     several = inputs.endpoint == "job:" or not address.is_loopback(host)
     reached_at = address.chosen(inputs.settings.address) or (address.address_towards(host) if host and several else "")
-    found = interfaces.look_up(reached_at)
+    found = address.look_up(reached_at)
     given = [f"{name}={inputs.environ[name]}" for name in SOCKET_VARIABLES if name in inputs.environ]
     detail = "; ".join([str(found), *given])
     if given or not found.loops:
         return [Finding("host name", OK, detail)]
-    names = dict.fromkeys(each.interface for each in interfaces.addresses() if not address.is_loopback(each.address))
+    names = dict.fromkeys(each.interface for each in address.addresses() if not address.is_loopback(each.address))
     right = found.interface or " or ".join(names) or "the interface of the network between the nodes"
     advice = f"several nodes: set {' and '.join(f'{name}={right}' for name in SOCKET_VARIABLES)}, or mend /etc/hosts on each node"
     if several:
@@ -197,7 +196,7 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
 
 def check_names(inputs: Inputs) -> list[Finding]:
     """Check how long the look-up of the name of this host's address takes: torch waits for it as it connects."""
-    own = (each.address for each in interfaces.addresses() if not address.is_loopback(each.address))
+    own = (each.address for each in address.addresses() if not address.is_loopback(each.address))
     asked = address.chosen(inputs.settings.address) or next(own, address.loopback())
     took = names.seconds_for_name(asked)
     if took < names.LATE_S:
@@ -280,7 +279,7 @@ def check_metrics(inputs: Inputs) -> list[Finding]:
 
 def check_evidence(inputs: Inputs) -> list[Finding]:
     """Check the sources of evidence outside the workers. Jobs can run without them."""
-    counted = sources.oom_counts()
+    counted = oom_counts()
     cgroup = (
         Finding("memory kills", OK, f"counted in {', '.join(counted)}")
         if counted
@@ -301,7 +300,7 @@ def _kernel_log() -> Finding:
 def _gpu() -> Finding:
     if not os.path.exists(NVIDIA_DRIVER):
         return Finding("NVML", OK, "no NVIDIA driver here")
-    found = sources.recovery_actions()
+    found = recovery_actions()
     if found is None:
         return Finding("NVML", WARN, "the driver's recovery actions cannot be read", "pip install nvidia-ml-py")
     return Finding("NVML", OK, f"{len(found)} GPUs: {', '.join(sorted({each.action or 'unknown' for each in found}))}")

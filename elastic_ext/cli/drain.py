@@ -64,9 +64,9 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
     from elastic_ext.cli.job_client import job_client
+    from elastic_ext.rendezvous import requests
     from elastic_ext.rendezvous.drains import Request
-    from elastic_ext.rendezvous.etcd import drain_request
-    from elastic_ext.rendezvous.etcd.drain_request import Ending
+    from elastic_ext.rendezvous.requests import Ending
 
     with contextlib.ExitStack() as stack:
         try:
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
             print_error(str(error))
             return EX_UNAVAILABLE
         if args.undo:
-            print_line(drain_request.undo(client, args.rdzv_id, args.node))
+            print_line(requests.undo(client, args.rdzv_id, args.node))
             return 0
         refused_s = settings.read({}, os.environ).refuse_node
         request = Request(args.node, " ".join(args.reason.split())[:MAX_REASON], refused_s, args.now)
         try:
-            over = drain_request.drain(client, args.rdzv_id, request, args.timeout, print_line)
+            over = requests.drain(client, args.rdzv_id, request, args.timeout, print_line)
         except KeyboardInterrupt:
             print_error(f"{args.node} is still to leave; --undo withdraws that")
             return 130

@@ -14,7 +14,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.hosting import has_secret, store_visitor
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import bring, endpoint, keys
-from elastic_ext.rendezvous.etcd.connect import connect
+from elastic_ext.rendezvous.connect import connect
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from elastic_ext.agent import round
 from elastic_ext.base.errors import UsageError
-from elastic_ext.rendezvous import address, interfaces
-from elastic_ext.rendezvous.interfaces import HostName
+from elastic_ext.rendezvous import address
+from elastic_ext.rendezvous.address import HostName
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.reaper.client import END_TIMEOUT_S
@@ -240,7 +240,7 @@ def test_gloo_is_told_the_interface_where_the_host_name_leads_to_the_loopback(mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if given:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-    monkeypatch.setattr(interfaces, "look_up", lambda address: found)
+    monkeypatch.setattr(round, "look_up", lambda address: found)
     round.gloo_interface.cache_clear()
     assert round.gloo_interface("10.0.0.5") == round.gloo_interface("10.0.0.5") == expected
     assert round.gloo_interface("127.0.0.1") == {}, "all nodes are on this machine"

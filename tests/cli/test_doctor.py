@@ -18,8 +18,8 @@ from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import doctor, doctor_checks
 from elastic_ext.cli.doctor_checks import FAIL, OK, WARN, Finding
-from elastic_ext.rendezvous import address, interfaces
-from elastic_ext.rendezvous.interfaces import Address, HostName
+from elastic_ext.rendezvous import address
+from elastic_ext.rendezvous.address import Address, HostName
 from tests.etcd_server import EtcdServer
 from tests.jobs import environment
 from tests.ports import free_port
@@ -158,10 +158,10 @@ LOOPS = HostName("n1", ("127.0.1.1",), True, "ib0")
 )
 def test_a_host_name_that_leads_to_the_loopback(monkeypatch, found, endpoint, environ, state, advice):
     reached_at = []
-    monkeypatch.setattr(interfaces, "look_up", lambda address: (reached_at.append(address), found)[1])
+    monkeypatch.setattr(address, "look_up", lambda address: (reached_at.append(address), found)[1])
     monkeypatch.setattr(address, "address_towards", lambda host: f"towards {host}")
     own = [Address("lo", "127.0.0.1"), Address("eth0", "10.0.0.5"), Address("ib0", "10.1.0.5")]
-    monkeypatch.setattr(interfaces, "addresses", lambda: own)
+    monkeypatch.setattr(address, "addresses", lambda: own)
     (told,) = doctor_checks.check_host_name(doctor_checks.Inputs(Settings(), endpoint, environ))
     assert (told.name, told.state) == ("host name", state)
     assert told.detail.startswith("the host name n1 resolves to 127.0.1.1")

@@ -28,8 +28,8 @@ from elastic_ext.observe.job_document import Document
 from elastic_ext.observe.job_status import Own, Sources
 from elastic_ext.observe.node_report import NodeReport, Pace, RoundSpan
 from elastic_ext.observe.sightings import Sightings
-from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.job_status import JobStatus, NodeText
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from tests.etcd_server import Certificates
 from tests.jobs import ROOT

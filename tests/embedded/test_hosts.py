@@ -21,7 +21,7 @@ from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Gate, Job, command_of, wait_gone
 from tests.kubernetes.pods import NAMES
 from tests.networks import Host, Network, network
 from tests.own_etcd.hosts import lose, pids_in
-from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+from tests.rendezvous.test_etcd_jobs import reports, seen
 
 pytestmark = pytest.mark.full
 
@@ -42,7 +42,7 @@ dist.barrier()
 AWAIT_RECORDS = """
 import sys
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 endpoint, count = sys.argv[1:]
 nodes = JobKeys("job").nodes
 with EtcdClient(endpoint, timeout_s=60) as client, client.watch_with_snapshot(nodes) as watch:
@@ -54,7 +54,7 @@ with EtcdClient(endpoint, timeout_s=60) as client, client.watch_with_snapshot(no
 READ = """
 import sys
 from elastic_ext.etcd import EtcdClient, EtcdError, Tls
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 endpoint, *files = sys.argv[1:]
 with EtcdClient(endpoint, tls=Tls(*files) if files else None, timeout_s=60 if files else 5) as client:
     try:

@@ -18,7 +18,7 @@ import pytest
 from elastic_ext.base.helper_process import Helper, HelperConnection, text_of
 from elastic_ext.embedded.plan import Plan, door_of
 from elastic_ext.etcd import Put
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, encode
 from tests.etcd_client import EtcdClient
 from tests.ports import free_port

@@ -17,8 +17,8 @@ from elastic_ext.observe.incidents import Incidents
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
-from tests.rendezvous.etcd.test_etcd_failures import start as start_node
-from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, Nodes, seen
+from tests.rendezvous.test_etcd_failures import start as start_node
+from tests.rendezvous.test_etcd_jobs import ELASTIC, Nodes, seen
 from tests.until import LIMIT_S, until
 
 URL = r"http://(127\.0\.0\.1:\d+)/metrics"

@@ -19,7 +19,7 @@ from elastic_ext.agent import plugin
 from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.one_machine import OneMachine
-from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.handler import EtcdRendezvous
 from tests.jobs import SCRIPTS, Gate, Job, wait_gone
 from tests.ports import free_port
 from tests.until import until

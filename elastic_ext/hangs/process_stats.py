@@ -1,6 +1,6 @@
 """Reads from the kernel what a worker without progress does: does it work, sleep, wait for a processor, or is it stopped?
 
-This is the I/O for `detector`. Everything comes from /proc (see proc(5)) except sockets (see `tcp_traffic`). None stands for what
+This is the I/O for `detector`. Everything comes from /proc (see proc(5)) except sockets (see `sockets`). None stands for what
 cannot be read.
 
 A worker's family is the worker, every process that it has started, and what those have started. Members are found by parent,
@@ -17,7 +17,7 @@ import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.workers.hangs import tcp_traffic
+from elastic_ext.hangs import sockets
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -108,7 +108,7 @@ def _moved(before: ProcessStats, now: ProcessStats) -> int | None:
         return None
     if before.sockets is None or now.sockets is None:
         return None
-    return now.io_bytes - before.io_bytes + tcp_traffic.moved(before.sockets, now.sockets)
+    return now.io_bytes - before.io_bytes + sockets.bytes_moved(before.sockets, now.sockets)
 
 
 def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
@@ -116,7 +116,7 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
     wanted = set(pids)
     processes = _processes()
     families = members(processes, wanted)
-    sockets = tcp_traffic.by_inode()
+    moved = sockets.moved_by_inode()
     found = {}
     for pid in wanted & processes.keys():  # without its family it would seem to do nothing
         try:
@@ -129,8 +129,8 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
             own,
             cpu_s=sum(processes[each].cpu_s for each in family),
             io_bytes=_io_bytes(living),
-            sockets=_open_sockets(living, sockets) if sockets is not None else None,
-            own_sockets=_own_sockets(pid, sockets) if sockets is not None else None,
+            sockets=_open_sockets(living, moved) if moved is not None else None,
+            own_sockets=_own_sockets(pid, moved) if moved is not None else None,
             asleep_in_kernel=any(state == ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
         )
     return found
@@ -146,7 +146,7 @@ def _socket_inodes(family: Iterable[int]) -> set[int]:
     found: set[int] = set()
     for pid in family:
         with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-            found |= tcp_traffic.inodes(pid)
+            found |= sockets.inodes_of(pid)
     return found
 
 
@@ -253,7 +253,7 @@ def _open_sockets(family: Iterable[int], moved: Mapping[int, int]) -> dict[int, 
     inodes: set[int] = set()
     for pid in family:
         try:
-            inodes |= tcp_traffic.inodes(pid)
+            inodes |= sockets.inodes_of(pid)
         except OSError:
             if _lives(pid):
                 return None
@@ -262,7 +262,7 @@ def _open_sockets(family: Iterable[int], moved: Mapping[int, int]) -> dict[int, 
 
 def _own_sockets(pid: int, moved: Mapping[int, int]) -> frozenset[int] | None:
     try:
-        return frozenset(tcp_traffic.inodes(pid)) & moved.keys()
+        return frozenset(sockets.inodes_of(pid)) & moved.keys()
     except OSError:
         return None
 

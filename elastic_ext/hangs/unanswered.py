@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.workers.hangs import detector, schedule
-from elastic_ext.workers.hangs.detector import LONG_PHASES, Activity, WorkerStatus
+from elastic_ext.hangs import detector
+from elastic_ext.hangs.detector import LONG_PHASES, Activity, WorkerStatus
 
 # With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7, 15, 31 s;
 # since Linux 6.5, four times a second apart before it doubles (tcp_syn_linear_timeouts). Linux begins at 0.2 s in a fast network:
@@ -161,16 +161,16 @@ def needs_stats(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
 
 def window_s(limit_s: float) -> float:
     """Return over how many seconds, at least, the process stats are compared; the first are read at half of the limit."""
-    return min(schedule.WINDOW_SHARE * limit_s / 2, schedule.window_s())
+    return min(detector.WINDOW_SHARE * limit_s / 2, detector.window_s())
 
 
 def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reach | None) -> float:
     """Return after how many seconds there may be news: `is_quiet`, or of those that do not answer.
 
-    reach: see `reach_of`; None: not all workers are quiet. While they are, this node claims it, and looks as often as `schedule`.
+    reach: see `reach_of`; None: not all workers are quiet. While they are, this node claims it, and looks every LOOK_S at most.
     """
     quiet_s = min((each.quiet_s for each in workers), default=0.0)
     until = [share * limit_s - quiet_s for share in (0.5, 1.0)]
     if reach is not None:
-        until += [min(schedule.LOOK_S, limit_s / 2), *(limit_s - each.for_s for each in reach.unanswered)]
+        until += [min(detector.LOOK_S, limit_s / 2), *(limit_s - each.for_s for each in reach.unanswered)]
     return max(MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))

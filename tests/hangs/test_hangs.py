@@ -20,11 +20,11 @@ from elastic_ext.agent import launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.hangs import detector, watch
+from elastic_ext.hangs.detector import Stuck, WorkerStatus
+from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.watch import StepMark
 from elastic_ext.workers import progress_layout
-from elastic_ext.workers.hangs import detector, schedule, step_times
-from elastic_ext.workers.hangs.detector import Stuck, WorkerStatus
-from elastic_ext.workers.hangs.step_times import StepMark
-from elastic_ext.workers.hangs.waits import Wait
 from tests import jobs
 from tests.embedded_server import EmbeddedServer
 from tests.jobs import PATIENT_AGENT as AGENT
@@ -106,13 +106,13 @@ def test_the_one_behind_is_named():
 
 
 def test_the_next_look_is_when_something_can_be_different():
-    assert schedule.next_check_s([worker(quiet_s=1)]) == 29  # at half of the limit
-    assert schedule.next_check_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
-    assert schedule.next_check_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
-    assert schedule.next_check_s([worker(quiet_s=70, working=True)]) == 30
-    assert schedule.next_check_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
-    assert schedule.next_check_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
-    assert schedule.next_check_s([]) == 30
+    assert detector.next_check_s([worker(quiet_s=1)]) == 29  # at half of the limit
+    assert detector.next_check_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
+    assert detector.next_check_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
+    assert detector.next_check_s([worker(quiet_s=70, working=True)]) == 30
+    assert detector.next_check_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
+    assert detector.next_check_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
+    assert detector.next_check_s([]) == 30
 
 
 def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
@@ -329,7 +329,7 @@ class Clock:
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
-            self.next_check = self.now + min(schedule.next_check_s(self.workers()), schedule.next_look_s(self.workers()))
+            self.next_check = self.now + min(detector.next_check_s(self.workers()), detector.next_look_s(self.workers()))
         self.now = end
 
 
@@ -376,7 +376,7 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s, sp
     if spins:
         limit_s = max(detector.wait_limit_s(each) for each in clock.workers())
         clock.in_calls(Wait.RANKS, limit_s + 100, range(4))
-        assert limit_s - 1 < raised(clock) - before < limit_s + 2 * schedule.LOOK_S
+        assert limit_s - 1 < raised(clock) - before < limit_s + 2 * detector.LOOK_S
     else:
         clock.pass_time(2100)
         assert raised(clock) - before > 59
@@ -402,13 +402,13 @@ def raised(clock: Clock) -> float:
 def test_the_slow_one_is_named_by_how_much():
     before = {rank: StepMark(10, 100.0) for rank in range(4)}
     now = {rank: StepMark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
-    times = step_times.step_times(before, now)
+    times = watch.step_times(before, now)
     assert times == pytest.approx({0: 1.0, 1: 1.1, 2: 2.0, 3: 0.9})
-    assert step_times.stragglers(times) == pytest.approx({2: 2.0})
-    assert step_times.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
-    assert step_times.stragglers({0: 5.0}) == {}
-    assert step_times.step_times(before, {**now, 3: StepMark(19, 118.0)}) is None  # too few to say
-    assert step_times.step_times({}, now) is None
+    assert watch.stragglers(times) == pytest.approx({2: 2.0})
+    assert watch.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
+    assert watch.stragglers({0: 5.0}) == {}
+    assert watch.step_times(before, {**now, 3: StepMark(19, 118.0)}) is None  # too few to say
+    assert watch.step_times({}, now) is None
 
 
 # Real jobs.

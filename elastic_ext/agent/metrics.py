@@ -1,27 +1,75 @@
-"""The goodput of this agent: feeds its ledger with what the agent and its workers do, and shares it with the job."""
+"""This agent's metrics, and its goodput: a ledger of what the agent and its workers do, shared with the job."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
+import os
 import random
+import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
+import elastic_ext
 from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Position, Shared, Spent
-from elastic_ext.observe import families
+from elastic_ext.base.settings import Settings
+from elastic_ext.observe import families, gpus
 from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
-from elastic_ext.observe.goodput_collector import goodput_status
-from elastic_ext.observe.metrics import AgentMetrics
+from elastic_ext.observe.goodput_collector import GoodputCollector, goodput_status
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress, ProgressTable
+from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
+
+
+def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s: Mapping[int, float]) -> list[WorkerProgress]:
+    """Return a row for each worker that reports its progress.
+
+    Args:
+        workers: their progress, by local rank.
+        ranks: their global ranks, by local rank.
+        step_s: recent seconds per step, by local rank, where known.
+    """
+    median_s = statistics.median(step_s.values()) if step_s else 0.0
+    return [
+        WorkerProgress(
+            local_rank,
+            ranks[local_rank],
+            each.steps,
+            last_step_at=each.last_step_ns / 1e9 if each.last_step_ns else None,
+            stepping_s=max(0, each.last_step_ns - each.first_step_ns) / 1e9,
+            skew=step_s[local_rank] / median_s if local_rank in step_s and median_s > 0 else None,
+            saved_step=each.saved_step,
+            saved_at=each.saved_ns / 1e9 if each.saved_ns else None,
+            saves=each.saves,
+            failed_saves=each.failed_saves,
+            saving_s=each.saving_s,
+            loads=each.loads,
+            loading_s=each.loading_s,
+            checks=each.checks,
+            checking_s=each.checking_s,
+            copies=each.copies,
+            copies_stall_s=each.copies_stall_s,
+            copied_step=each.copied_step,
+            copy_every=each.copy_every or None,
+            failed_copies=each.failed_copies,
+            unusable_copies=each.unusable_copies,
+            steps_before=each.steps_before,
+        )
+        for local_rank, each in enumerate(workers)
+        if each.pid
+    ]
+
 
 SHARE_S = 10.0  # mean time between two writes to etcd or a file; a killed agent loses one and a half times that at most
 WRITES_PER_S = 10.0  # of all agents of a job together
@@ -221,3 +269,20 @@ class AccountedMetrics(AgentMetrics):
 
     def status(self) -> dict[str, object]:
         return {**super().status(), "goodput": goodput_status(self.goodput.look(), self.goodput.job())}
+
+
+def make_metrics(
+    settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]
+) -> AccountedMetrics:
+    """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
+    metrics = AccountedMetrics(
+        version=elastic_ext.__version__,
+        torch=torch.__version__,
+        run_id=run_id,
+        node=host_name(settings),
+        cold_reasons=[each.value for each in ColdReason],
+        gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
+        progress=progress,
+    )
+    metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))
+    return metrics

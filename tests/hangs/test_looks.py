@@ -25,11 +25,11 @@ import torch
 from torch.distributed import checkpoint
 
 from elastic_ext.agent.launch import BOOTSTRAP
+from elastic_ext.hangs import detector, process_stats, stacks, waits
+from elastic_ext.hangs.detector import WorkerStatus
+from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.watch import HangWatch
 from elastic_ext.workers import progress_layout as layout
-from elastic_ext.workers.hangs import detector, looks, process_stats, schedule, stacks, waits
-from elastic_ext.workers.hangs.detector import WorkerStatus
-from elastic_ext.workers.hangs.waits import Wait
-from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL
 from tests import refusing
@@ -182,27 +182,27 @@ def test_the_reason_tells_what_they_wait_for():
 def test_a_limit_that_is_set_is_kept():
     assert not detector.assess([worker(quiet_s=99)], 100).stalled
     assert detector.assess([worker(quiet_s=6, stayed_s=0.0)], 5).stalled
-    assert not schedule.needs_looks([worker()], 100)
-    assert schedule.next_look_s([worker()], 100) == float("inf")
+    assert not detector.needs_looks([worker()], 100)
+    assert detector.next_look_s([worker()], 100) == float("inf")
 
 
 def test_the_next_look():
-    assert schedule.next_look_s([worker(quiet_s=1)]) == 2
-    assert schedule.next_look_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 3
-    assert schedule.next_look_s([worker(quiet_s=12.5, stayed_s=9.5)]) == 2.5
-    assert schedule.next_look_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=11.5)]) == 0.5
-    assert schedule.next_look_s([worker(quiet_s=100)]) == 3  # it stalls: does it still?
-    assert schedule.next_look_s([worker(steps=0)]) == 3
-    assert schedule.needs_looks([worker(quiet_s=3.0)])
-    assert schedule.needs_looks([worker(quiet_s=3.0, wait=Wait.DEVICE)])  # the first look must not be forgotten
+    assert detector.next_look_s([worker(quiet_s=1)]) == 2
+    assert detector.next_look_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 3
+    assert detector.next_look_s([worker(quiet_s=12.5, stayed_s=9.5)]) == 2.5
+    assert detector.next_look_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=11.5)]) == 0.5
+    assert detector.next_look_s([worker(quiet_s=100)]) == 3  # it stalls: does it still?
+    assert detector.next_look_s([worker(steps=0)]) == 3
+    assert detector.needs_looks([worker(quiet_s=3.0)])
+    assert detector.needs_looks([worker(quiet_s=3.0, wait=Wait.DEVICE)])  # the first look must not be forgotten
     for more in ({"quiet_s": 2.9}, {"debugged": True}, {"gaps": ()}):
-        assert not schedule.needs_looks([worker(quiet_s=3.0), worker(rank=1, **more)])
+        assert not detector.needs_looks([worker(quiet_s=3.0), worker(rank=1, **more)])
 
 
 def test_the_stays_of_all_nodes_have_a_moment_in_common():
     """Even where an agent is nine seconds late with its look, and the looks leave time for a stay that long."""
-    assert detector.STAY_SHARE * min(detector.WAIT_FLOOR_S.values()) - schedule.LOOK_S >= 9
-    assert schedule.LOOK_SHARE + detector.STAY_SHARE <= 1
+    assert detector.STAY_SHARE * min(detector.WAIT_FLOOR_S.values()) - detector.LOOK_S >= 9
+    assert detector.LOOK_SHARE + detector.STAY_SHARE <= 1
 
 
 # Real workers, on a watch with seconds in place of minutes.
@@ -314,10 +314,10 @@ def workers(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detector, "WAIT_FLOOR_S", {Wait.RANKS: 2.0, Wait.DEVICE: 2.5})
-    monkeypatch.setattr(schedule, "LOOK_S", 0.5)
-    monkeypatch.setattr(looks, "FIRST_GAP_S", 0.5)
-    monkeypatch.setattr(looks, "RATES_S", 1.5)  # less than a stay; over less time, what two reads of /proc differ by is work
-    monkeypatch.setattr(looks, "LONGEST_GAP_S", 2.0)  # after a look that a busy machine has spoilt
+    monkeypatch.setattr(detector, "LOOK_S", 0.5)
+    monkeypatch.setattr(stacks, "FIRST_GAP_S", 0.5)
+    monkeypatch.setattr(stacks, "RATES_S", 1.5)  # less than a stay; over less time, what two reads of /proc differ by is work
+    monkeypatch.setattr(stacks, "LONGEST_GAP_S", 2.0)  # after a look that a busy machine has spoilt
     monkeypatch.setattr(stacks, "WAIT_S", LIMIT_S)
     monkeypatch.setattr(detector, "LATE_S", LIMIT_S)
 
@@ -381,22 +381,22 @@ def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quic
 def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp_path, quick, monkeypatch):
     go = tmp_path / "go"
     os.mkfifo(go)
-    look = looks.Looks._look
+    look = stacks.Looks._look
 
-    def looked(self: looks.Looks, *args: object) -> None:
+    def looked(self: stacks.Looks, *args: object) -> None:
         look(self, *args)
         if self._stays and go.exists():
             os.close(os.open(go, os.O_WRONLY))
             until(lambda: not go.exists())
 
-    def confirm(self: looks.Looks, *args: object) -> bool:
+    def confirm(self: stacks.Looks, *args: object) -> bool:
         confirmed.append(confirmation(self, *args))
         return confirmed[-1]
 
     confirmed: list[bool] = []
-    confirmation = looks.Looks.confirm
-    monkeypatch.setattr(looks.Looks, "_look", looked)
-    monkeypatch.setattr(looks.Looks, "confirm", confirm)
+    confirmation = stacks.Looks.confirm
+    monkeypatch.setattr(stacks.Looks, "_look", looked)
+    monkeypatch.setattr(stacks.Looks, "confirm", confirm)
     with workers(tmp_path, [SPIN, LATER.format(go=str(go), then="spin()") + SPIN]) as (table, pids, files):
         watch = HangWatch(table, {0: 0, 1: 1}, None)
         until(lambda: watch.check(dict(enumerate(pids)), files) and confirmed)
@@ -467,7 +467,7 @@ def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch
     with workers(tmp_path, [script], first=first) as (table, pids, _):
         if script != SPIN:
             wait_for_pause(pids[0])
-        answers = looks.FirstAnswers()
+        answers = stacks.FirstAnswers()
         for second in range(600):
             monkeypatch.setattr(process_stats, "read", lambda pids, at=second: tried.append(at) or read(pids))
             answers.ask({0: pids[0]}, table, float(second))
@@ -521,16 +521,16 @@ def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
         dumps.update(pid for pid, text in found.items() if "Current thread" in text)
         return found
 
-    def look(self: looks.Looks, *args: object) -> None:
+    def look(self: stacks.Looks, *args: object) -> None:
         looked_at.append(args[-1])
         look_at(self, *args)
 
-    dump_all, look_at = stacks.dump_all, looks.Looks._look
-    monkeypatch.setattr(looks, "RATES_S", LIMIT_S)  # what two reads of /proc differ by is nobody's work
+    dump_all, look_at = stacks.dump_all, stacks.Looks._look
+    monkeypatch.setattr(stacks, "RATES_S", LIMIT_S)  # what two reads of /proc differ by is nobody's work
     with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, files):
         until(lambda: "in all_reduce" in stacks.dump(pids[0], files[0]))
         monkeypatch.setattr(stacks, "dump_all", counted)
-        monkeypatch.setattr(looks.Looks, "_look", look)
+        monkeypatch.setattr(stacks.Looks, "_look", look)
         watch = HangWatch(table, {0: 0, 1: 1}, None)
         until(lambda: watch.check(dict(enumerate(pids)), files) and len(looked_at) == 4)
         assert not watch.stalled
@@ -558,7 +558,7 @@ def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick
 MANY_LOOKS = """
 import os, subprocess, sys, threading
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.hangs import stacks
+from elastic_ext.hangs import stacks
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
 assert pidfds.why_unavailable()
 path = sys.argv[1]

@@ -1,4 +1,10 @@
-"""Watches one round's workers for hangs. Reads their progress and their process stats when the detector says that it is time."""
+"""Watches one round's workers for hangs. Reads their progress and their process stats when the detector says that it is time.
+
+`HangWatch` follows `detector`; `QuietWatch`, apart from it, looks for a silence that a missing answer explains (`unanswered`).
+`Speeds` finds ranks that are slower than the others, by their step times. If every step has a collective of all ranks, all take
+as long as the slowest one, and there is nothing to find: ranks differ where they step independently (local SGD, pipelines of
+unequal depth, gradient accumulation without synchronisation).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,51 @@ import functools
 import json
 import logging
 import math
+import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.hangs import detector, process_stats, sockets, stacks, unanswered
+from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
+from elastic_ext.hangs.process_stats import ProcessStats, Rates
+from elastic_ext.hangs.stacks import FirstAnswers, Looks, is_outstanding
+from elastic_ext.hangs.unanswered import Reach
 from elastic_ext.workers import worker_env
-from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
-from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
-from elastic_ext.workers.hangs.looks import FirstAnswers, Looks, is_outstanding
-from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.workers.hangs.step_times import StepMark
 from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
+
+
+SLOW = 1.25  # times the median of the others
+MIN_STEPS = 10  # by each rank, or a single evaluation would make it a straggler
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """The number of steps that a rank has done, and the end of the last one (monotonic seconds)."""
+
+    steps: int
+    at_s: float
+
+
+def step_times(before: Mapping[int, StepMark], now: Mapping[int, StepMark]) -> dict[int, float] | None:
+    """Return the seconds per step between two marks, by rank; None if a rank has done fewer than MIN_STEPS in between."""
+    if before.keys() != now.keys() or any(now[rank].steps - before[rank].steps < MIN_STEPS for rank in now):
+        return None
+    return {rank: (now[rank].at_s - before[rank].at_s) / (now[rank].steps - before[rank].steps) for rank in now}
+
+
+def stragglers(times: Mapping[int, float]) -> dict[int, float]:
+    """Return the slow ranks, each with its step time divided by the median of the others."""
+    found = {}
+    for rank, seconds in times.items():
+        others = statistics.median([other for each, other in times.items() if each != rank] or [seconds])
+        if others > 0 and seconds > SLOW * others:
+            found[rank] = seconds / others
+    return found
+
 
 NOTHING_FOUND = Assessment(False, (), "not checked yet")
 COLLECTIVE_BYTES = 4096
@@ -82,7 +119,7 @@ class HangWatch:
         if self._fixed_s is None:
             self._first_answers.ask(pids, self._progress, now)
         workers = self._status(pids, now)
-        if not workers or not schedule.needs_stats(workers, self._fixed_s):
+        if not workers or not detector.needs_stats(workers, self._fixed_s):
             self._stall = None
         elif now >= self._next_stats:
             self._read_stats(pids, now)
@@ -90,22 +127,22 @@ class HangWatch:
             if any(worker.debugged for worker in workers):
                 self._restart_count(now)
         if now >= self._next_stats:
-            self._next_stats = now + schedule.next_check_s(workers, self._fixed_s)
+            self._next_stats = now + detector.next_check_s(workers, self._fixed_s)
         workers = self._look(workers, pids, stacks_files, now)
         self._found = detector.assess(workers, self._fixed_s)
         if self._found.waiting and self._looks is not None and not self._looks.confirm(pids, stacks_files):
             self._found = detector.assess(self._status(pids, now), self._fixed_s)
         if self._found.stalled and not self._found.waiting:  # the looks keep a wait up to date
-            self._next_stats = min(self._next_stats, now + schedule.LOOK_S)
+            self._next_stats = min(self._next_stats, now + detector.LOOK_S)
         left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
-        self._next_check = min(self._next_stats, now + max(left_s, schedule.next_look_s(workers, self._fixed_s)))
+        self._next_check = min(self._next_stats, now + max(left_s, detector.next_look_s(workers, self._fixed_s)))
         return self._found
 
     def _look(
         self, workers: list[WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
     ) -> list[WorkerStatus]:
         """Find out whether the workers stay in their calls, if it is time to; return them with what was found."""
-        if not workers or not schedule.needs_looks(workers, self._fixed_s):
+        if not workers or not detector.needs_looks(workers, self._fixed_s):
             self._looks = None
             return workers
         if self._looks is None:
@@ -118,7 +155,7 @@ class HangWatch:
 
     def _read_stats(self, pids: Mapping[int, int], now: float) -> None:
         if self._stall is None:
-            self._stall = Stall(schedule.window_s(self._fixed_s))
+            self._stall = Stall(detector.window_s(self._fixed_s))
         self._stall.update(pids, now)
         if not self._warned and (uncounted := self._stall.uncounted()):
             self._warned = True
@@ -281,14 +318,81 @@ class Speeds:
     def update(self, progress: Mapping[int, Progress]) -> None:
         """Update the step times and log each change in which ranks are slow. progress: by local rank."""
         marks = {rank: StepMark(each.steps, each.last_step_ns / 1e9) for rank, each in progress.items() if each.steps}
-        times = step_times.step_times(self._marks, marks)
+        times = step_times(self._marks, marks)
         if times is None:
             if self._marks.keys() != marks.keys():
                 self._marks = marks
             return
         self.step_s, self._marks = times, marks
-        slow = step_times.stragglers(times)
+        slow = stragglers(times)
         if slow.keys() != self._slow:
             shown = ", ".join(f"rank {self._ranks[rank]} ({ratio:.2f} times the median)" for rank, ratio in sorted(slow.items()))
             logger.warning("elastic_ext: slower than the other ranks: %s", shown or "none anymore")
             self._slow = frozenset(slow)
+
+
+class QuietWatch:
+    """The quiet watch of one round. /proc and the kernel's sockets are read only when all workers have been quiet for a while.
+
+    Attributes:
+        reach: the hosts that did not answer these workers at the last check; None: not all of them were quiet.
+    """
+
+    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
+        """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
+        self.reach: Reach | None = None
+        self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
+        self._quiet_from = time.monotonic()  # earlier quiet time does not count
+        self._next_check = self._quiet_from
+        self._stall: Stall | None = None  # while all workers are quiet
+
+    def next_check_s(self) -> float:
+        """Return the seconds until check() has something to do."""
+        return max(0.0, self._next_check - time.monotonic())
+
+    def check(self, pids: Mapping[int, int]) -> None:
+        """Update `reach` if the next check is due. pids: those of running workers, by local rank."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        if now > self._next_check + detector.LATE_S:
+            self._restart_count(now)
+        workers = [self._status(local_rank, now) for local_rank in pids]
+        limit_s = unanswered.limit_s(workers, self._fixed_s)
+        reach = None
+        if workers and unanswered.needs_stats(workers, limit_s):
+            workers = self._with_stats(workers, pids, now, limit_s)
+            reach = self._read_reach(pids) if unanswered.is_quiet(workers, limit_s) else None
+        else:
+            self._stall = None
+        self.reach = unanswered.lasting(reach, limit_s) if reach is not None else None
+        self._next_check = now + unanswered.next_check_s(workers, limit_s, reach)
+
+    def examine(self, pids: Mapping[int, int]) -> Reach:
+        """Return the hosts that have not answered the workers for so long that it explains a hang. pids: by local rank."""
+        return unanswered.explaining(self._read_reach(pids), self._fixed_s)
+
+    def _read_reach(self, pids: Mapping[int, int]) -> Reach:
+        """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
+        inodes = process_stats.open_sockets(pids.values())
+        found = sockets.connections({self._ranks[local_rank]: inodes[pid] for local_rank, pid in pids.items()})
+        return unanswered.reach_of(found or {})
+
+    def _restart_count(self, now: float) -> None:
+        self._quiet_from, self._stall = now, None
+
+    def _status(self, local_rank: int, now: float) -> WorkerStatus:
+        row = self._progress.read(local_rank)
+        quiet_s = now - max(row.sign_ns / 1e9, self._quiet_from)
+        return WorkerStatus(self._ranks[local_rank], row.steps, quiet_s, row.reports, row.phase, row.gaps, known=row.pid != 0)
+
+    def _with_stats(
+        self, workers: Sequence[WorkerStatus], pids: Mapping[int, int], now: float, limit_s: float
+    ) -> list[WorkerStatus]:
+        if self._stall is None:
+            self._stall = Stall(unanswered.window_s(limit_s))
+        self._stall.update(pids, now)
+        complete = [self._stall.complete(*each, limit_s) for each in zip(workers, pids, strict=True)]
+        if any(worker.debugged for worker in complete):
+            self._restart_count(now)
+        return complete

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.hangs import detector, process_stats, sockets, unanswered
+from elastic_ext.hangs.detector import WorkerStatus
+from elastic_ext.hangs.process_stats import Process, ProcessStats, Rates
+from elastic_ext.hangs.watch import HangWatch, QuietWatch, Stall
 from elastic_ext.workers import progress_layout
-from elastic_ext.workers.hangs import detector, process_stats, schedule, tcp_traffic, unanswered
-from elastic_ext.workers.hangs.detector import WorkerStatus
-from elastic_ext.workers.hangs.process_stats import Process, ProcessStats, Rates
-from elastic_ext.workers.hangs.quiet_watch import QuietWatch
-from elastic_ext.workers.hangs.watch import HangWatch, Stall
 from elastic_ext.workers.progress import ProgressTable
 from tests import refusing
 from tests.until import LIMIT_S, until
@@ -195,7 +194,7 @@ time.sleep(100)
 """
 STRANGER = """
 import os, sys
-from elastic_ext.workers.hangs import process_stats
+from elastic_ext.hangs import process_stats
 if os.geteuid() == 0: os.setuid(65534)
 found = process_stats.read([int(sys.argv[1])])[int(sys.argv[1])]
 print(found.state, found.io_bytes, found.sockets)
@@ -217,7 +216,7 @@ def test_counts_that_may_not_be_read_are_not_known():
 # The first call gets what it caches; the descriptors run out afterwards.
 POOR = """
 import resource, sys
-from elastic_ext.workers.hangs import process_stats
+from elastic_ext.hangs import process_stats
 pid = int(sys.argv[1])
 seen = len(process_stats.read([pid]))
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
@@ -268,8 +267,8 @@ assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
 UNCOUNTED = """
 import sys
 from pathlib import Path
-from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
-from tests.workers.hangs.test_process_stats import watched
+from elastic_ext.hangs import detector, process_stats, tcp_traffic
+from tests.hangs.test_process_stats import watched
 found = process_stats.read([os.getpid()])[os.getpid()]
 detector.IDLE_FLOOR_S = 1.0
 print(tcp_traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
@@ -291,8 +290,8 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
         client = stack.enter_context(socket.create_connection(server.getsockname()[:2]))
         peer = stack.enter_context(server.accept()[0])
         inodes = [os.fstat(each.fileno()).st_ino for each in (client, peer)]
-        assert set(inodes) <= tcp_traffic.inodes(os.getpid())
-        before = tcp_traffic.by_inode()
+        assert set(inodes) <= sockets.inodes_of(os.getpid())
+        before = sockets.moved_by_inode()
         assert before is not None
         sender = threading.Thread(target=client.sendall, args=(bytes(3_000_000),))
         sender.start()
@@ -300,7 +299,7 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
         sender.join()
 
         def counted() -> bool:
-            now = tcp_traffic.by_inode() or {}
+            now = sockets.moved_by_inode() or {}
             return [now.get(inode, 0) - before.get(inode, 0) for inode in inodes] == [3_000_000] * 2
 
         until(counted)  # the last bytes have to be acknowledged
@@ -558,8 +557,8 @@ def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monk
 )
 def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
     """Read at half of the limit, at three quarters, at the limit, and then at each look; something begins a second later."""
-    stall, seen = Stall(schedule.window_s()), []
-    for at in [30.0, 45.0, *(60 + look * schedule.LOOK_S for look in range(100))]:
+    stall, seen = Stall(detector.window_s()), []
+    for at in [30.0, 45.0, *(60 + look * detector.LOOK_S for look in range(100))]:
         stall.record({0: ProcessStats("S", cpu_s=5 + cpu_s(max(0.0, at - 61)))}, at)
         one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
         if one.working and at >= 60:
@@ -574,20 +573,20 @@ def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
 )
 def test_work_that_has_begun_since_the_last_check_is_seen_before_the_first_claim(work):
     """That claim may be the last one, and end the round: no look comes after it."""
-    stall = Stall(schedule.window_s())
+    stall = Stall(detector.window_s())
     for at, stats in ((30.0, ProcessStats("S")), (45.0, ProcessStats("S")), (60.0, ProcessStats("S", **work))):
         stall.record({0: stats}, at)
     assert stall.complete(WorkerStatus(0, 10, 60.0), 0, detector.IDLE_FLOOR_S).working
 
 
 def test_a_long_hang_timeout_keeps_few_samples():
-    assert schedule.window_s(86400) == schedule.window_s() == unanswered.window_s(86400)
+    assert detector.window_s(86400) == detector.window_s() == unanswered.window_s(86400)
 
 
 def test_who_has_worked_is_idle_again_once_the_work_is_out_of_the_window():
-    stall = Stall(schedule.window_s())
+    stall = Stall(detector.window_s())
     for look in range(24):  # every 3 s; it computes from 6 to 9 s
-        at = look * schedule.LOOK_S
+        at = look * detector.LOOK_S
         stall.record({0: ProcessStats("S", cpu_s=min(max(0.0, at - 6), 3.0))}, at)
     one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
     assert (at, one.idle_s, one.working) == (69, 69 - 33, False)  # the last window with it is from 6 to 33 s
@@ -610,7 +609,7 @@ burn(1000)
 def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_a_sign(tmp_path, monkeypatch):
     """The checks for new claims stay half a minute apart, so they cannot see it."""
     monkeypatch.setattr(detector, "START_FLOOR_S", 2.0)
-    monkeypatch.setattr(schedule, "LOOK_S", 0.3)
+    monkeypatch.setattr(detector, "LOOK_S", 0.3)
     with process(LATER) as one:
         board = ProgressTable(str(tmp_path / "progress"), 1)
         note_steps(board, [one.pid], 0)
@@ -630,7 +629,7 @@ def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_
 @pytest.mark.full
 def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp_path, monkeypatch):
     monkeypatch.setattr(detector, "START_FACTOR", 0.02)
-    monkeypatch.setattr(schedule, "LOOK_S", 0.3)
+    monkeypatch.setattr(detector, "LOOK_S", 0.3)
     with process(PAUSE) as one:
         board = ProgressTable(str(tmp_path / "progress"), 1)
         note_steps(board, [one.pid], 0)
@@ -644,7 +643,7 @@ def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp
 @pytest.mark.full
 def test_a_quiet_node_looks_as_often_and_sees_that_a_worker_computes(tmp_path, monkeypatch):
     monkeypatch.setattr(unanswered, "UNANSWERED_S", 2.0)
-    monkeypatch.setattr(schedule, "LOOK_S", 0.3)
+    monkeypatch.setattr(detector, "LOOK_S", 0.3)
     pause = threading.Event()
     with process(LATER) as one:
         board = ProgressTable(str(tmp_path / "progress"), 1)
@@ -657,7 +656,7 @@ def test_a_quiet_node_looks_as_often_and_sees_that_a_worker_computes(tmp_path, m
             return watch.reach is not None
 
         until(check)
-        assert watch.next_check_s() <= schedule.LOOK_S
+        assert watch.next_check_s() <= detector.LOOK_S
         assert [check() for _ in range(5)] == [True] * 5
 
         def resumed() -> bool:

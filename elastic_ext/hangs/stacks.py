@@ -1,10 +1,10 @@
-"""Looks at quiet workers: does each only wait for other ranks, or for its device?
+"""What a worker's threads do now: it writes their stacks itself, on a signal that its bootstrap handles. Does it only wait?
 
 Where the call may do anything (`loss.item()`, the backward pass, a launch), torch's flight recorder decides: a worker waits if it
 has a collective that does not complete and no other Python thread computes.
 
 Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
-the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
+the same line of the same short collective. So `Looks` asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
 thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
 long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
 Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
@@ -16,22 +16,145 @@ NCCL's own spin, too.
 Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
 them, which Python and torch retry. A main thread that waits for a signal (signal.pause) would go on after ours: it gets none, and
 so stays in no call. A worker that stays gets two signals, and one before its node claims a stall. One that does its own part gets
-two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S; a new connection begins this anew.
+two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S; a new connection resets that.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import os
+import re
+import select
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from elastic_ext.workers.hangs import detector, process_stats, stacks, waits
-from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.workers.hangs.waits import Wait
+from elastic_ext.base.wakeup import milliseconds
+from elastic_ext.hangs import detector, process_stats, waits
+from elastic_ext.hangs.process_stats import ProcessStats, Rates
+from elastic_ext.hangs.waits import Wait
+from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import Progress, ProgressTable
+from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
+
+
+WAIT_S = 0.5  # a dump takes a few ms; a worker that is stopped or asleep in the kernel never makes one
+QUIET_S = 0.02
+_OURS = "/elastic_ext/workers/bootstrap/recorder.py"
+_THREADS = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
+
+
+def dump(pid: int, path: str) -> str:
+    """Make process `pid` append its stacks to the file `path`; return what it wrote, "" if nothing. Takes WAIT_S at most.
+
+    Call this only for a worker whose progress row says that it handles the signal (`stacks_armed`). It would kill any other.
+    """
+    return dump_all({pid: path}).get(pid, "")
+
+
+def dump_all(paths: Mapping[int, str]) -> dict[int, str]:
+    """Do the same for several processes at once; return what each wrote, without those that wrote nothing. paths: by pid."""
+    deadline = time.monotonic() + WAIT_S
+    before = {pid: _size(path) for pid, path in paths.items()}
+    sizes, writing, ends = dict(before), set(), select.poll()
+    with _opened(paths) as pidfds_of:
+        for pid, pidfd in pidfds_of.items():
+            if _send(pidfd, pid, STACKS_SIGNAL):
+                writing.add(pid)
+                if pidfd is not None:
+                    ends.register(pidfd, select.POLLIN)
+        # A dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
+        while writing and time.monotonic() < deadline:
+            ended = {descriptor for descriptor, _ in ends.poll(milliseconds(QUIET_S))}
+            last, sizes = sizes, {pid: _size(path) for pid, path in paths.items()}
+            done = {pid for pid in writing if pidfds_of[pid] in ended or before[pid] < sizes[pid] == last[pid]}
+            for pid in done:
+                if (pidfd := pidfds_of[pid]) is not None:
+                    ends.unregister(pidfd)
+            writing -= done
+    return {pid: _read(path, before[pid]) for pid, path in paths.items() if _size(path) > before[pid]}
+
+
+def empty(path: str) -> None:
+    """Discard what a worker has written to this file. It goes on at the new end, because it appends."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except OSError as error:
+        logger.debug("cannot empty %s: %s", path, error)
+
+
+def ask(pid: int) -> bool:
+    """Ask the main thread of process `pid` to answer as soon as it runs Python code; return whether it was asked.
+
+    Not asked: one that blocks the signal, because it would not answer whatever it does.
+    Call this only for a worker whose progress row says that it answers (`answers`), which is also where it does.
+    """
+    with _opened([pid]) as pidfds_of:
+        return pid in pidfds_of and not _has(pid, "SigBlk", ANSWER_SIGNAL) and _send(pidfds_of[pid], pid, ANSWER_SIGNAL)
+
+
+@contextmanager
+def _opened(pids: Iterable[int]) -> Iterator[dict[int, int | None]]:
+    """A pidfd of each process, or None; see pidfds.of. Without those that have ended, or for which no descriptor is left.
+
+    Not pidfds.watch: without pidfds, each call would leave a thread until the process ends.
+    """
+    found: dict[int, int | None] = {}
+    try:
+        for pid in pids:
+            try:
+                found[pid] = pidfds.of(pid)
+            except OSError as error:
+                logger.debug("cannot signal process %s: %s", pid, error)
+        yield found
+    finally:
+        for pidfd in found.values():
+            if pidfd is not None:
+                os.close(pidfd)
+
+
+def _send(pidfd: int | None, pid: int, number: int) -> bool:
+    """Send the signal if the process still has a handler. After exec() it has none, but its progress row still claims one."""
+    try:
+        if not _has(pid, "SigCgt", number):
+            return False
+        pidfds.send(pidfd, pid, number)
+    except OSError:  # it has ended
+        return False
+    return True
+
+
+def _has(pid: int, mask: str, number: int) -> bool:
+    """Return whether a mask of signals in proc_pid_status(5) has this one; False if the process has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            found = next(line for line in status if line.startswith(f"{mask}:")).split()[1]
+    except (OSError, StopIteration):
+        return False
+    return bool(int(found, 16) >> (number - 1) & 1)
+
+
+def _read(path: str, start: int) -> str:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return without_our_thread(file.read().decode(errors="replace"))
+
+
+def without_our_thread(text: str) -> str:
+    """Return stacks without the thread of the bootstrap, which says nothing about the script."""
+    return "".join(thread for thread in _THREADS.split(text) if _OURS not in thread)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except FileNotFoundError:
+        return 0
+
 
 FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
 RECORDED_S = 5.0  # the worker reads its recorder every 2 s
@@ -128,7 +251,7 @@ class Looks:
         stats: Mapping[int, ProcessStats],
         now: float,
     ) -> None:
-        asked = {local_rank: pid for local_rank, pid in pids.items() if stacks.ask(pid)}
+        asked = {local_rank: pid for local_rank, pid in pids.items() if ask(pid)}
         dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
         for local_rank, pid in asked.items():
             text = dumps.get(pid, "")
@@ -159,7 +282,7 @@ class FirstAnswers:
             return
         sample = process_stats.read(new.values())
         for local_rank, pid in new.items():
-            if pid in sample and may_be_asked(rows[local_rank], sample[pid]) and stacks.ask(pid):
+            if pid in sample and may_be_asked(rows[local_rank], sample[pid]) and ask(pid):
                 self._asked.add(local_rank)
         if not new.keys() <= self._asked:  # reading /proc costs milliseconds, and this may last as long as the job
             self._next, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
@@ -173,9 +296,9 @@ class FirstAnswers:
 
 def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
     """Return the stacks of these processes. They are not kept: looks may go on for days, and the files often lie in memory."""
-    dumps = stacks.dump_all(paths)
+    dumps = dump_all(paths)
     for path in paths.values():
-        stacks.empty(path)
+        empty(path)
     return dumps
 
 

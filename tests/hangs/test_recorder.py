@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic_ext.hangs import stacks
+from elastic_ext.hangs.process_stats import ProcessStats
+from elastic_ext.hangs.stacks import Stay, without_our_thread
+from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.watch import collective_in
 from elastic_ext.workers.bootstrap import recorder
 from elastic_ext.workers.bootstrap.recorder import Outstanding
-from elastic_ext.workers.hangs import looks
-from elastic_ext.workers.hangs.looks import Stay
-from elastic_ext.workers.hangs.process_stats import ProcessStats
-from elastic_ext.workers.hangs.stacks import without_our_thread
-from elastic_ext.workers.hangs.waits import Wait
-from elastic_ext.workers.hangs.watch import collective_in
 from elastic_ext.workers.progress import Progress
 
 S = 10**9
@@ -115,17 +114,17 @@ STAY = Stay(100.0, Wait.COLLECTIVE, 0, True, STATS, outstanding_ns=100 * S)
 
 def test_a_worker_whose_recorder_is_silent_is_not_known_to_wait():
     """Its main thread holds the interpreter's lock: it computes."""
-    assert looks.is_outstanding(ROW, 110.0 + looks.RECORDED_S)
-    assert not looks.is_outstanding(ROW, 110.1 + looks.RECORDED_S)
-    assert not looks.is_outstanding(replace(ROW, outstanding_ns=0), 110.0)
+    assert stacks.is_outstanding(ROW, 110.0 + stacks.RECORDED_S)
+    assert not stacks.is_outstanding(ROW, 110.1 + stacks.RECORDED_S)
+    assert not stacks.is_outstanding(replace(ROW, outstanding_ns=0), 110.0)
 
 
 def test_a_stay_ends_when_a_collective_completes(monkeypatch):
-    monkeypatch.setattr(looks, "RATES_S", 100.0)
-    assert looks.continues(STAY, ROW, STATS, 111.0)
-    assert looks.continues(STAY, replace(ROW, answers=3), STATS, 111.0)  # its main thread may run
-    assert not looks.continues(STAY, replace(ROW, outstanding_ns=101 * S), STATS, 111.0)
-    assert not looks.continues(STAY, ROW, replace(STATS, state="T"), 111.0)
+    monkeypatch.setattr(stacks, "RATES_S", 100.0)
+    assert stacks.continues(STAY, ROW, STATS, 111.0)
+    assert stacks.continues(STAY, replace(ROW, answers=3), STATS, 111.0)  # its main thread may run
+    assert not stacks.continues(STAY, replace(ROW, outstanding_ns=101 * S), STATS, 111.0)
+    assert not stacks.continues(STAY, ROW, replace(STATS, state="T"), 111.0)
 
 
 STACKS = """Thread 0x1 (most recent call first):
@@ -146,8 +145,8 @@ Current thread 0x2 (most recent call first):
     ],
 )
 def test_no_other_thread_may_compute(path, function, waits):
-    assert looks.still_waits(STAY, STACKS.format(path, function)) == waits
-    assert not looks.still_waits(STAY, "")
+    assert stacks.still_waits(STAY, STACKS.format(path, function)) == waits
+    assert not stacks.still_waits(STAY, "")
 
 
 def test_stacks_do_not_show_our_own_thread():

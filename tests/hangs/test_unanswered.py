@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.hangs import unanswered
+from elastic_ext.hangs.detector import WorkerStatus
+from elastic_ext.hangs.unanswered import Connection, Reach, Unanswered
+from elastic_ext.hangs.watch import QuietWatch
 from elastic_ext.workers import progress_layout
-from elastic_ext.workers.hangs import unanswered
-from elastic_ext.workers.hangs.detector import WorkerStatus
-from elastic_ext.workers.hangs.quiet_watch import QuietWatch
-from elastic_ext.workers.hangs.unanswered import Connection, Reach, Unanswered
 from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job
@@ -148,8 +148,8 @@ time.sleep(1000)
 """
 CONNECT = """
 import os, socket, sys
-from elastic_ext.workers.hangs import tcp_connections, unanswered
-from tests.workers.hangs.test_unanswered import told
+from elastic_ext.hangs import process_stats, sockets, unanswered
+from tests.hangs.test_unanswered import told
 address = sys.argv[1], int(sys.argv[2])
 unanswered.RETRANSMISSIONS = 3
 late = socket.socket()
@@ -160,11 +160,12 @@ for line in sys.stdin:
     if line == "send\\n":
         first.sendall(b"x")
         late.connect_ex(address)
-    print(told(unanswered.reach_of(tcp_connections.by_rank({7: os.getpid()}))), flush=True)
+    own = process_stats.open_sockets([os.getpid()])[os.getpid()]
+    print(told(unanswered.reach_of(sockets.connections({7: own}))), flush=True)
 """
 WATCH = """
 import sys
-from tests.workers.hangs.test_unanswered import claim, told
+from tests.hangs.test_unanswered import claim, told
 print(told(claim(int(sys.argv[1]), sys.argv[2])))
 """
 

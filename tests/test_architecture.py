@@ -18,7 +18,6 @@ MAY_IMPORT = {
     "failures": "base",
     "workers": "base",
     "training": "base workers",
-    "integrations": "training",  # old names, for one release
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",

@@ -24,6 +24,4 @@ read what names say. Nothing else in this package is public.
 from elastic_ext.checkpoints.formats.inspection import Format, Inspection
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-Verdict = Inspection  # old name of `Inspection`, kept for one release
-
-__all__ = ["Entry", "Format", "Inspection", "Storage", "Verdict"]
+__all__ = ["Entry", "Format", "Inspection", "Storage"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -58,12 +56,3 @@ def test_what_counts_as_progress():
     assert (progress.heard_at, progress.working) == (5.0, True)
     progress.ordered(6.0)
     assert progress.heard_at == 5.0  # it had work already, and is silent since
-
-
-@pytest.mark.seam
-def test_the_program_still_has_its_old_name():
-    """People without an agent run it by hand."""
-    command = [sys.executable, "-m", "elastic_ext.checkpoints.replicate", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "--mb-s" in done.stdout
-    assert "copying.replicate" in done.stderr

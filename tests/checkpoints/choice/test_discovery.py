@@ -21,12 +21,13 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice, choose, families
 from elastic_ext.checkpoints.formats import detect, torch_save
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import family_of, step_of
-from elastic_ext.checkpoints.storage import Entry, open_storage, remote
+from elastic_ext.checkpoints.storage import Entry, open_storage
 
 
 def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, unusable: str = "") -> Entry:
@@ -538,8 +539,8 @@ def test_each_call_lists_anew(tmp_path: Path) -> None:
 
 def test_what_a_storage_says_of_time() -> None:
     stamps = [{"LastModified": "2024-05-01T00:00:00Z"}, {"mtime": 1714521600.0}, {"updated": "2024-05-01T02:00:00+02:00"}]
-    assert [remote._mtime(info) for info in stamps] == [1714521600.0] * 3
-    assert remote._mtime({"mtime": None, "updated": "yesterday"}) is None
+    assert [storage._mtime(info) for info in stamps] == [1714521600.0] * 3
+    assert storage._mtime({"mtime": None, "updated": "yesterday"}) is None
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:

@@ -141,6 +141,24 @@ class Storage:
             return file.read()
 
 
+def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
+    """Yield (relative name, entry) of every file below a directory. Lists each directory once. Raises OSError.
+
+    A link to a file counts as the file. Links to directories are not followed: they may form a cycle or lead to the whole
+    filesystem. Pipes, dangling links and links to empty files are skipped; an empty file may be one of the kernel's.
+    """
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        for entry in sorted(storage.entries(f"{name}/{folder}".rstrip("/")), key=lambda each: each.name):
+            if entry.unusable or (entry.is_link and (entry.is_dir or entry.size == 0)):
+                continue
+            if entry.is_dir:
+                folders.append(f"{folder}{entry.name}/")
+            else:
+                yield folder + entry.name, entry
+
+
 def open_storage(checkpoint_dir: str) -> Storage:
     """Return the storage of a path or URL, without any request to it yet.
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.layout import UNFINISHED
-from elastic_ext.checkpoints.formats import own
+from elastic_ext.checkpoints.formats import dcp
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.files import checksum, files_of
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile, checksum
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 BLOCK = 8 << 20  # bytes
 
@@ -138,7 +137,7 @@ def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:
     """Return the checksums in the manifest; none without a manifest. Raises CopyError, ManifestError, UsageError, OSError."""
-    manifest = own.read_manifest(source, name, found)
+    manifest = dcp.read_manifest(source, name, found)
     if manifest is None:
         return {}
     checksums = {file.name: file.checksum for file in manifest.files}

@@ -24,7 +24,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice, choose, families
-from elastic_ext.checkpoints.formats import detect, torch_save
+from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import family_of, step_of
 from elastic_ext.checkpoints.storage import Entry, open_storage
@@ -253,7 +253,7 @@ def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
         data = bytearray(whole)
         for _ in range(chance.choice((1, 1, 2, 8))):
             data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
-        verdicts.add(torch_save.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
+        verdicts.add(single_files.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
     assert verdicts == {True, False}
 
 
@@ -271,7 +271,7 @@ def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
             return data
 
     with Counting(path) as file:
-        assert torch_save.check(entry("big.pt"), file).complete
+        assert single_files.check(entry("big.pt"), file).complete
     assert Counting.count < 64 << 10
 
 

@@ -16,7 +16,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import blame, discovery, resolution
 from elastic_ext.checkpoints.choice.in_memory import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
-from elastic_ext.checkpoints.directory.pins import Pin
+from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous

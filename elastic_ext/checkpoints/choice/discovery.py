@@ -12,8 +12,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.name_pattern import compile_pattern
 from elastic_ext.checkpoints.choice import evidence
 from elastic_ext.checkpoints.choice.selection import Choice, PassedOver, choose, families, or_oldest
-from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS, marks
 from elastic_ext.checkpoints.formats import dcp, detect
 from elastic_ext.checkpoints.formats.inspection import DCP, UNKNOWN, Format, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part

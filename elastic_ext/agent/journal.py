@@ -24,7 +24,7 @@ from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.copying.restarts import CopyMetrics
+from elastic_ext.checkpoints.copying.copier import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck

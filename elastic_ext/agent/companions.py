@@ -27,7 +27,7 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.torchelastic import bridge_torchelastic
+from elastic_ext.observe.metrics import bridge_torchelastic
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
 from elastic_ext.workers.logs import WorkerLogs

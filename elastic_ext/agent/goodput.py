@@ -15,8 +15,8 @@ from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Position, Shared, Spent
 from elastic_ext.observe import families
+from elastic_ext.observe.collectors import goodput_status
 from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
-from elastic_ext.observe.goodput_collector import goodput_status
 from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress, ProgressTable

@@ -15,9 +15,8 @@ from dataclasses import replace
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.own_node import OwnNode, Place
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.observe import job_document, job_status, node_report
-from elastic_ext.observe.job_status import Sources
-from elastic_ext.observe.sightings import Sightings
+from elastic_ext.observe import job_status, status_records
+from elastic_ext.observe.job_status import ReportAges, Sources
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 
@@ -41,7 +40,7 @@ class JobView:
 
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self._handler = handler
-        self._sightings = Sightings()
+        self._ages = ReportAges()
         self._changed = threading.Condition()
         self._status = JobStatus.nothing(handler.get_run_id(), "the rendezvous has not answered yet")
         self._read_at: float | None = None
@@ -94,8 +93,8 @@ class JobView:
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
         backend, own = self._handler.get_backend(), self._node.now(now)
-        built = job_status.build(Sources(status, backend, own, lambda id_: self._sightings.age_s(id_, now), read_s, fault))
-        self._answer = now, job_document.encode(built).encode()
+        built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
+        self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
 
     def _on_state(self) -> None:
@@ -143,7 +142,7 @@ class JobView:
         report = self._node.now(time.monotonic()).report
         told = report if report.node_rank == 0 else replace(report, rounds=())
         try:
-            self._handler.show(node_report.encode(told), last)
+            self._handler.show(status_records.encode_report(told), last)
         except (ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
@@ -161,7 +160,7 @@ class JobView:
                 logger.info("status: nothing new is known of the other nodes: %s", error)
         with self._changed:
             if not fault:
-                self._sightings.read(status, now)
+                self._ages.read(status, now)
                 self._read_at = now
             if not self._closing:
                 self._fault = fault

@@ -24,14 +24,11 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import families, gpus, pages
-from elastic_ext.observe.etcd_health import EtcdHealth
-from elastic_ext.observe.etcd_outage import Outage
-from elastic_ext.observe.goodput_collector import GoodputCollector
-from elastic_ext.observe.incidents import Incidents
-from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.observe import families, pages
+from elastic_ext.observe.collectors import EtcdHealth, GoodputCollector, Incidents, Outage
+from elastic_ext.observe.metrics import GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
+from elastic_ext.observe.prometheus_files import TextFile
 from elastic_ext.observe.script_metrics import ScriptMetrics
-from elastic_ext.observe.textfile import TextFile
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
@@ -51,7 +48,7 @@ def make_metrics(
         run_id=run_id,
         node=host_name(settings),
         cold_reasons=[each.value for each in ColdReason],
-        gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
+        gpus=GpuQuery(lambda: gpus_by_local_rank(workers, gpu_uuids(), os.environ)).answer,
         progress=progress,
     )
     metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))

@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.observe import families
-from elastic_ext.observe.job_document import GoodputPoint
 from elastic_ext.observe.job_status import Own
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.node_report import NodeReport, Pace
-from elastic_ext.observe.round_history import RoundHistory
+from elastic_ext.observe.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
 from elastic_ext.rendezvous.contract import Rendezvous
 
 POINT_S = 30.0  # between two points of goodput, at first

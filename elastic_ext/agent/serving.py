@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.observe import discovery, gate
+from elastic_ext.observe import gate, prometheus_files
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.linger import LastScrape
-from elastic_ext.observe.pages import Pages
+from elastic_ext.observe.pages import LastScrape, Pages
 from elastic_ext.observe.server import MetricsServer
 
 
@@ -44,7 +43,7 @@ class Serving:
         self.url = self._server.url
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
-            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
+            self._unannounce = prometheus_files.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
 
     def ended(self) -> None:
         """Note that what is served from now on is the last."""

@@ -22,11 +22,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from elastic_ext.embedded.keyspace import Change, Keyspace, Refused
-from elastic_ext.embedded.service import TICK_S
-from elastic_ext.embedded.watches import Watches
+from elastic_ext.embedded.service import TICK_S, Watches
 from elastic_ext.etcd import Batch, Compacted, EtcdError, Event, LeaseSession, Snapshot, SnapshotWatch, Unavailable, Watch, errors
 from elastic_ext.etcd.errors import classify, short_text
-from elastic_ext.etcd.lease_renewer import plan
+from elastic_ext.etcd.lease import plan
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Key
 from elastic_ext.rendezvous.judging import LeaderPolicy

@@ -29,9 +29,9 @@ MAY_IMPORT = {
 
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
-    *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py", "rendezvous/rounds.py"),
-    *("own_etcd/early.py", "own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
+    *("failures/classify.py", "failures/ledger.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
+    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
+    *("own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
     *(
         f"observe/timeline/{name}.py"
         for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")

@@ -22,7 +22,8 @@ from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import reraise_signals
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.failures.sources import deletion_grace_s, slurm
+from elastic_ext.failures.host import deletion_grace_s
+from elastic_ext.failures.sources import slurm
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe

@@ -30,10 +30,9 @@ from elastic_ext.base.printable import cut, printable, redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import below, discovery
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures import sources, user_rules
-from elastic_ext.failures.host import NVIDIA_DRIVER
+from elastic_ext.failures import user_rules
+from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
 from elastic_ext.failures.sources import commands, kubernetes, slurm
-from elastic_ext.failures.sources.kernel_log import DEVICE
 from elastic_ext.rendezvous import address
 from elastic_ext.workers.standby import memory, rules
 
@@ -285,7 +284,7 @@ def check_metrics(inputs: Inputs) -> list[Finding]:
 
 def check_evidence(inputs: Inputs) -> list[Finding]:
     """Check the sources of evidence outside the workers. Jobs can run without them."""
-    counted = sources.oom_counts()
+    counted = oom_counts()
     cgroup = (
         Finding("memory kills", OK, f"counted in {', '.join(counted)}")
         if counted
@@ -306,7 +305,7 @@ def _kernel_log() -> Finding:
 def _gpu() -> Finding:
     if not os.path.exists(NVIDIA_DRIVER):
         return Finding("NVML", OK, "no NVIDIA driver here")
-    found = sources.recovery_actions()
+    found = recovery_actions()
     if found is None:
         return Finding("NVML", WARN, "the driver's recovery actions cannot be read", "pip install nvidia-ml-py")
     return Finding("NVML", OK, f"{len(found)} GPUs: {', '.join(sorted({each.action or 'unknown' for each in found}))}")

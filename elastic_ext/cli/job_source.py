@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elastic_ext.base import records, settings, user_files
+from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import MAX_BYTES
 from elastic_ext.observe import job_status, status_records
@@ -109,7 +109,7 @@ class AgentUrl:
 def _password(user: str, file: str | None) -> str:
     if file is not None:
         try:
-            return user_files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
+            return files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
         except (OSError, ValueError) as error:
             raise UsageError(f"--password-file: {error}") from error
     if not sys.stdin.isatty():

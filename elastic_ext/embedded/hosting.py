@@ -29,7 +29,7 @@ from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.embedded.plan import Endpoint, Plan, door_of
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.own_etcd import certificates, secret
+from elastic_ext.own_etcd import certificates
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import check_own, endpoint_of, is_loopback
 
@@ -140,7 +140,7 @@ def store_visitor(run_id: str, settings: Settings) -> Iterator[Settings]:
 
 
 def _secret(settings: Settings, folder: Path) -> bytes:
-    return secret.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
+    return certificates.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
 
 
 def _for_client(settings: Settings, files: certificates.Files | None) -> Settings:

@@ -3,7 +3,7 @@
     python -m elastic_ext.embedded.process < plan    (see `plan`; it writes a line once agents can connect)
 
 It listens where `--rdzv-endpoint` says, and for the agents of its host on a Unix socket of an abstract name, which is also the
-lock: one store for each port of a network namespace. `lifetime` decides when it ends.
+lock: one store for each port of a network namespace. `decide` says when it ends.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 
 import grpc  # type: ignore[import-untyped, unused-ignore]
 import grpc.aio  # type: ignore[import-untyped, unused-ignore]
 
 from elastic_ext.base.helper_process import BUSY, UP, VERSION, peer_of
 from elastic_ext.base.records import RecordError
-from elastic_ext.embedded import lifetime
 from elastic_ext.embedded.keyspace import Keyspace
-from elastic_ext.embedded.lifetime import Situation
 from elastic_ext.embedded.plan import Plan, door_of
 from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import Snapshot
@@ -33,6 +32,54 @@ from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.lifetime import Lifetime
 from elastic_ext.rendezvous.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
+
+FIRST_AGENT_S = 30.0  # an agent that has started a store connects as soon as that listens
+OVER_S = 1.0  # after the last node has left a job that is over: for one whose connection has just broken
+LONELY_S = 60.0  # without a node: an agent that was killed may be started again, and finds its job
+TOLD_S = 10.0  # told to end, as a container or a step of Slurm is: for agents of other hosts, which end at the same time
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a store knows. Times are monotonic seconds.
+
+    Attributes:
+        started: since when it runs.
+        streams: number of agents, on any host, that watch keys: those in a job do.
+        nodes: number of nodes with a record. One that leaves by itself has none any more, one that is cut off has.
+        agents: number of agents of this host that are connected.
+        had_agents: there has been one.
+        orderly: the last agent of this host has left by itself, and was not killed.
+        over: there is a job, and all jobs here have ended.
+        quiet: since when there is no stream; None: there is one.
+        told: since when it has been told to end, by a signal; None: it has not.
+    """
+
+    started: float
+    streams: int
+    nodes: int
+    agents: int
+    had_agents: bool
+    orderly: bool
+    over: bool
+    quiet: float | None
+    told: float | None = None
+
+
+def decide(seen: Situation, now: float) -> Lifetime:
+    """Return whether the store ends. While a node is in a job it never does, unless it is told to."""
+    limits: list[tuple[float, str]] = []
+    if seen.told is not None:
+        limits.append((seen.told + TOLD_S, "told to end"))
+    if seen.quiet is not None and not seen.agents:
+        if not seen.had_agents:
+            limits.append((seen.started + FIRST_AGENT_S, "no agent has come"))
+        elif seen.over or (not seen.nodes and (seen.orderly or seen.told is not None)):
+            limits.append((seen.quiet + OVER_S, "the job is over" if seen.over else "all have left"))
+        else:
+            limits.append((seen.quiet + LONELY_S, "all agents are gone"))
+    return Lifetime.until_first(limits, now, "nodes are in the job")
+
 
 STOP_S = 0.2  # at the end, for answers on their way
 START_S = 30  # until it serves: a disk that hangs must not keep the port
@@ -43,7 +90,7 @@ class Agents:
     """The agents of this host that are connected; see `base.helper_process`.
 
     Attributes:
-        had_any, orderly: see `lifetime.Situation`.
+        had_any, orderly: see `Situation`.
         rivals: agents of another job, which want this port.
     """
 
@@ -206,7 +253,7 @@ class Process:
         seen = Situation(
             self._started, streams, nodes, agents.number, agents.had_any, agents.orderly, over, self._quiet, self._told
         )
-        life = lifetime.decide(seen, now)
+        life = decide(seen, now)
         if agents.rivals and not streams and not agents.number:
             return Lifetime(True, "another job needs the port")
         agents.refuse_rivals()

@@ -152,7 +152,7 @@ class Evidence:
         agent_signal: name of the signal that the agent itself got.
         oom_kills: the increase of the oom_kill count of its cgroup; None if unknown.
         xids: NVIDIA Xid numbers in the kernel log since it started.
-        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (sources.gpu.ACTIONS except "none").
+        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (host.ACTIONS except "none").
         hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
-from elastic_ext.etcd.membership import Member
+from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import keys, replacement
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
 from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.own_etcd.lifetime import NO_MAJORITY_S
+from elastic_ext.own_etcd.member import MemberRunner, State
 from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
-from elastic_ext.own_etcd.runner import MemberRunner, State
 from elastic_ext.own_etcd.saved_keys import SavedKeys
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ from pathlib import Path
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.helper_process import BUSY, UP
-from elastic_ext.own_etcd import certificates, folder, lifetime, locks, member
+from elastic_ext.own_etcd import certificates, folder, lifetime, member
 from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
 from elastic_ext.own_etcd.lifetime import Lifetime, Situation
-from elastic_ext.own_etcd.runner import MemberFailed, MemberRunner, State
+from elastic_ext.own_etcd.member import MemberFailed, MemberRunner, State
 
 logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
 
@@ -181,7 +181,7 @@ class Keeper:
 def main() -> int:
     """Run one keeper; 0 unless it fails. The agents that wait for its end see it as the kernel closes their connections."""
     job = load(sys.stdin.buffer.read())
-    taken = locks.take(job.folder)
+    taken = folder.take(job.folder)
     if taken is None:
         os.write(1, BUSY)
         return 0
@@ -207,7 +207,7 @@ def main() -> int:
 
 def make_way(place: Path) -> None:
     """Have the keeper of an earlier run of this job end, which has the same ports. It does not while it has an agent."""
-    pid = locks.keeper_of(place)
+    pid = folder.keeper_of(place)
     try:
         pidfd = os.pidfd_open(pid) if pid else -1
     except OSError:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import notices, saves
 from elastic_ext.base import held_signals, torch_private
-from elastic_ext.failures import sources
+from elastic_ext.failures import host
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
 from tests.interrupted import told_at_line
@@ -112,8 +112,8 @@ def test_what_is_left_of_a_pods_grace(end, left_s):
 def test_a_pod_that_does_not_tell_its_grace(tmp_path, seconds):
     pod = tmp_path / "pod.json"
     pod.write_text(json.dumps({"metadata": {"deletionGracePeriodSeconds": seconds}}))
-    assert sources.deletion_grace_s({}, str(pod)) is None
-    assert sources.deletion_grace_s({}, str(tmp_path / "none")) is None
+    assert host.deletion_grace_s({}, str(pod)) is None
+    assert host.deletion_grace_s({}, str(tmp_path / "none")) is None
 
 
 def steps_saved(folder: Path, attempt: int, ranks: int) -> list[list[str]]:

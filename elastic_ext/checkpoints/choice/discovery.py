@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.name_pattern import compile_pattern
+from elastic_ext.base.setting_sources import compile_pattern
 from elastic_ext.checkpoints.choice import evidence
 from elastic_ext.checkpoints.choice.selection import Choice, PassedOver, choose, families, or_oldest
 from elastic_ext.checkpoints.directory import marks

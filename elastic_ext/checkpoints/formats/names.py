@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from elastic_ext.base.name_pattern import compile_pattern
+from elastic_ext.base.setting_sources import compile_pattern
 from elastic_ext.checkpoints.formats.manifest import order_of
 
 OWN_FAMILY = "step_#.g# of elastic_ext"

@@ -24,9 +24,8 @@ from elastic_ext.checkpoints.choice.messages import MAX_OFFERS
 from elastic_ext.checkpoints.choice.peering import PeerPlan
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.memory.peers.send import Circle, PeerMetrics
-from elastic_ext.checkpoints.memory.peers.service import PeerService
-from elastic_ext.checkpoints.memory.room import Room
+from elastic_ext.checkpoints.memory.contract import Room
+from elastic_ext.checkpoints.memory.peers import Circle, PeerMetrics, PeerService
 from elastic_ext.checkpoints.storage import open_storage, split_path
 from elastic_ext.rendezvous.round_store import listen_at
 from elastic_ext.workers.standby.memory import available

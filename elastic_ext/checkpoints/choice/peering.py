@@ -6,9 +6,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice
+from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, keepers
 from elastic_ext.checkpoints.choice.messages import Offers, Peers
-from elastic_ext.checkpoints.memory.peers.plan import keepers
 
 
 @dataclass(frozen=True)

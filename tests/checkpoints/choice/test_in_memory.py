@@ -1,10 +1,19 @@
 """Which copy in memory a round can load."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, Move, NodeMemory, Saved, needs_no_storage, newest_whole
+from elastic_ext.checkpoints.choice.in_memory import (
+    MemoryChoice,
+    Move,
+    NodeMemory,
+    Saved,
+    keepers,
+    needs_no_storage,
+    newest_whole,
+)
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import directory_name
 
@@ -128,3 +137,28 @@ def test_what_is_newer_on_the_local_disks_is_known_of():
     assert needs_no_storage(COPY, offer(7), nodes)
     assert not needs_no_storage(COPY, offer(8), nodes)
     assert not needs_no_storage(COPY, offer(5, generation=2), nodes)
+
+
+def test_which_node_keeps_whose_parts():
+    for domains, expected in (
+        ([], ()),
+        ([""], ()),
+        (["", ""], (1, 0)),
+        (["", "", ""], (1, 2, 0)),
+        (["a", "a", "b", "b"], (2, 3, 0, 1)),
+        (["a", "b", "a", "b"], (1, 0, 3, 2)),  # in the order of domains: 0 2 1 3
+        (["a", "a", "a", "b"], (2, 3, 0, 1)),  # two of three stay in a
+    ):
+        assert keepers(domains) == expected, domains
+
+
+def test_each_node_keeps_one_others_in_another_domain_where_possible():
+    draw = random.Random(1)
+    for _ in range(200):
+        domains = [draw.choice("abcd") for _ in range(draw.randint(2, 40))]
+        found = keepers(domains)
+        assert sorted(found) == list(range(len(domains)))
+        assert all(node != keeper for node, keeper in enumerate(found))
+        largest = max(domains.count(each) for each in domains)
+        same = sum(domains[node] == domains[keeper] for node, keeper in enumerate(found))
+        assert same == max(0, 2 * largest - len(domains)), domains

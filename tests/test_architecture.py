@@ -35,7 +35,7 @@ PURE = (
         f"observe/timeline/{name}.py"
         for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
     ),
-    *("checkpoints/choice/in_memory.py", "checkpoints/memory/pace.py"),
+    *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
     *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
 )
 

@@ -19,9 +19,7 @@ from elastic_ext.agent import launch
 from elastic_ext.base import files
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice.in_memory import NONE_SAVED, Saved
-from elastic_ext.checkpoints.choice.messages import MAX_OFFERS
-from elastic_ext.checkpoints.choice.peering import PeerPlan
+from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, PeerPlan, Saved
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.memory.contract import Room

@@ -13,8 +13,8 @@ from elastic_ext.agent.memory import MemoryCopies
 from elastic_ext.base import checkpoint_variables, kinds
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import blame, discovery, resolution
-from elastic_ext.checkpoints.choice.in_memory import Saved
+from elastic_ext.checkpoints.choice import discovery, resolution, sources
+from elastic_ext.checkpoints.choice.offers import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.storage import open_storage
@@ -119,7 +119,7 @@ class ResumePoint(Companion):
                 copies.refuse_all()
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+                sources.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
             logger.warning("what is blamed for the failure could not be refused or quarantined: %s", error)
 

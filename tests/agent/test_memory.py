@@ -17,8 +17,7 @@ from elastic_ext.base import checkpoint_variables, kinds, settings
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice.in_memory import Saved
-from elastic_ext.checkpoints.choice.messages import read_offers
+from elastic_ext.checkpoints.choice.offers import Saved, read_offers
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elastic_ext.checkpoints.choice import in_memory
-from elastic_ext.checkpoints.choice.in_memory import NodeMemory
 from elastic_ext.checkpoints.directory import marks, tiers
+from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
 from elastic_ext.checkpoints.formats.manifest import (
     MANIFEST,
@@ -70,21 +69,23 @@ class Selection:
         in_remote = (remote, name) if name is not None else None
         if tier is None:
             return in_remote
-        local, first = tier.storage, tier.first
-        offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(local) if first else None))
+        local, offers = tier.storage, self._offers(tier)
         names = self._ranks.from_rank_0(_asking(remote, lambda: marks.quarantined_names(remote)))
         names = names.union(refused.get(local.address, ()))
-        offer = tiers.newest_loadable([each for each in offers if each is not None], names)
+        offer = tiers.newest_loadable(offers, names)
         if offer is None or (name is not None and order_or_oldest(name) > order_or_oldest(offer.name)):
             return in_remote
         return local, offer.name
 
     def newest_in_memory(self, memory: LocalTier, refused: Collection[str]) -> str | None:
         """Return the newest copy in memory that these ranks can load, not counting the refused ones. Collective."""
-        offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(memory.storage) if memory.first else None))
-        nodes = zip(memory.nodes, (each for each in offers if each is not None), strict=True)
-        found = in_memory.newest_whole([NodeMemory(workers, tuple(offers)) for workers, offers in nodes], refused).offer
+        found = tiers.newest_loadable(self._offers(memory), refused)
         return found.name if found is not None else None
+
+    def _offers(self, tier: LocalTier) -> list[list[Offer]]:
+        """Return what each node has in a tier. Collective."""
+        offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
+        return [each for each in offers if each is not None]
 
     def checked(self, storage: Storage, name: str) -> Checked:
         """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used.

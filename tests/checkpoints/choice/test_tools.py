@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete, newest_in
-from elastic_ext.checkpoints.choice.listing import list_checkpoints
+from elastic_ext.checkpoints.choice.discovery import Wanted, list_checkpoints, newest_complete, newest_in
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.formats.names import files_by_rank
 from elastic_ext.checkpoints.formats.verify import Mode

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from elastic_ext import Checkpointer
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.in_memory import NodeMemory, newest_whole
+from elastic_ext.checkpoints.choice.offers import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, directory_name, encode
 from elastic_ext.checkpoints.memory import part
@@ -166,7 +166,7 @@ def save(tier: str, **extra: Held) -> None:
 def load(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **extra: Held) -> None:
     if tier == "memory":
         offers = tuple(tiers.offers(open_storage(str(tmp_path / "memory"))))
-        offer = newest_whole([NodeMemory(1, offers)]).offer
+        offer = newest_whole([Offers(memory=offers, workers=1, has_memory=True)]).offer
         assert offer is not None, "nothing was copied to memory"
         monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(tmp_path / "memory" / offer.name))
     with Checkpointer(model=model or nn.Linear(1, 1), extra=extra, memory_every=1) as checkpointer:

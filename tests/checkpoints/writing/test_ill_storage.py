@@ -22,7 +22,7 @@ from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.in_memory import Saved
+from elastic_ext.checkpoints.choice.offers import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, agree
 from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed

@@ -35,8 +35,8 @@ chaos: $(READY) ## N jobs under the faults of N seeds, and a third as many witho
 	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/writing/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
 	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/memory/test_kills.py
 	ELASTIC_EXT_TEST_KILLS=300 $(PY) -m pytest -q tests/chaos/test_kills.py::test_a_job_goes_on_as_promised_whatever_is_killed
-	ELASTIC_EXT_TEST_OUTAGE_S=180 $(PY) -m pytest -q -n 2 tests/rendezvous/etcd/test_lost_records.py -k job_outlives
-	ELASTIC_EXT_TEST_JOBS=20000 $(PY) -m pytest -q -n 2 --timeout=1800 tests/rendezvous/etcd/test_simulated_jobs.py -k random
+	ELASTIC_EXT_TEST_OUTAGE_S=180 $(PY) -m pytest -q -n 2 tests/rendezvous/test_lost_records.py -k job_outlives
+	ELASTIC_EXT_TEST_JOBS=20000 $(PY) -m pytest -q -n 2 --timeout=1800 tests/rendezvous/test_simulated_jobs.py -k random
 	ELASTIC_EXT_TEST_FUZZ=100000 $(PY) -m pytest -q tests/chaos/test_fuzz.py
 
 lint: $(READY)

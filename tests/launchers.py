@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MODULES = ("torch.distributed.run", "elastic_ext.agent")  # `python -m`
-PRELOADED = ("torch.distributed.launcher.api", "elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.handler")
+PRELOADED = ("torch.distributed.launcher.api", "elastic_ext.agent.supervisor", "elastic_ext.rendezvous.handler")
 # Begins of variables that Python, the loader, or a library reads before the fork.
 AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "TZ", "OMP_", "MKL_", "OPENBLAS_"),

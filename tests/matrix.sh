@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${MATRIX_DIR:-.matrix}
-suite=(tests/agent/test_plugin.py tests/agent/test_supervisor.py tests/rendezvous/etcd/test_etcd_jobs.py tests/agent/test_main.py tests/workers/test_bootstrap.py tests/workers/standby/test_standby.py)
+suite=(tests/agent/test_plugin.py tests/agent/test_supervisor.py tests/rendezvous/test_etcd_jobs.py tests/agent/test_main.py tests/workers/test_bootstrap.py tests/workers/standby/test_standby.py)
 [ $# -gt 0 ] || set -- 2.8:3.10 2.10:3.11 2.12:3.12 2.14:3.13 newest:3.13
 
 # What pip is to install for a series of versions, such as 2.14.

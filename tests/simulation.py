@@ -22,22 +22,20 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from elastic_ext.embedded.keyspace import Change, Keyspace, Refused
-from elastic_ext.embedded.service import TICK_S
-from elastic_ext.embedded.watches import Watches
+from elastic_ext.embedded.service import TICK_S, Watches
 from elastic_ext.etcd import Batch, Compacted, EtcdError, Event, LeaseSession, Snapshot, SnapshotWatch, Unavailable, Watch, errors
 from elastic_ext.etcd.errors import classify, short_text
-from elastic_ext.etcd.lease_renewer import plan
+from elastic_ext.etcd.lease import plan
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Key
-from elastic_ext.rendezvous.etcd.context import NodeConfig
-from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.round_part import EtcdRound
-from elastic_ext.rendezvous.etcd.tasks import Runner
 from elastic_ext.rendezvous.judging import LeaderPolicy
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Header, RecordReader
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import Limits
+from elastic_ext.rendezvous.tasks import NodeConfig, Runner
 from tests import etcd_client
 from tests.participants import part_of
 

@@ -17,26 +17,27 @@ MAY_IMPORT = {
     "observe": "base failures rendezvous",
     "failures": "base",
     "workers": "base",
+    "hangs": "base workers",
     "training": "base workers",
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
     "embedded": "base etcd failures own_etcd rendezvous",
-    "agent": ". base checkpoints failures embedded observe own_etcd rendezvous workers",
+    "agent": ". base checkpoints failures embedded hangs observe own_etcd rendezvous workers",
     "cli": ". base checkpoints embedded etcd failures observe own_etcd rendezvous workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
-    *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/late_joins.py", "rendezvous/rounds.py"),
-    *("own_etcd/early.py", "own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
+    *("failures/classify.py", "failures/ledger.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
+    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
+    *("own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
     *(
         f"observe/timeline/{name}.py"
         for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
     ),
     *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
-    *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
+    *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
 )
 
 

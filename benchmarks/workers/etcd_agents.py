@@ -21,11 +21,10 @@ import time
 from typing import Any
 
 from elastic_ext.etcd import EtcdClient, endpoints
-from elastic_ext.rendezvous.etcd.context import NodeConfig
-from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.tasks import Dispatcher
+from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Node, State
 from elastic_ext.rendezvous.rounds import Limits
+from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig
 
 CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores, so a slow call is not a lost one
 

@@ -13,8 +13,7 @@ from typing import Any
 from elastic_ext.base import setting_sources
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
-from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
-from elastic_ext.base.setting_types import (
+from elastic_ext.base.setting_sources import (
     BOOLEAN,
     BYTES,
     DIRECTORY,
@@ -35,6 +34,7 @@ from elastic_ext.base.setting_types import (
     SettingType,
     one_of,
 )
+from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 
 SECRET_VARIABLES = frozenset(
     {ENV_PREFIX + "ETCD_PASSWORD", ENV_PREFIX + "JOB_SECRET"}

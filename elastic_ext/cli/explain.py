@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from elastic_ext.base import user_files
+from elastic_ext.base import files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli.terminal import print_error
+from elastic_ext.cli import print_error
+from elastic_ext.cli.job_source import job_client
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
@@ -45,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain_job(endpoint: str, run_id: str) -> int:
-    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous import job_status
 
     with job_client(endpoint, run_id) as client:
@@ -87,7 +87,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     """Yield the JSON texts of a file, each with its position for error messages."""
     try:
-        content = user_files.read_text(path)
+        content = files.read_text(path)
     except (OSError, ValueError) as error:
         yield path, UsageError(f"cannot be read: {error}")
         return

@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.base import user_files
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
-from elastic_ext.base.files import write_whole_bytes
+from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
-from elastic_ext.cli import job_source
-from elastic_ext.cli.terminal import print_error, print_line
+from elastic_ext.cli import job_source, print_error, print_line
 from elastic_ext.observe.timeline import lines, of_document, of_events
 from elastic_ext.observe.timeline.course import Course
 from elastic_ext.observe.timeline.lines import Fault, Line
@@ -81,7 +79,7 @@ def _of_files(files: Sequence[str], run_id: str) -> tuple[Course, list[Fault]]:
     faults: list[Fault] = []
     for file in files:
         try:
-            text = _stdin() if file == STDIN else user_files.read_text(file, MAX_BYTES)
+            text = _stdin() if file == STDIN else read_text(file, MAX_BYTES)
         except (OSError, ValueError) as error:
             raise UsageError(f"timeline: {file} cannot be read: {error}") from error
         events, wrong = lines.parse(text, file)

@@ -1,8 +1,8 @@
 """The embedded store: etcd's v3 API in memory, in one process on the host that `--rdzv-endpoint` names, for up to 64 nodes.
 
-    What it keeps               keyspace, watches: pure
-    How it is reached           service
-    Its process                 process, plan, lifetime, snapshot
+    What it keeps               keyspace: pure
+    How it is reached           service, with the watches of its streams
+    Its process                 process, plan, snapshot
     The agent beside it         hosting
 
 Importing this package imports none of them.

@@ -26,11 +26,11 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.embedded.plan import Endpoint, Plan, door_of
+from elastic_ext.embedded.plan import Endpoint, Plan, socket_of
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.own_etcd import certificates, secret
-from elastic_ext.rendezvous import interfaces
+from elastic_ext.own_etcd import certificates
+from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import check_own, endpoint_of, is_loopback
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def decide(endpoint: Endpoint, is_host: bool | None, resolved: Sequence[str], ow
 def await_addresses(host: str, timeout_s: float) -> list[str]:
     """Return the addresses of a name, which may be about to become known, as that of a pod is; none after timeout_s."""
     deadline = time.monotonic() + timeout_s
-    while not (found := interfaces.resolved(host)) and time.monotonic() < deadline:
+    while not (found := address.resolved(host)) and time.monotonic() < deadline:
         threading.Event().wait(LOOK_UP_S)
     return found
 
@@ -140,7 +140,7 @@ def store_visitor(run_id: str, settings: Settings) -> Iterator[Settings]:
 
 
 def _secret(settings: Settings, folder: Path) -> bytes:
-    return secret.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
+    return certificates.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
 
 
 def _for_client(settings: Settings, files: certificates.Files | None) -> Settings:
@@ -219,7 +219,7 @@ class EmbeddedStore:
     def _begin(self) -> None:
         if self._params.local_addr:  # before anything is started
             check_own(self._params.local_addr, self._params.local_addr)
-        own = [each.address for each in interfaces.addresses()]
+        own = [each.address for each in address.addresses()]
         key = b""
         if has_secret(self._settings):
             self._folder = _Folder()
@@ -253,7 +253,7 @@ class EmbeddedStore:
         if self._files is not None:
             ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))
             plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key)
-        helper = Helper(NAME, "elastic_ext.embedded.process", door_of(plan.port), plan.dump(), job=plan.job)
+        helper = Helper(NAME, "elastic_ext.embedded.process", socket_of(plan.port), plan.dump(), job=plan.job)
         self._connection = HelperConnection(helper, self._take)
         try:
             failed = self._answer.get(timeout=TAKEN_S)

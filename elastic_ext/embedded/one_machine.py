@@ -36,8 +36,8 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledge
 from elastic_ext.rendezvous import contract, judging, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
-from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
 from elastic_ext.rendezvous.rounds import STALLED

@@ -22,7 +22,7 @@ from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode
 
 

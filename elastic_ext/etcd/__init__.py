@@ -12,6 +12,7 @@ Files import each other in one direction: errors, observer, messages, values; ve
 watch, stream, snapshot; client.
 """
 
+from elastic_ext.etcd.calls import CallObserver
 from elastic_ext.etcd.client import EtcdClient
 from elastic_ext.etcd.endpoints import Tls
 from elastic_ext.etcd.errors import (
@@ -27,10 +28,8 @@ from elastic_ext.etcd.errors import (
     UnsupportedVersion,
 )
 from elastic_ext.etcd.lease import LeaseSession
-from elastic_ext.etcd.observer import CallObserver
-from elastic_ext.etcd.snapshot import Snapshot, SnapshotWatch
 from elastic_ext.etcd.values import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
-from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Watch
+from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Snapshot, SnapshotWatch, Watch
 
 __all__ = [
     "FROM_NOW",

@@ -9,15 +9,39 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastic_ext.etcd import errors, vendor
 from elastic_ext.etcd.endpoints import Connection, Endpoints
 from elastic_ext.etcd.errors import Kind, RpcFailure
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.observer import CallObserver, NoObserver
 
 logger = logging.getLogger(__name__)
+
+
+class CallObserver(Protocol):
+    """Hears how etcd answers. The calling thread waits for it, so it must be quick; it must not raise."""
+
+    def called(self, seconds: float, answered: bool, endpoint: str, /) -> None:
+        """Note an attempt of a call, which took `seconds` with all that it needed first (a token, a look whether a member lives).
+
+        answered: the member has served it, if only by a refusal; else there was no answer, or none that helps. endpoint: the
+        member's address.
+        """
+
+    def reconnected(self) -> None:
+        """Note that the stream of all watches was opened again: its connection was lost."""
+
+
+class NoObserver:
+    """Hears nothing."""
+
+    def called(self, seconds: float, answered: bool, endpoint: str, /) -> None:
+        pass
+
+    def reconnected(self) -> None:
+        pass
+
 
 T = TypeVar("T")
 Metadata = list[tuple[str, str]]

@@ -15,7 +15,7 @@ from elastic_ext.base.kinds import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETW
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
-from elastic_ext.failures import fingerprint, tracebacks
+from elastic_ext.failures import exceptions
 from elastic_ext.failures.evidence import Evidence, RaisedException, Wrapped
 from elastic_ext.failures.matching import (
     EXIT_STATUS,
@@ -93,10 +93,10 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
 
 def _fingerprint(evidence: Evidence, rule: str) -> str:
     if evidence.cut:
-        return fingerprint.of_cut(evidence.cut)
+        return exceptions.of_cut(evidence.cut)
     if evidence.exception is not None:
-        return fingerprint.of_exception(evidence.exception)
-    return fingerprint.of_exit(rule, ended_by(evidence))
+        return exceptions.of_exception(evidence.exception)
+    return exceptions.of_exit(rule, ended_by(evidence))
 
 
 def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRule]) -> Rule | UserRule:
@@ -158,7 +158,7 @@ def _chain(exception: RaisedException | None) -> list[RaisedException | Wrapped]
     """Return the exception, what it was raised from, and the last one of a traceback in its message, as a DataLoader has it."""
     if exception is None:
         return []
-    inner = tracebacks.last_exception(exception.message)
+    inner = exceptions.last_exception(exception.message)
     return [exception, *exception.wrapped, *([inner] if inner else [])]
 
 
@@ -184,7 +184,7 @@ def _completed(evidence: Evidence) -> Evidence:
         evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
     exception = evidence.exception
     if (exception is None or not exception.wrapped) and worker_signal(evidence) not in _NOT_RAISED:
-        found = tracebacks.last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
+        found = exceptions.last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
         if found and exception is None:
             evidence = replace(evidence, exception=found)
         elif found and exception and _bare(found.type) == _bare(exception.type):  # torch's own error file has no causes

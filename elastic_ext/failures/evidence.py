@@ -152,12 +152,12 @@ class Evidence:
         agent_signal: name of the signal that the agent itself got.
         oom_kills: the increase of the oom_kill count of its cgroup; None if unknown.
         xids: NVIDIA Xid numbers in the kernel log since it started.
-        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (sources.gpu.ACTIONS except "none").
+        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (host.ACTIONS except "none").
         hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
-        hang_blame: of all workers that hung, the one with the lowest value is the cause (see `workers.hangs.detector.Stuck`).
+        hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
         node: name of the node where it ran.

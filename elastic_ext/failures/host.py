@@ -1,16 +1,268 @@
-"""The host's evidence about a failure: the kernel's OOM killer, the GPU driver's log, the platform. `classify` does no I/O."""
+"""The host's evidence about a failure: the kernel's OOM killer, the GPU driver's log, the platform. `classify` does no I/O.
+
+Each source answers with plain values within its deadline and never raises, whatever the host looks like. None means "unknown"
+(no such file, no permission to read it, no answer in time), never "fine".
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from elastic_ext.base import isolated
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import sources
 from elastic_ext.failures.evidence import Platform
+from elastic_ext.failures.sources import commands, kubernetes, slurm
+
+# The GPU driver: the recovery action that it recommends for each GPU (NVML, drivers since 2024).
+
+TIMEOUT_S = 2.0  # a hung driver never answers; a child process can be left behind, a thread of the agent cannot
+
+# nvmlDeviceGpuRecoveryAction_t in nvml.h
+ACTIONS = {0: "none", 1: "gpu_reset", 2: "node_reboot", 3: "drain_p2p", 4: "drain_and_reset", 5: "gpu_reset_bus"}
+
+
+@dataclass(frozen=True)
+class RecoveryAction:
+    """The action for one GPU. pci: its address. action: from ACTIONS, or "action N" if newer; None if the driver reports none."""
+
+    pci: str
+    action: str | None
+
+
+def recovery_actions(timeout_s: float = TIMEOUT_S) -> list[RecoveryAction] | None:
+    """Return one action per GPU; None without pynvml, a driver that supports this, or an answer in time."""
+    probe = str(Path(__file__).with_name("sources") / "nvml_probe.py")
+    return parse_recovery(commands.output(isolated.command(probe), timeout_s))
+
+
+def parse_recovery(text: str | None) -> list[RecoveryAction] | None:
+    """Read the probe's output: a JSON list of [PCI address, action or null]; None for anything else."""
+    try:
+        found = json.loads(text or "")
+        return [
+            RecoveryAction(str(pci), None if action is None else ACTIONS.get(int(action), f"action {int(action)}"))
+            for pci, action in found
+        ]
+    except (ValueError, TypeError):
+        return None
+
+
+# The kernel log: Xids, the NVIDIA driver's own error codes.
+
+DEVICE = "/dev/kmsg"
+RECORD_BYTES = 8192  # the kernel's own limit; a shorter read is refused
+READ_S = 0.05
+MAX_XIDS = 1000  # a broken GPU repeats its errors
+
+# "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus."; older drivers omit "PCI:" and the
+# process, and some write pid='<unknown>'.
+_XID = re.compile(
+    r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}(?:\.[0-9A-Fa-f])?)\): "
+    r"(\d{1,5})(?:, pid='?(\d{1,10})\b)?"
+)
+
+
+@dataclass(frozen=True)
+class Xid:
+    """One Xid. pci: the GPU's address in lower case. pid: in the host's pid namespace; None if the driver gives none."""
+
+    number: int
+    pci: str
+    pid: int | None = None
+
+
+def parse_xid(line: str) -> Xid | None:
+    """Return the Xid of a line of the kernel log; None for any other line."""
+    found = _XID.search(line)
+    if found is None:
+        return None
+    pci, number, pid = found.groups()
+    return Xid(int(number), pci.lower(), int(pid) if pid else None)
+
+
+class KernelLog:
+    """Reads the kernel log since begin(). This needs permission to read /dev/kmsg: root, or dmesg_restrict=0."""
+
+    def __init__(self, device: str = DEVICE) -> None:
+        self._xids: list[Xid] = []
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return
+        self.begin()
+
+    def begin(self) -> None:
+        """Skip all records so far."""
+        self._xids = []
+        if self._descriptor is not None:
+            try:
+                os.lseek(self._descriptor, 0, os.SEEK_END)  # after the last record
+            except OSError:
+                self.close()
+
+    def xids(self) -> list[Xid] | None:
+        """Return all Xids since begin(); None if the log is unreadable. Takes READ_S at most; the next call reads the rest."""
+        if self._descriptor is None:
+            return None
+        deadline = time.monotonic() + READ_S
+        while time.monotonic() < deadline:
+            try:
+                record = os.read(self._descriptor, RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                continue  # the kernel has overwritten the next record; the next read gets the oldest one left
+            except OSError:
+                self.close()
+                return None
+            if not record:
+                break
+            xid = parse_xid(record.decode(errors="replace"))
+            if xid is not None and len(self._xids) < MAX_XIDS:
+                self._xids.append(xid)
+        return list(self._xids)
+
+    def close(self) -> None:
+        """Release the log."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+# The kernel's out-of-memory kills in the control groups of the agent and its workers. Version 2 counts in memory.events,
+# including the groups below; version 1 in memory.oom_control, each group for itself (Linux 4.13). A group counts if its file is
+# visible in this mount namespace. Kills by a shortage of the whole host also count.
+
+MAX_BYTES = 1 << 20  # mountinfo of a host with thousands of containers
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    """One version of control groups: its mount type, controller and file with the count."""
+
+    fstype: str
+    controller: str  # as in /proc/PID/cgroup; "" is version 2
+    file: str
+
+
+_HIERARCHIES = (_Hierarchy("cgroup2", "", "memory.events"), _Hierarchy("cgroup", "memory", "memory.oom_control"))
+
+
+def oom_counts(pids: Iterable[int] = ()) -> dict[str, int]:
+    """Return the kills so far, by the file that counts them; empty if no file is readable.
+
+    Args:
+        pids: workers that are not reaped yet; each may be in its own group. The agent's group always counts.
+    """
+    mounts = _read("/proc/self/mountinfo") or ""
+    files = {file for pid in ("self", *pids) for file in counting_files(_read(f"/proc/{pid}/cgroup") or "", mounts)}
+    return {file: count for file in sorted(files) if (count := _count(file)) is not None}
+
+
+def oom_kills_since(before: Mapping[str, int]) -> int | None:
+    """Return the kills since `before`, a result of oom_counts(); None if unknown.
+
+    A removed group loses its count; then the answer is known only if another group counted a kill.
+    """
+    rises = [None if (now := _count(file)) is None else now - count for file, count in before.items()]
+    known = [rise for rise in rises if rise is not None]
+    most = max(known, default=0)  # not the sum: version 2 also counts a kill in every group above it
+    return most if most > 0 or (known and len(known) == len(rises)) else None
+
+
+def counting_files(cgroup: str, mountinfo: str) -> list[str]:
+    """Return the files that count the kills of a process, from the texts of its /proc/PID/cgroup and our /proc/self/mountinfo."""
+    paths = {}  # by controller
+    for line in cgroup.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if number.isdigit() and separator:
+            paths.update(dict.fromkeys(controllers.split(","), path))
+    found = []
+    for line in mountinfo.splitlines():
+        fields, separator, source = line.partition(" - ")
+        words, (fstype, *options) = fields.split(" "), source.split(" ") or [""]
+        if not separator or len(words) < 5 or len(options) < 2:
+            continue
+        root, mount = _unescape(words[3]), _unescape(words[4])
+        for hierarchy in _HIERARCHIES:
+            if fstype != hierarchy.fstype or hierarchy.controller not in (*options[1].split(","), ""):
+                continue
+            below = _below(root, paths.get(hierarchy.controller))
+            if below is not None:
+                found.append(os.path.normpath(f"{mount}/{below}/{hierarchy.file}"))
+    return found
+
+
+def _below(root: str, path: str | None) -> str | None:
+    """Return `path` relative to a mount of `root`; None if `path` is not under `root`."""
+    if path is None or "/.." in path:  # outside of our own cgroup namespace
+        return None
+    if root == "/":
+        return path
+    return path[len(root) :] if f"{path}/".startswith(f"{root}/") else None
+
+
+def _unescape(path: str) -> str:
+    """Undo the octal escapes of mountinfo: spaces, tabs, newlines and backslashes."""
+    for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        path = path.replace(escaped, plain)
+    return path
+
+
+def _count(file: str) -> int | None:
+    for line in (_read(file) or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == "oom_kill" and value.isdigit():
+            return int(value)
+    return None
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_BYTES).decode(errors="surrogateescape")
+    except OSError:
+        return None
+
+
+def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform:
+    """Ask the platform why this process ends. Takes up to 2 s if the platform hangs.
+
+    Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job.
+
+    Args:
+        pod_file: file with the pod or its status as JSON, maintained by another program.
+        pod_api: ask the API server if there is no such file.
+
+    Returns:
+        A Platform, without a name if the platform is unknown.
+    """
+    if slurm.job_id(environ):
+        return slurm.query(environ)
+    if kubernetes.HOST in environ or pod_file:
+        return kubernetes.platform_of(_pod(environ, pod_file, pod_api))
+    return Platform()
+
+
+def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> float | None:
+    """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Arguments as for `detect`."""
+    return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api), time.time())
+
+
+def _pod(environ: Mapping[str, str], pod_file: str | None, pod_api: bool) -> dict[str, Any] | None:
+    pod = kubernetes.read_pod(pod_file) if pod_file else None
+    return kubernetes.get_pod(environ) if pod is None and pod_api else pod
+
 
 ANSWER_S = 0.4  # the verdict waits 0.5 s for reports (`settle`); a platform or driver that answers later counts as unknown
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # exists while the kernel module is loaded
@@ -33,7 +285,7 @@ class HostProbe:
         """driver: a file that exists while NVIDIA's driver is loaded."""
         self._settings = settings
         self._driver = driver
-        self._log = sources.KernelLog()
+        self._log = KernelLog()
         self._before: dict[str, int] = {}
         self._platform = Platform()
         self._gpu_recovery: tuple[str, ...] = ()
@@ -45,7 +297,7 @@ class HostProbe:
 
     def round_started(self, pids: Iterable[int]) -> None:
         """Record the counts at the start of a round. pids: the round's workers."""
-        self._before = sources.oom_counts(tuple(pids))
+        self._before = oom_counts(tuple(pids))
         self._log.begin()  # ignore records from before this round
 
     def start_asking(self) -> None:
@@ -59,11 +311,11 @@ class HostProbe:
             thread.start()
 
     def _ask_platform(self) -> None:
-        self._platform = sources.detect(os.environ, self._settings.pod_file, self._settings.pod_api)
+        self._platform = detect(os.environ, self._settings.pod_file, self._settings.pod_api)
 
     def _ask_driver(self) -> None:
         """Ask the driver in a child process, which creates no CUDA context."""
-        actions = [gpu.action for gpu in sources.recovery_actions() or ()]
+        actions = [gpu.action for gpu in recovery_actions() or ()]
         self._gpu_recovery = tuple(action for action in actions if action not in (None, "none"))
 
     def evidence(self, wait_s: float = ANSWER_S) -> HostEvidence:
@@ -72,4 +324,4 @@ class HostProbe:
         for thread in self._asking:
             thread.join(max(0.0, deadline - time.monotonic()))
         xids = tuple(xid.number for xid in self._log.xids() or [])
-        return HostEvidence(sources.oom_kills_since(self._before), xids, self._platform, self._gpu_recovery)
+        return HostEvidence(oom_kills_since(self._before), xids, self._platform, self._gpu_recovery)

@@ -9,12 +9,21 @@ from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
 from elastic_ext.base.printable import cut as shortened
-from elastic_ext.failures import cuts, history, policy
+from elastic_ext.failures import cuts, policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.evidence import CERTAIN
-from elastic_ext.failures.history import PastFailure
-from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
+from elastic_ext.failures.ledger import (
+    MAX_FAILURES,
+    MAX_STACKS,
+    MAX_VERDICTS,
+    JobVerdict,
+    Ledger,
+    PastFailure,
+    Report,
+    past_failure,
+    precedents,
+)
 from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY
 
 VICTIM = 120  # characters of a victim's message
@@ -84,12 +93,12 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     """
     cause = _cause(reports, ledger, circumstances)
     report = cause.report
-    now = history.record(cause.diagnosis, report.resumed_at, report.resumed_from)
+    now = past_failure(cause.diagnosis, report.resumed_at, report.resumed_from)
     budget = _budget(ledger, now, circumstances)
     decision = policy.decide(
         cause.diagnosis,
         budget,
-        history.precedents(now, ledger.failures, budget.charged),
+        precedents(now, ledger.failures, budget.charged),
         policy.Nodes(circumstances.nodes, circumstances.min_nodes),
         circumstances.exit_codes,
         circumstances.backoff,
@@ -187,8 +196,8 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, whoever cannot reach whom
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
-        now = history.record(cause, report.resumed_at, report.resumed_from)
-        past = history.precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
+        now = past_failure(cause, report.resumed_at, report.resumed_from)
+        past = precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
         return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
         return _of_lost(circumstances.lost, cause, report)

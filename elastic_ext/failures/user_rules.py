@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from elastic_ext.base import user_files
+from elastic_ext.base import files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import CASCADE, KINDS, Response
 from elastic_ext.base.printable import literal, printable
@@ -108,7 +108,7 @@ def load(path: str | None) -> tuple[UserRule, ...]:
 def from_file(path: str) -> tuple[UserRule, ...]:
     """Return the rules of a TOML file. Raises UsageError."""
     try:
-        content = tomllib.loads(user_files.read_text(path, MAX_BYTES))
+        content = tomllib.loads(files.read_text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"rules file {path} cannot be read as TOML: {_one_line(error)}") from error
     unknown = sorted(content.keys() - {"rule"})

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.user_files import read_text
+from elastic_ext.base.files import read_text
 
 EXTRA = "elastic_ext[web]"
 MAX_BYTES = 1 << 20

@@ -1,8 +1,9 @@
 """An etcd that the job brings: `--rdzv-endpoint=job:` starts it on the job's own hosts, and it ends with the job.
 
-    endpoint, hosts     what `job:...` asks for, and which of its hosts this one is
-    secret, certificates  what keeps strangers out
-    binary, folder, member  etcd's program, the place of its files, one running member
+    endpoint            what `job:...` asks for
+    job                 what a keeper is given: which host this one is, and etcd's program
+    certificates        what keeps strangers out: the job's secret, and what is made from it
+    folder, member      the place of its files and its locks, one running member
     keeper, attachment  the process that runs a member, and the agent's end of it
     lifetime, replacement  when a keeper ends; when a member is replaced: pure decisions
     saved_keys          what outlives the job, in a file

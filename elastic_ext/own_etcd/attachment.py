@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.etcd import EtcdClient, EtcdError
-from elastic_ext.own_etcd import folder, locks
+from elastic_ext.own_etcd import folder
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.job import KeeperJob
 
@@ -48,7 +48,7 @@ class Attachment:
             job.dump(),
             f"{job.folder}/log",
         )
-        self._connection = HelperConnection(keeper, self._take, lambda: self._hold(locks.hold(job.folder)))
+        self._connection = HelperConnection(keeper, self._take, lambda: self._hold(folder.hold(job.folder)))
 
     def await_access(self, timeout_s: float) -> Access:
         """Return what a client needs, once etcd serves.

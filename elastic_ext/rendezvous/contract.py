@@ -1,6 +1,6 @@
 """The contract between the agent and a rendezvous: the agent uses nothing else of it.
 
-`rendezvous.etcd.handler` and `embedded.one_machine` implement it, on top of torch's own RendezvousHandler.
+`rendezvous.handler` and `embedded.one_machine` implement it, on top of torch's own RendezvousHandler.
 """
 
 from __future__ import annotations

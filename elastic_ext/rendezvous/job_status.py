@@ -11,7 +11,7 @@ from elastic_ext.etcd import EtcdClient, EtcdError, KeyValue
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
 
 

@@ -1,4 +1,4 @@
-"""The records by which the nodes of a job form its rounds, as JSON with a schema: the values of keys in etcd (`etcd.keys`).
+"""The records by which the nodes of a job form its rounds, as JSON with a schema: the values of keys in etcd (`keys`).
 
 A record of another schema is refused. A schema may gain a field that has a default: older records lack it, and older versions
 ignore it. Anybody may have written a record: the reader logs each unreadable one once, and the job goes on. The caller decides
@@ -67,7 +67,7 @@ class Node:
         round: the round that its workers were in when it had to register again; 0 if it never had to.
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
-        link_port: of its listening socket for links (`etcd.links`), at `address`; 0: nobody may link to it.
+        link_port: of its listening socket for links (`links`), at `address`; 0: nobody may link to it.
         quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
         addresses: its own that its workers use meanwhile.
         silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.

@@ -17,8 +17,10 @@ counts them as lost.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TypeVar
 
 from elastic_ext.failures import cuts
@@ -29,7 +31,7 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
 # Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: a node
-# that claims looks at its workers every workers.hangs.schedule.LOOK_S, whatever hang_timeout is. It sees a step, or a process
+# that claims looks at its workers every hangs.detector.LOOK_S, whatever hang_timeout is. It sees a step, or a process
 # that computes, at the first look or the second; work that barely counts as such, once it fills the window over which the process
 # stats are compared (schedule.window_s, 27 s at most). The rest is for a late agent (detector.LATE_S), and for telling.
 CLAIMS_S = 45.0
@@ -405,3 +407,56 @@ def neighbors(rank: int, order: Sequence[T]) -> tuple[T, ...]:
 def _named(ids: Sequence[str]) -> str:
     host = drains.host_of(ids[0])
     return f"node {host}" if len(ids) == 1 else f"{len(ids)} nodes (including {host})"
+
+
+# How often a host joins a job under way. Each time costs all nodes a restart, so a host that comes and goes is refused.
+# `job_records.LateJoins` counts.
+JOIN_WINDOW_S = 3600
+NO_JOIN_LIMIT = -1
+
+
+class JoinAnswer(Enum):
+    """What follows from a join."""
+
+    NOTHING = "nothing"
+    REFUSE = "refuse"  # the host stays, but once it has left it may not come back yet
+    LEAVE = "leave"  # the host is refused, and has to leave: its agent has outlived the time when it was away
+
+
+@dataclass(frozen=True)
+class JoinDecision:
+    """joins: how often the host has joined within JOIN_WINDOW_S. reason: for people."""
+
+    answer: JoinAnswer
+    joins: int
+    reason: str
+
+    @property
+    def level(self) -> int:
+        """The level of the log line: a host that joins once is nothing to worry about."""
+        return logging.INFO if self.answer is JoinAnswer.NOTHING and self.joins == 1 else logging.WARNING
+
+    def line(self, refused_s: int) -> str:
+        """Return what the agent of the host says. refused_s: the setting `refuse_node`."""
+        if self.answer is JoinAnswer.NOTHING:
+            return f"this host was not in the round before: {self.reason}"
+        told = f"this host may not come back for {refused_s} s: {self.reason}"
+        return f"once it has left, {told}" if self.answer is JoinAnswer.REFUSE else told
+
+
+def is_late(round_: int, last: int) -> bool:
+    """Return whether a node that enters this round joins a job under way. last: its round before; 0 if this is its first."""
+    return round_ > 1 and last != round_ - 1
+
+
+def after_join(joins: int, limit: int) -> JoinDecision:
+    """Decide on a host after a join. joins: in JOIN_WINDOW_S, this one included. limit: the setting `max_rejoins`."""
+    times = "once" if joins == 1 else f"{joins} times"
+    reason = f"it has joined the running job {times} within {JOIN_WINDOW_S // 60} minutes"
+    if limit == NO_JOIN_LIMIT:
+        return JoinDecision(JoinAnswer.NOTHING, joins, f"{reason} (max_rejoins: no limit)")
+    reason = f"{reason} (max_rejoins={limit})"
+    if joins <= limit:
+        return JoinDecision(JoinAnswer.NOTHING, joins, reason)
+    answer = JoinAnswer.REFUSE if joins == limit + 1 else JoinAnswer.LEAVE
+    return JoinDecision(answer, joins, f"{reason}, which restarts all nodes each time")

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ext.base import goodput
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
 from tests.until import LIMIT_S

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic_ext.base import setting_sources, settings, user_files
+from elastic_ext.base import files, setting_sources, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.failures import user_rules
@@ -105,7 +105,7 @@ def test_a_file_that_is_not_toml(tmp_path):
 
 
 def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(user_files, "WAIT_S", 0.2)
+    monkeypatch.setattr(files, "WAIT_S", 0.2)
     fifo, deep, nul = tmp_path / "fifo", tmp_path / "deep.toml", tmp_path / "nul.toml"
     os.mkfifo(fifo)
     deep.write_text("topology = " + "[" * 5000)
@@ -121,7 +121,7 @@ def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
 
 
 def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(user_files, "WAIT_S", LIMIT_S)
+    monkeypatch.setattr(files, "WAIT_S", LIMIT_S)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_text, args=('topology = "rack 3"',)).start()

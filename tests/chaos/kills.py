@@ -38,7 +38,7 @@ from elastic_ext.base import records
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures import ledger as job
 from elastic_ext.own_etcd.saved_keys import SCHEMA, SavedFile
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.chaos import disks, processes
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from elastic_ext import Checkpointer
-from elastic_ext.base import settings, user_files
+from elastic_ext.base import files, settings
 from elastic_ext.base.errors import EX_CONFIG, ElasticExtError
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats import manifest
@@ -34,7 +34,7 @@ from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import job_status, rounds
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Limits, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
@@ -296,7 +296,7 @@ def test_rules(fuzz: Fuzz, tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [[], ["--rules"]], ids=["evidence", "rules"])
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "endless", "loop", "NUL", "missing"])
 def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_files, "WAIT_S", 0.1)
+    monkeypatch.setattr(files, "WAIT_S", 0.1)
     path = tmp_path / kind
     if kind == "endless":
         path = Path("/dev/zero")

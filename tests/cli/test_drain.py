@@ -19,14 +19,14 @@ import pytest
 
 from elastic_ext.cli.main import main
 from elastic_ext.etcd import EtcdClient, Put
+from elastic_ext.rendezvous import requests
 from elastic_ext.rendezvous.drains import Request
-from elastic_ext.rendezvous.etcd import drain_request
-from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.requests import DrainOutcome, Ending
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
-from tests.rendezvous.etcd.test_etcd_jobs import Store, store
+from tests.rendezvous.test_etcd_jobs import Store, store
 from tests.until import LIMIT_S, until
 
 pytestmark = pytest.mark.full
@@ -270,11 +270,11 @@ def test_of_two_drains_at_once_one_is_refused(server):
             client.txn([], [Put(KEYS.header, encode(Header(3, State.RUNNING, 3)), lease)])
             both, told = threading.Barrier(2), threading.Event()
 
-            def ask(host: str, both=both, told=told) -> Outcome:
+            def ask(host: str, both=both, told=told) -> DrainOutcome:
                 with EtcdClient(server.endpoint) as own:
                     own.get(KEYS.header)
                     both.wait()
-                    return drain_request.drain(own, "job", Request(host, "", 600), LIMIT_S, lambda line: told.set())
+                    return requests.drain(own, "job", Request(host, "", 600), LIMIT_S, lambda line: told.set())
 
             asked = {host: pool.submit(ask, host) for host in ("n1", "n2")}
             assert told.wait(LIMIT_S)
@@ -282,8 +282,8 @@ def test_of_two_drains_at_once_one_is_refused(server):
             refused = asked.pop("n2" if drain.host == "n1" else "n1").result(LIMIT_S)
             assert refused.ending is Ending.TOO_FEW
             assert len(decode(Header, client.get(KEYS.header).kv.value, "round").drains) == 1
-            assert "stays in the job" in drain_request.undo(client, "job", drain.host)
-            assert asked[drain.host].result(LIMIT_S) == Outcome(
+            assert "stays in the job" in requests.undo(client, "job", drain.host)
+            assert asked[drain.host].result(LIMIT_S) == DrainOutcome(
                 Ending.LATE, "somebody has withdrawn the drain; the node stays in the job"
             )
 

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from elastic_ext.base import settings, user_files
+from elastic_ext.base import files, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import Response
 from elastic_ext.cli import main
@@ -100,7 +100,7 @@ def test_bad_input_is_one_line_and_78_and_good_cases_are_told(capsys, tmp_path, 
 
 
 def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(user_files, "WAIT_S", 0.2)
+    monkeypatch.setattr(files, "WAIT_S", 0.2)
     count = len(CASES.read_text().splitlines())
     code, told, err = explain(capsys, tmp_path / "none.json", CASES)
     assert (code, len(told), len(err)) == (78, count, 1)

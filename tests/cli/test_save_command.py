@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_ext.etcd import Batch, EtcdClient, Put
-from elastic_ext.rendezvous.etcd import save_request
-from elastic_ext.rendezvous.etcd.header_record import with_save
-from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
+from elastic_ext.rendezvous import requests
+from elastic_ext.rendezvous.header_record import with_save
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.requests import SaveOutcome, save, save_outcome
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
@@ -71,7 +71,7 @@ ASKED = Header(3, State.RUNNING, 2, 4, save=2)
     ],
 )
 def test_what_became_of_a_request(header, nodes, step, said):
-    found = outcome(ASKED, header, nodes)
+    found = save_outcome(ASKED, header, nodes)
     if said is None:
         assert found is None
     else:
@@ -111,7 +111,7 @@ def test_requests_that_overlap_are_all_answered(server, tmp_path):
             job.wait_for("steps", 2)
         client = stack.enter_context(EtcdClient(server.endpoint))
 
-        def ask(_: int) -> list[Outcome]:
+        def ask(_: int) -> list[SaveOutcome]:
             return [save(client, "job", 60) for _ in range(10)]
 
         with ThreadPoolExecutor(8) as pool:
@@ -147,12 +147,12 @@ def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
         asking = pool.submit(save, client, "job", LIMIT_S)
         await_request(client)
         write(client, Header(1, State.DONE, 1, reason="all workers have finished"))
-        assert asking.result() == Outcome(None, "round 1 ended before the save: all workers have finished")
+        assert asking.result() == SaveOutcome(None, "round 1 ended before the save: all workers have finished")
         not_running = "the job is not running, it is done: all workers have finished"
-        assert save(client, "job", LIMIT_S) == Outcome(None, not_running)
+        assert save(client, "job", LIMIT_S) == SaveOutcome(None, not_running)
         write(client, Header(2, State.RUNNING, 1))
         ticks = itertools.count(step=0.05)  # or a busy machine would not come to ask in time
-        monkeypatch.setattr(save_request, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+        monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
         assert "did not complete in time" in save(client, "job", 0.3).reason
         await_request(client)
 
@@ -183,5 +183,5 @@ def refused(done: Finished, code: int, said: str) -> None:
 
 @pytest.mark.seam
 def test_the_command_needs_no_torch():
-    program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous.etcd import connect, save_request"
+    program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous import connect, requests"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())

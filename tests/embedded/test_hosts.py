@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.embedded.hosting import START_S
-from elastic_ext.embedded.plan import door_of
+from elastic_ext.embedded.plan import socket_of
 from elastic_ext.own_etcd import certificates
 from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Gate, Job, command_of, wait_gone
 from tests.kubernetes.pods import NAMES
 from tests.networks import Host, Network, network
 from tests.own_etcd.hosts import lose, pids_in
-from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+from tests.rendezvous.test_etcd_jobs import reports, seen
 
 pytestmark = pytest.mark.full
 
@@ -42,7 +42,7 @@ dist.barrier()
 AWAIT_RECORDS = """
 import sys
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 endpoint, count = sys.argv[1:]
 nodes = JobKeys("job").nodes
 with EtcdClient(endpoint, timeout_s=60) as client, client.watch_with_snapshot(nodes) as watch:
@@ -54,7 +54,7 @@ with EtcdClient(endpoint, timeout_s=60) as client, client.watch_with_snapshot(no
 READ = """
 import sys
 from elastic_ext.etcd import EtcdClient, EtcdError, Tls
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 endpoint, *files = sys.argv[1:]
 with EtcdClient(endpoint, tls=Tls(*files) if files else None, timeout_s=60 if files else 5) as client:
     try:
@@ -138,7 +138,7 @@ class Two:
         assert [self.stores(index) for index in range(2)] == [[], []]
         for host in self.hosts:
             sockets = subprocess.run([*host.inside, "cat", "/proc/net/unix"], check=True, capture_output=True, text=True).stdout
-            assert door_of(PORT).replace("\0", "@") not in sockets
+            assert socket_of(PORT).replace("\0", "@") not in sockets
 
 
 @pytest.fixture

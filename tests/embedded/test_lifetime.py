@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ext.embedded import lifetime
-from elastic_ext.embedded.lifetime import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_S, Lifetime, Situation
+from elastic_ext.embedded import process
+from elastic_ext.embedded.process import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_S, Lifetime, Situation
 
 
 def seen(**more):
@@ -45,7 +45,7 @@ GOES_ON = Lifetime(False, "nodes are in the job")
     ],
 )
 def test_a_store_stays_while_it_is_needed(situation):
-    assert lifetime.decide(situation, 1e6) == GOES_ON
+    assert process.decide(situation, 1e6) == GOES_ON
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_a_store_stays_while_it_is_needed(situation):
 )
 def test_when_a_store_ends(situation, until, reason):
     """It looks again at that time, and not before."""
-    assert lifetime.decide(situation, until - 0.01) == Lifetime(False, reason, until)
-    assert lifetime.decide(situation, until) == Lifetime(True, reason, until)
-    assert lifetime.decide(situation, until + 1000) == Lifetime(True, reason, until)
+    assert process.decide(situation, until - 0.01) == Lifetime(False, reason, until)
+    assert process.decide(situation, until) == Lifetime(True, reason, until)
+    assert process.decide(situation, until + 1000) == Lifetime(True, reason, until)
 
 
 def test_a_node_that_comes_back_is_waited_for():
     """The time without a node counts from the last one."""
-    assert lifetime.decide(seen(quiet=100.0), 170.0).ends
-    assert not lifetime.decide(seen(quiet=150.0), 170.0).ends
+    assert process.decide(seen(quiet=100.0), 170.0).ends
+    assert not process.decide(seen(quiet=150.0), 170.0).ends

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.embedded.keyspace import Keyspace, Limits, Refused
-from elastic_ext.embedded.watches import Watches
+from elastic_ext.embedded.service import Watches
 from tests.embedded.asks import ask, cancel, compare, delete, get, grant, put, revoke, rpc, txn, watch
 from tests.etcd_server import EtcdServer
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.embedded.keyspace import Keyspace, Limits
-from elastic_ext.embedded.watches import RESPONSE_BYTES, Watches
+from elastic_ext.embedded.service import RESPONSE_BYTES, Watches
 from tests.embedded.asks import cancel, delete, grant, put, revoke, rpc, txn, watch
 
 ALL = b"\0"  # as key and end: all keys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.entrypoints.test_page import variables
 from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT, TORCHRUN, Job, run

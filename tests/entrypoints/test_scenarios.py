@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT, TIMEOUT_S, TORCHRUN, Job, descendants, run, wait_gone
 from tests.lossy_network import DEVICE, LossyNetwork, Way

@@ -11,8 +11,7 @@ from elastic_ext.etcd import ConfigError, UnsupportedVersion, errors
 from elastic_ext.etcd.calls import Tokens, User, pause_s
 from elastic_ext.etcd.endpoints import Endpoint, parse_endpoint, parse_endpoints
 from elastic_ext.etcd.errors import Kind
-from elastic_ext.etcd.lease import LeaseState
-from elastic_ext.etcd.lease_renewer import plan
+from elastic_ext.etcd.lease import LeaseState, plan
 from elastic_ext.etcd.values import range_of_prefix
 
 

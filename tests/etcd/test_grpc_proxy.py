@@ -14,7 +14,7 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer, etcd_binary
 from tests.jobs import Gate, wait_gone
 from tests.ports import free_port
-from tests.rendezvous.etcd.test_etcd_jobs import Nodes, reports, seen
+from tests.rendezvous.test_etcd_jobs import Nodes, reports, seen
 from tests.until import until
 
 pytestmark = pytest.mark.seam

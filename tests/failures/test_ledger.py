@@ -11,11 +11,11 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
-from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.judgement import Circumstances, Lost, going_back, judge
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     Ledger,
+    PastFailure,
     Report,
     decode_ledger,
     decode_report,

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
-from elastic_ext.failures.history import PastFailure, precedents, progress, record
+from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, progress
 from elastic_ext.failures.policy import EXIT_CODES, MAX_FREE_TRIES, NO_LIMIT, ONE_MORE_TRY, Action, Backoff, Budget, Nodes, decide
 
 
@@ -337,7 +337,7 @@ def test_progress_in_between_counts():
     earlier = [PastFailure("f", 10, 0, True), PastFailure("g", 50, 0, True)]
     past = precedents(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert record(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")
+    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")
 
 
 def test_only_the_last_failure_is_recent_and_only_while_a_restart_counts():

@@ -5,7 +5,6 @@ import http.server
 import json
 import os
 import random
-import re
 import signal
 import ssl
 import subprocess
@@ -18,12 +17,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base import settings
+from elastic_ext.failures import host
 from elastic_ext.failures.evidence import Platform
-from elastic_ext.failures.host import HostProbe
-from elastic_ext.failures.sources import commands, gpu, kernel_log, kubernetes, memory, slurm
-from elastic_ext.failures.sources.gpu import RecoveryAction
-from elastic_ext.failures.sources.kernel_log import KernelLog, Xid, parse_xid
-from elastic_ext.failures.sources.platforms import detect
+from elastic_ext.failures.host import HostProbe, KernelLog, RecoveryAction, Xid, detect, parse_xid
+from elastic_ext.failures.sources import commands, kubernetes, slurm
 from tests.etcd_server import Certificates
 from tests.jobs import wait_gone
 from tests.until import LIMIT_S, until
@@ -32,10 +29,10 @@ from tests.until import LIMIT_S, until
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """However long a busy machine takes to start a program."""
-    monkeypatch.setattr(gpu.recovery_actions, "__defaults__", (LIMIT_S,))
+    monkeypatch.setattr(host.recovery_actions, "__defaults__", (LIMIT_S,))
     monkeypatch.setattr(slurm.query, "__defaults__", (LIMIT_S,))
     monkeypatch.setattr(slurm.hostnames, "__defaults__", (LIMIT_S,))
-    monkeypatch.setattr(kernel_log, "READ_S", LIMIT_S)
+    monkeypatch.setattr(host, "READ_S", LIMIT_S)
 
 
 # ---- memory
@@ -53,7 +50,7 @@ def small_group():
 def memory_group(size):
     own = Path("/proc/self/cgroup").read_text()
     made = next(
-        (made for file in memory.counting_files(own, Path("/proc/self/mountinfo").read_text()) if (made := _make(file, size))),
+        (made for file in host.counting_files(own, Path("/proc/self/mountinfo").read_text()) if (made := _make(file, size))),
         None,
     )
     if made is None:
@@ -98,7 +95,7 @@ def start_in(group: Path, script: str) -> "subprocess.Popen[bytes]":
 @pytest.mark.parametrize(("script", "kills"), [(EATER, 1), (SLEEPER, 0)], ids=["out of memory", "plain SIGKILL"])
 def test_a_kill_for_memory_is_told_from_a_plain_one(small_group, script, kills):
     with start_in(small_group, script) as process:
-        before = memory.oom_counts([process.pid])
+        before = host.oom_counts([process.pid])
         assert any(str(small_group) in file for file in before), before
         process.stdin.write(b"\n")
         process.stdin.flush()
@@ -106,19 +103,19 @@ def test_a_kill_for_memory_is_told_from_a_plain_one(small_group, script, kills):
             process.kill()
         process.wait(LIMIT_S)
     assert process.returncode == -signal.SIGKILL  # both look the same but for the count
-    assert memory.oom_kills_since(before) == kills
+    assert host.oom_kills_since(before) == kills
 
 
 def test_counts_that_cannot_be_read_are_not_known(tmp_path):
-    assert memory.oom_kills_since({}) is None
-    assert memory.oom_kills_since({str(tmp_path / "gone"): 3}) is None
+    assert host.oom_kills_since({}) is None
+    assert host.oom_kills_since({str(tmp_path / "gone"): 3}) is None
     still, risen = tmp_path / "still", tmp_path / "risen"
     still.write_text("low 0\noom 9\noom_kill 4\noom_group_kill 7\n")
     risen.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
-    assert memory.oom_kills_since({str(still): 4}) == 0
-    assert memory.oom_kills_since({str(still): 4, str(tmp_path / "gone"): 0}) is None
-    assert memory.oom_kills_since({str(still): 4, str(risen): 4, str(tmp_path / "gone"): 0}) == 2
-    assert memory.oom_counts([2**22 + 1]) == memory.oom_counts()  # no such process
+    assert host.oom_kills_since({str(still): 4}) == 0
+    assert host.oom_kills_since({str(still): 4, str(tmp_path / "gone"): 0}) is None
+    assert host.oom_kills_since({str(still): 4, str(risen): 4, str(tmp_path / "gone"): 0}) == 2
+    assert host.oom_counts([2**22 + 1]) == host.oom_counts()  # no such process
 
 
 V2 = "29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
@@ -145,7 +142,7 @@ V1 = (
     ],
 )
 def test_where_kills_are_counted(cgroup, mountinfo, files):
-    assert memory.counting_files(cgroup, mountinfo) == files
+    assert host.counting_files(cgroup, mountinfo) == files
 
 
 # ---- the kernel log
@@ -292,7 +289,7 @@ def test_the_probe_runs_apart_and_in_time(tmp_path, monkeypatch, init, actions):
     (tmp_path / "pynvml.py").write_text(PYNVML.format(init=init))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     expected = actions and [RecoveryAction(f"00000000:3B:0{index}.0", action) for index, action in actions]
-    assert gpu.recovery_actions(1.0 if "sleep" in init else LIMIT_S) == expected
+    assert host.recovery_actions(1.0 if "sleep" in init else LIMIT_S) == expected
 
 
 @pytest.mark.seam
@@ -328,7 +325,7 @@ def test_a_driver_that_hangs_is_not_known_and_not_waited_for(tmp_path, monkeypat
     ],
 )
 def test_what_the_probe_prints(text, actions):
-    assert gpu.parse(text) == actions
+    assert host.parse_recovery(text) == actions
 
 
 # ---- Kubernetes
@@ -546,11 +543,3 @@ def test_the_hosts_of_a_job(tmp_path):
     assert slurm.hostnames({**environ, "SLURM_JOB_NODELIST": "--help"}) == ()
     assert slurm.hostnames(environ) == ()
     assert slurm.hostnames({"SLURM_JOB_NODELIST": "gpu[1-2],x", "PATH": str(tmp_path / "empty")}) == ()
-
-
-def test_the_sources_are_listed():
-    """What `failures.sources` hands out is what its modules define."""
-    from elastic_ext.failures import sources
-
-    assert sources.KernelLog is kernel_log.KernelLog
-    assert all(re.fullmatch(r"\w+", name) and getattr(sources, name) for name in sources.__all__)

@@ -8,7 +8,7 @@ from tests.jobs import ROOT
 from tests.kubernetes.operators import complete
 from tests.kubernetes.pods import Pods, name_of, pods
 from tests.kubernetes.schemas import at, documents
-from tests.rendezvous.etcd.test_etcd_jobs import seen
+from tests.rendezvous.test_etcd_jobs import seen
 
 pytestmark = pytest.mark.full
 

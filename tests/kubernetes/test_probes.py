@@ -10,7 +10,7 @@ import pytest
 
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Gate, Job
-from tests.rendezvous.etcd.test_etcd_jobs import seen, wait_for_nodes
+from tests.rendezvous.test_etcd_jobs import seen, wait_for_nodes
 from tests.until import LIMIT_S, until
 
 

@@ -11,14 +11,12 @@ from contextlib import ExitStack
 import pytest
 
 from elastic_ext.etcd import Unavailable
-from elastic_ext.observe.etcd_health import EtcdHealth
-from elastic_ext.observe.etcd_outage import Outage, OutageWatch
-from elastic_ext.observe.incidents import Incidents
+from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage, OutageWatch
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
-from tests.rendezvous.etcd.test_etcd_failures import start as start_node
-from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, Nodes, seen
+from tests.rendezvous.test_etcd_failures import start as start_node
+from tests.rendezvous.test_etcd_jobs import ELASTIC, Nodes, seen
 from tests.until import LIMIT_S, until
 
 URL = r"http://(127\.0\.0\.1:\d+)/metrics"

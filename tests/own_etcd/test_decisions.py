@@ -7,9 +7,9 @@ import fnmatch
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.own_etcd import early, folder, lifetime, replacement
-from elastic_ext.own_etcd.binary import Program, parse_version
-from elastic_ext.own_etcd.endpoint import is_job, make_plan, port_of
+from elastic_ext.own_etcd import folder, lifetime, replacement
+from elastic_ext.own_etcd.endpoint import early_options, is_job, make_plan, port_of
+from elastic_ext.own_etcd.job import Program, parse_version
 from elastic_ext.own_etcd.lifetime import Situation
 from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
 
@@ -215,13 +215,13 @@ def test_the_newest_program_is_taken_and_a_bad_one_known():
     ],
 )
 def test_the_options_are_read_before_torch_is(argv, found):
-    options = early.read(argv.split(), {})
+    options = early_options(argv.split(), {})
     assert (options and (options.endpoint, options.run_id)) == found
 
 
 def test_the_environment_of_kubeflow_is_read_and_the_command_line_wins():
     environ = {"PET_RDZV_BACKEND": "ext_etcd", "PET_RDZV_ENDPOINT": "job:a", "PET_RDZV_ID": "r", "PET_RDZV_CONF": "a=b, c=d"}
-    options = early.read(["--rdzv-id=mine", "x.py"], environ)
+    options = early_options(["--rdzv-id=mine", "x.py"], environ)
     assert options is not None
     assert (options.endpoint, options.run_id, options.rdzv_conf) == ("job:a", "mine", {"a": "b", "c": "d"})
 

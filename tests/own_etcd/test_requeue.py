@@ -13,7 +13,7 @@ import pytest
 from elastic_ext.base import settings
 from elastic_ext.etcd import Delete, LeaseSession, Put, Tls
 from elastic_ext.own_etcd import bring, keys, saved_keys
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
 from tests.jobs import wait_gone
 from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob

@@ -4,12 +4,10 @@ import dataclasses
 
 import pytest
 
-from elastic_ext.agent.drain import Plan, Seen, Step, plan
-from elastic_ext.agent.saves import SaveResult
-from elastic_ext.rendezvous import drains
+from elastic_ext.agent.leaving import DrainPlan, SaveResult, Seen, Step, plan_drain
+from elastic_ext.rendezvous import drains, requests
 from elastic_ext.rendezvous.drains import Answer, Request, admit
-from elastic_ext.rendezvous.etcd import drain_request
-from elastic_ext.rendezvous.etcd.drain_request import Asked, Ending, outcome
+from elastic_ext.rendezvous.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
 
 NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")
@@ -99,12 +97,12 @@ def test_as_many_are_released_as_can_be_spared():
     ],
 )
 def test_when_the_node_can_go(seen, expected):
-    found = plan(seen)
-    assert isinstance(found, Plan)
+    found = plan_drain(seen)
+    assert isinstance(found, DrainPlan)
     assert found.step is expected
 
 
-RAN = Asked("n2", ("n2-10-cccccc",), 3, ran=True)
+RAN = DrainAsked("n2", ("n2-10-cccccc",), 3, ran=True)
 SPARE = dataclasses.replace(RAN, ran=False)
 OTHERS = frozenset(NODES) - {"n2-10-cccccc"}
 DRAIN = Drain("n2-10-cccccc", "n2", 1)
@@ -138,7 +136,7 @@ DONE = (dataclasses.replace(DRAIN, released=True, step=40),)
     ],
 )
 def test_how_a_drain_has_ended(asked, header, nodes, done, ending, said):
-    found = outcome(asked, drain_request.Seen(header, nodes, done))
+    found = drain_outcome(asked, requests.Seen(header, nodes, done))
     assert (found.ending if found is not None else None) is ending
     assert said in (found.reason if found is not None else "")
 

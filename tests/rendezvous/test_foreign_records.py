@@ -25,13 +25,13 @@ from elastic_ext.failures.judgement import judge
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.failures.policy import STOP_CODES, Action
 from elastic_ext.rendezvous import round_records
-from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.handler import EtcdRendezvous
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
 from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, changed, report
 from tests.jobs import EXT, TORCHRUN, Gate, Job, run
-from tests.rendezvous.etcd.test_etcd_jobs import CONF, ELASTIC, reports, seen, store
+from tests.rendezvous.test_etcd_jobs import CONF, ELASTIC, reports, seen, store
 
 __all__ = ["store"]
 

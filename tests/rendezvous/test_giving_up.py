@@ -13,7 +13,7 @@ import pytest
 
 from tests.embedded_server import EmbeddedServer
 from tests.jobs import TORCHRUN, Finished, Job
-from tests.rendezvous.etcd.test_etcd_jobs import Store, store, wait_for_nodes
+from tests.rendezvous.test_etcd_jobs import Store, store, wait_for_nodes
 
 __all__ = ["store"]
 

@@ -1,23 +1,30 @@
-"""What follows from a host that joins a running job again and again, and restarts everybody each time."""
+"""A host that joins a running job again and again, and restarts everybody each time, is refused after `max_rejoins` times."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from elastic_ext.rendezvous.late_joins import NO_LIMIT, Answer, decide, is_late
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.rounds import NO_JOIN_LIMIT, JoinAnswer, after_join, is_late
+from tests.etcd_client import EtcdClient
+from tests.etcd_server import EtcdServer
+from tests.rendezvous.test_etcd_jobs import CONF, Nodes
 
 
 @pytest.mark.parametrize(
     ("joins", "limit", "answer"),
     [
-        *[(1, 20, Answer.NOTHING), (20, 20, Answer.NOTHING), (21, 20, Answer.REFUSE), (22, 20, Answer.LEAVE)],
-        *[(1, 0, Answer.REFUSE), (2, 0, Answer.LEAVE), (1000, NO_LIMIT, Answer.NOTHING)],
+        *[(1, 20, JoinAnswer.NOTHING), (20, 20, JoinAnswer.NOTHING), (21, 20, JoinAnswer.REFUSE), (22, 20, JoinAnswer.LEAVE)],
+        *[(1, 0, JoinAnswer.REFUSE), (2, 0, JoinAnswer.LEAVE), (1000, NO_JOIN_LIMIT, JoinAnswer.NOTHING)],
     ],
 )
-def test_what_follows_from_a_join(joins: int, limit: int, answer: Answer) -> None:
-    assert decide(joins, limit).answer is answer
+def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer) -> None:
+    assert after_join(joins, limit).answer is answer
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ def test_what_follows_from_a_join(joins: int, limit: int, answer: Answer) -> Non
     ],
 )
 def test_what_is_said_of_a_join(joins: int, limit: int, level: int, line: str) -> None:
-    decided = decide(joins, limit)
+    decided = after_join(joins, limit)
     assert decided.level == level
     assert decided.line(refused_s=7).startswith(line)
 
@@ -39,3 +46,28 @@ def test_what_is_said_of_a_join(joins: int, limit: int, level: int, line: str) -
 @pytest.mark.parametrize(("round_", "last", "late"), [(1, 0, False), (2, 1, False), (2, 0, True), (5, 3, True), (6, 5, False)])
 def test_who_was_not_in_the_round_before_is_late(round_: int, last: int, late: bool) -> None:
     assert is_late(round_, last) is late
+
+
+KEYS = JobKeys("job")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+@pytest.mark.full
+def test_a_host_that_joins_too_often_may_not_come_back(nodes: Nodes, server: EtcdServer) -> None:
+    """That its next agent ends with 69 is the same for each reason: test_etcd_failures."""
+    conf = f"{CONF},max_rejoins=0"
+    steady = nodes.start("steady", server.endpoint, "1:2", conf=f"{conf},node_name=steady")
+    steady.wait_for('"world": 1')
+    late = nodes.start("late", server.endpoint, "1:2", conf=f"{conf},node_name=late")
+    late.wait_for("once it has left, this host may not come back .* joined the running job once within 60 minutes")
+    with EtcdClient(server.endpoint) as client:
+        assert [client.get(KEYS.refusal(name)).kv is not None for name in ("late", "steady")] == [True, False]
+    for job in (steady, late):
+        job.wait_for('"world": 2')
+    nodes.open_gate()
+    assert [job.finish().returncode for job in (steady, late)] == [0, 0]

@@ -31,8 +31,8 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.rendezvous.address import loopback, own_address
-from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.handler import EtcdRendezvous
+from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_store import serve
 from tests.checkpoints.choice.test_resolution import exchanges_of, save
@@ -40,7 +40,7 @@ from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
-from tests.rendezvous.etcd.test_etcd_jobs import Store, store
+from tests.rendezvous.test_etcd_jobs import Store, store
 
 __all__ = ["store"]
 
@@ -441,7 +441,7 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
         def emit(self, record: logging.LogRecord) -> None:
             tried.set()
 
-    seen = logging.getLogger("elastic_ext.rendezvous.etcd.tasks")
+    seen = logging.getLogger("elastic_ext.rendezvous.tasks")
     handler = Tried(logging.DEBUG)
     with caplog.at_level(logging.DEBUG, seen.name):
         server.kill()

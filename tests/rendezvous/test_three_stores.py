@@ -17,7 +17,7 @@ import pytest
 from tests.jobs import TIMEOUT_S, TORCHRUN, Gate, Job, wait_gone
 from tests.own_etcd.hosts import CONF, OwnEtcdJob
 from tests.ports import free_port
-from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen
+from tests.rendezvous.test_etcd_jobs import ELASTIC, reports, seen
 from tests.until import until
 
 pytestmark = pytest.mark.full

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.name_pattern import compile_pattern
+from elastic_ext.base.setting_sources import compile_pattern
 from elastic_ext.checkpoints.choice.selection import (
     OLDER,
     Choice,

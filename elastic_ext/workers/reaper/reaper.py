@@ -13,7 +13,7 @@ Wire protocol, version 1: lines on the reaper's standard input. The reaper sends
     end                    the agent ends in any other way: nothing that it started may stay
 
 The reaper inherits the agent's listening socket for links and never uses it: while it is open, the other nodes know that one of
-the two lives (`rendezvous.etcd.links`).
+the two lives (`rendezvous.links`).
 
 The agent's death is also an event: its pidfd becomes readable. After a death or `end`, the reaper kills everything that carries
 the token, including grandchildren in any session or group, and removes RUN_DIR. After a death, once nothing of the node runs

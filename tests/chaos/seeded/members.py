@@ -16,7 +16,7 @@ from elastic_ext.failures.ledger import Ledger, decode_ledger
 from elastic_ext.own_etcd import certificates
 from elastic_ext.own_etcd import folder as own_folder
 from elastic_ext.own_etcd.endpoint import make_plan
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer, distro_binary
 

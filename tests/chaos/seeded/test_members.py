@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys
 from tests.chaos.seeded.members import Ours, ledger
 from tests.etcd_client import EtcdClient
 

@@ -524,7 +524,7 @@ def test_our_own_are_found_whatever_the_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["a/b", "{step}{step}", "*a*b*c*d*e*", ""])
 def test_what_is_no_pattern(tmp_path: Path, pattern: str) -> None:
-    from elastic_ext.base.name_pattern import compile_pattern
+    from elastic_ext.base.setting_sources import compile_pattern
 
     with pytest.raises(UsageError, match="checkpoint_pattern"):
         compile_pattern(pattern)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.checkpoints.memory.pace import BUFFERS_HOLD_S, FIRST_EVERY, HOLD_S, SHARE, StepTimes, Timing, choose
-from elastic_ext.workers.hangs.detector import IDLE_FLOOR_S
+from elastic_ext.hangs.detector import IDLE_FLOOR_S
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,248 @@
+"""`ext_etcd`: torch's rendezvous interface over a `Participant` on etcd v3. The loss of no single host ends the job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastic_ext.base import names
+from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.last_will import LastWill
+from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
+from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
+from elastic_ext.rendezvous import contract, drains, job_status, run_id
+from elastic_ext.rendezvous.header_record import closed
+from elastic_ext.rendezvous.job_records import LateJoins
+from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.judging import AgentPolicy
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.place import take_place
+from elastic_ext.rendezvous.round_part import EtcdRound
+from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
+from elastic_ext.rendezvous.round_store import RoundStore, StoreConnector, serve
+from elastic_ext.rendezvous.shared_goodput import EtcdGoodput, Position
+
+logger = logging.getLogger(__name__)
+
+
+class OwnStore(Protocol):
+    """A store that the job has brought: its etcd (`own_etcd.attachment`), or the embedded one (`embedded.hosting`)."""
+
+    @property
+    def hosted_here(self) -> bool:
+        """Return whether it would be lost with this node."""
+
+    def follow(self, client: EtcdClient) -> None:
+        """Keep this client's endpoints up to date: members may be replaced."""
+
+    def close(self) -> None:
+        """Leave; the store ends with the job."""
+
+
+class EtcdRendezvous(contract.Base):
+    """One agent's rendezvous; see `contract.Rendezvous`, which documents its attributes, and the methods without a docstring.
+
+    `Place` holds what this node has in the job for as long as it takes part, `EtcdRound` its part in one round.
+
+    Invariant: each round has its own store server, which listened before the round was sealed.
+    """
+
+    part: EtcdRound
+
+    def __init__(
+        self,
+        params: RendezvousParameters,
+        settings: Settings,
+        newest_checkpoint: Callable[[], str | None] = lambda: None,
+        own_store: OwnStore | None = None,
+    ) -> None:
+        """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
+        super().__init__(params, settings)
+        self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
+        on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
+        self._place = place = take_place(params, settings, self._policy, on_event, on_wait, own_store is not None)
+        self._participant, self.address = place.participant, place.address
+        self._own_store = own_store
+        if own_store is not None:
+            own_store.follow(self._participant.client)
+        config = self._participant.config
+        self.host, self.node_id = config.host, config.node_id
+        client, keys = self._participant.client, JobKeys(config.run_id)
+        self._goodput = EtcdGoodput(client, keys, self.host, self._position)
+        self._late_joins = LateJoins(client, keys, self.host, settings.max_rejoins, settings.refuse_node)
+        self._stores = StoreConnector(place.changed)
+        # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
+        self._workers, self._role = 1, DEFAULT_ROLE
+        self.part = self._part(Header(), None)
+        self._server: TCPStore | None = None  # the round's store, on the node of rank 0
+        self._job_continues = False  # by the last verdict
+        self._timed_out = self._left = False
+
+    @property
+    def launch(self) -> str:
+        return self._participant.header.job
+
+    # A round begins.
+
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+        self._workers, self._role = spec.local_world_size, spec.role
+        self._policy.max_restarts = max_restarts
+
+    def trains_without_us(self) -> bool:
+        try:
+            found = self._participant.client.get(JobKeys(self.get_run_id()).header).kv
+        except EtcdError as error:
+            logger.debug("whether the job trains is unknown: %s", error)  # as it enters, this node will have to say more
+            return False
+        header = RecordReader().header(found) if found is not None else None
+        return header is not None and header.state is State.RUNNING
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; see `Place.await_round` for the exceptions."""
+        contract.warn_other_agent(self)
+        try:
+            with contract.closed_by_verdict(self):
+                while (info := self._next_round()) is None:
+                    pass
+                return info
+        except RendezvousTimeoutError:
+            self._timed_out = True  # others may wait for longer, and more may come
+            raise
+
+    def _next_round(self) -> RendezvousInfo | None:
+        """Wait for the next round; return None if it was over before this node entered it."""
+        place = self._place
+        cut = self.round if place.fence.closed else 0
+        place.fence.watch(None)
+        server = serve(self.address)
+        names.ask(self.address)  # for the next connection: the name server may have gone or come back
+        self._participant.ready(self._node(server.port, cut))
+        header, assignment = place.await_round(self.round, self.on_verdict)
+        if self.part.continues is not None:
+            self._job_continues = self.part.continues
+        self.part = part = self._part(header, assignment)
+        if assignment.rank == 0 and header.port != server.port:
+            # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
+            part.break_off("the store of rank 0 is from an earlier attempt")
+            return None
+        self._server = server if assignment.rank == 0 else None
+        store = self._server or self._stores.connect(header, part.over, part.break_off)
+        if store is None:
+            return None
+        # First: what was said of earlier rounds must not end this one.
+        place.links.follow(assignment.neighbors, self._participant.registration.created)
+        place.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+        self._late_joins.entered(header.round, self._participant.tasks)
+        address = RendezvousStoreInfo(header.address, header.port)
+        return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
+
+    def _part(self, header: Header, assignment: Assignment | None) -> EtcdRound:
+        return EtcdRound(self._place, header, assignment, self._workers, self._judge_alone)
+
+    def _judge_alone(self, report: Report, round_: int, left_behind: bool) -> JobVerdict:
+        return self._policy.judge_alone(self.node_id, report, round_, left_behind)
+
+    def _node(self, port: int, cut: int) -> Node:
+        return Node(
+            after=self.round,
+            workers=self._workers,
+            role=self._role,
+            address=self.address,
+            port=port,
+            topology=self.settings.topology or "",
+            local=self.settings.local_dir is not None or self.settings.copies_to_memory,
+            cut=cut,
+            # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
+            link_port=self._place.links.port if self.reaper_runs() else 0,
+            silent=self._stores.silent(self.round),
+            hosts_store=self._own_store is not None and self._own_store.hosted_here,
+            machine=run_id.machine(),
+        )
+
+    # While this node is in the job.
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 once the round is over, for whatever reason: agents ask this to learn of a new round."""
+        return 0 if self.part.over() is None else 1
+
+    @property
+    def drain(self) -> Drain | None:
+        return drains.of_node(self._participant.header, self.node_id)
+
+    def share_goodput(self, spent: Spent) -> Shared:
+        return self._goodput.share(spent)
+
+    def _position(self) -> Position:
+        part = self.part  # of one moment: this is another thread
+        assert part.assignment is not None, "before the first round"
+        return Position(part.header.job, part.assignment.rank, part.round)
+
+    @property
+    def link_fds(self) -> tuple[int, ...]:
+        return self._place.links.fds
+
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None]:
+        self._participant.client.observe(observer)
+        return self._place.alive_until
+
+    def last_will(self) -> LastWill | None:
+        return self._place.last_will()
+
+    def show(self, report: str, last: bool) -> None:
+        """Write it under this node's lease; if the job has ended, so that it outlives the node. Raises EtcdError."""
+        participant = self._participant
+        header = participant.header
+        ended = header.state in (State.CLOSED, State.DONE)
+        over = last and (ended or (bool(header.verdict) and decode_verdict(header.verdict).ends_job))
+        lease_id = participant.header_record.lease_id if over else participant.lease[0]
+        if lease_id:  # else it is not in the job, or not any more
+            key = JobKeys(self.get_run_id()).report(self.node_id)
+            participant.client.txn([], [Put(key, report, lease_id=lease_id)])
+
+    def status(self) -> JobStatus:
+        """Return the state of the job in etcd. Raises UsageError."""
+        return job_status.read(self._participant.client, self.get_run_id())
+
+    # The job ends, or this node's part in it.
+
+    def finished(self) -> None:
+        """Do nothing: what the job leaves in etcd has a lease, or is deleted when the run id is used again."""
+
+    def announce_leaving(self, reason: str) -> None:
+        self.part.break_off(f"{self.host} leaves: {reason}")
+
+    def is_closed(self) -> bool:
+        return self._participant.header.state in (State.CLOSED, State.DONE)
+
+    def set_closed(self) -> None:
+        """Close the job for all nodes, unless it is done or is to go on without this node."""
+        drain = self.drain
+        concluded = self._job_continues if self.part.continues is None else self.part.continues
+        continues = self._timed_out or concluded or (drain is not None and drain.released)
+        if not continues:
+            self._participant.change_header(self.round, lambda header: closed(header, self.host, self.closing), in_any_round=True)
+
+    def shutdown(self) -> bool:
+        if not self._left:
+            self.set_closed()
+        self.leave()
+        return True
+
+    def leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self._place.leave()  # a signal may end it: the second call goes on from here
+        if self._own_store is not None:  # last: the farewell went through it
+            self._own_store.close()
+        self._server = None

@@ -1,0 +1,292 @@
+"""The records that belong to no node: the job's settings and its header, when a node enters the job, and how often hosts join.
+
+The first node writes the settings; every other node compares them with its own. This module deletes what an ended job left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elastic_ext.base import records
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import Count, OtherSchema, RecordError
+from elastic_ext.etcd import Compare, Delete, EtcdClient, Get, LeaseLost, Put, absent, unchanged
+from elastic_ext.etcd.values import KeyValue, Op, TxnResult
+from elastic_ext.failures.ledger import decode_verdict
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
+from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, JoinAnswer, after_join, is_late
+from elastic_ext.rendezvous.tasks import HostRefused, LostRace, NodeContext, TaskRunner
+
+logger = logging.getLogger(__name__)
+
+ELSEWHERE_MARGIN_S = 2.0  # etcd looks for expired leases twice a second
+JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
+
+
+@dataclass(frozen=True)
+class SharedSettings:
+    """The settings that must be the same on all nodes of a job. loopback: see `NodeConfig`; of the node that wrote them."""
+
+    min_nodes: Count
+    max_nodes: Count
+    loopback: str = ""
+
+    def __str__(self) -> str:
+        return f"--nnodes={self.min_nodes}:{self.max_nodes}"
+
+    def conflict(self, theirs: SharedSettings | str) -> str:
+        """Return why a node with these settings cannot take part in the job that has those; "" if it can.
+
+        theirs: a text says why they are of another version.
+        """
+        if isinstance(theirs, str) or (theirs.min_nodes, theirs.max_nodes) != (self.min_nodes, self.max_nodes):
+            seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self} here"
+            return (
+                f"another job with other settings is running under this --rdzv-id: {seen}; use another --rdzv-id, or the same "
+                "settings on all nodes"
+            )
+        return ""
+
+    def is_elsewhere(self, theirs: SharedSettings) -> bool:
+        """Return whether nodes with those settings are reached at the loopback of another network, and ours at this one's.
+
+        One that is reached at another address may be on the same machine nevertheless.
+        """
+        return bool(theirs.loopback and self.loopback and theirs.loopback != self.loopback)
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """A job as a node finds it.
+
+    lease_id: of the records that belong to no node. revision: of the header; job_revision: of the settings; 0 if there are none.
+    """
+
+    lease_id: int
+    header: Header = field(default_factory=Header)
+    revision: int = 0
+    job_revision: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended; its records are then in the way of the next job."""
+        return self.header.state in (State.DONE, State.CLOSED)
+
+
+class JobRecords:
+    """One node's access to these records. All methods raise EtcdError, besides the errors in their docstrings."""
+
+    def __init__(self, context: NodeContext) -> None:
+        limits = context.config.limits
+        self._client = context.client
+        self._keys = context.keys
+        self._reader = context.reader
+        self._host = context.config.host
+        self._refusal = context.keys.refusal(self._host)
+        self._own_store = context.config.own_store
+        self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
+        self._mine = SharedSettings(limits.min_nodes, limits.max_nodes, context.config.loopback)
+        self._lease_s = context.config.lease_ttl_s
+        self._now = context.tasks.now
+        self._elsewhere_since: float | None = None  # monotonic: living nodes were seen elsewhere
+        self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
+
+    def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
+        """Enter a job with our settings before its first round is sealed, in one transaction; return None if nothing was done.
+
+        Most nodes enter a starting job this way. key, registration: of the node; the first operation is a read, whose result is
+        returned as well.
+        """
+        same = Compare(self._keys.job, "value", "=", self._record)
+        compares = [same, absent(self._keys.header), absent(key), absent(self._refusal)]
+        entered = self._client.txn(compares, [Get(self._keys.job), *registration])
+        if not entered.succeeded:
+            return None
+        job, first = (reading.kv for reading in entered.readings)
+        assert job is not None  # compared
+        return JobSnapshot(job.lease_id), entered, first
+
+    def read_or_create(self) -> JobSnapshot:
+        """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
+
+        A job that is done in a store of its own is not followed by another: a node that comes then is a spare that is late.
+
+        Raises:
+            HostRefused: this host may not come back yet.
+            UsageError: another job, with other settings or of another version, runs under this run id.
+        """
+        while True:
+            found = self._read()
+            if found is None:
+                continue
+            late = self._own_store and found.header.state is State.DONE
+            if late or not (found.over and self._delete_abandoned(found)):
+                return found
+
+    def _read(self) -> JobSnapshot | None:
+        """Try once; return None if another node was faster or an ended job was in the way."""
+        read = self._client.txn([], [Get(self._keys.job), Get(self._keys.header), Get(self._refusal)])
+        job, header, refused = (reading.kv for reading in read.readings)
+        if refused is not None:
+            why = printable(refused.value.decode(errors="replace"))
+            raise HostRefused(f"this host was told to leave the job and may not come back yet: {why}")
+        theirs = self._settings_in(job)
+        conflict = self._mine.conflict(theirs) if theirs is not None else ""
+        if theirs is None or (not conflict and job is not None and not job.lease_id):
+            # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.
+            lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
+            if lease_id is None:
+                return None
+        else:
+            assert job is not None
+            lease_id = job.lease_id
+        found = JobSnapshot(lease_id, job_revision=job.mod_revision if job is not None else 0)
+        if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
+            found = dataclasses.replace(found, header=self._reader.header(header) or Header(), revision=header.mod_revision)
+        if conflict:
+            if not self._delete_abandoned(found):
+                raise UsageError(conflict)
+            return None
+        if isinstance(theirs, SharedSettings) and job is not None and self._mine.is_elsewhere(theirs) and not found.over:
+            self._come_from_elsewhere(job)
+            return None
+        drain = drains.of_host(found.header, self._host)
+        if drain is not None and not found.over:  # the node that was to leave is gone or going; this one comes in its place
+            raise HostRefused(f"this host was told to leave the job: {printable(drain.reason)}")
+        return found
+
+    def _come_from_elsewhere(self, job: KeyValue) -> None:
+        """Take the job over from where it was: a container that was started again has another network, and is the same host.
+
+        Raises:
+            LostRace: nodes are there, perhaps killed ones, whose leases soon end.
+            UsageError: living nodes are there.
+        """
+        if self._has_nodes():
+            now = self._now()
+            self._elsewhere_since = now if self._elsewhere_since is None else self._elsewhere_since
+            if now < self._elsewhere_since + self._lease_s + ELSEWHERE_MARGIN_S:
+                raise LostRace("the nodes of the job are reached at the loopback of another host or container")
+            raise UsageError(
+                "another host or container has nodes of this job, and all would be reached at the loopback, as --rdzv-endpoint "
+                "is there: set --rdzv-conf=address=INTERFACE or --local-addr on each node"
+            )
+        self._put_job(job.mod_revision, job.lease_id)
+
+    def _has_nodes(self) -> bool:
+        nodes = self._keys.nodes
+        left = self._client.get_prefix(nodes).kvs
+        return any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left)
+
+    def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
+        """Return the settings of the job, or why they are of another version; None if nothing readable is there."""
+        if job is None:
+            return None
+        try:
+            return records.read(SharedSettings, job.value, self._keys.job, SCHEMA)
+        except OtherSchema as error:
+            return str(error)
+        except RecordError as error:
+            self._reader.note_fault(str(error), job)
+            return None
+
+    def _put_job(self, revision: int, lease_id: int) -> int | None:
+        """Be the first to write the settings, over what was written at this revision (0: nothing).
+
+        Return the lease of the records that belong to no node; None if another node was faster. lease_id: that lease, or 0 if
+        there is none yet.
+        """
+        lease_id = lease_id or self._client.lease_grant(self._ttl_s).lease_id
+        try:
+            written = self._client.txn(
+                [unchanged(self._keys.job, revision)], [Put(self._keys.job, self._record, lease_id=lease_id)]
+            )
+        except LeaseLost:
+            return None
+        return lease_id if written.succeeded else None
+
+    def bring_back(self, lease_id: int, name: str) -> int:
+        """Return the lease of the records that belong to no node. If the job's record is lost or overwritten, write it again.
+
+        lease_id: the last known one. A lease that is alive is kept, since other records may be under it. name: the job's. While
+        its header is in etcd, settings other than ours are not the job's: a node that begins another job removes that header.
+
+        Raises:
+            LostRace: another node has written at the same time.
+            UsageError: another job, with other settings, has taken the run id meanwhile.
+        """
+        job, header = (reading.kv for reading in self._client.txn([], [Get(self._keys.job), Get(self._keys.header)]).readings)
+        theirs = self._settings_in(job)
+        conflict = self._mine.conflict(theirs) if theirs is not None else ""
+        if conflict and not self._is_of(header, name):
+            raise UsageError(
+                "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+            )
+        if job is None or theirs is None or conflict or not job.lease_id:  # without a lease it is not ours, and never expires
+            alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
+            written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
+            if written is None:
+                raise LostRace("another node wrote the job's record at the same time")
+            return written
+        return job.lease_id
+
+    def _is_of(self, header: KeyValue | None, name: str) -> bool:
+        found = self._reader.header(header) if header is not None else None
+        return found is not None and found.job == name != ""
+
+    def _delete_abandoned(self, found: JobSnapshot) -> bool:
+        """Delete what a job left that has no nodes any more. Return False if it has one; else the records are to be read again.
+
+        The ledger stays if a scheduler is to start the job again: its budget still holds.
+
+        Invariant: only the job that was found is judged here, and only it is deleted. Several nodes may begin the next job at
+        the same time: the records and the nodes of that one are not those of the job before.
+        """
+        as_found = [unchanged(self._keys.job, found.job_revision), unchanged(self._keys.header, found.revision)]
+        if self._has_nodes():
+            return not self._client.txn(as_found).succeeded  # what did not change until now was so when the nodes were read
+        folders = [Delete(each, prefix=True) for each in (self._keys.assignments, self._keys.reports)]
+        deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]
+        verdict = found.header.verdict
+        if found.header.state is State.DONE or (verdict and not decode_verdict(verdict).keeps_ledger):
+            deletes += [Delete(each, prefix=True) for each in self._keys.outliving]
+        self._client.txn(as_found, deletes)
+        return True
+
+
+class LateJoins:
+    """Counts those of this host."""
+
+    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, limit: int, refused_s: int) -> None:
+        """limit, refused_s: the settings `max_rejoins` and `refuse_node`."""
+        self._client, self._keys, self._host = client, keys, host
+        self._limit, self._refused_s = limit, refused_s
+        self._last = 0  # the last round of this node
+
+    def entered(self, round_: int, tasks: TaskRunner) -> None:
+        """This node is in a new round. It is counted in the background if this node was not in the round before."""
+        late, self._last = is_late(round_, self._last), round_
+        if late:
+            count: Callable[[], None] = functools.partial(self._count, round_)
+            tasks.post(lambda: tasks.run(count))
+
+    def _count(self, round_: int) -> None:
+        """Raises HostRefused, EtcdError."""
+        lease = self._client.lease_grant(JOIN_WINDOW_S)
+        self._client.txn([], [Put(self._keys.join(self._host, round_), "", lease_id=lease.lease_id)])
+        decided = after_join(len(self._client.get_prefix(self._keys.joins(self._host), keys_only=True).kvs), self._limit)
+        line = decided.line(self._refused_s)
+        if decided.answer is not JoinAnswer.NOTHING:
+            lease = self._client.lease_grant(self._refused_s)
+            self._client.txn([], [Put(self._keys.refusal(self._host), decided.reason, lease_id=lease.lease_id)])
+        if decided.answer is JoinAnswer.LEAVE:
+            raise HostRefused(line)
+        logger.log(decided.level, "%s", line)

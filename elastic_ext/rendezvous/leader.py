@@ -1,0 +1,566 @@
+"""The leader: its election, and its work. It alone reads all nodes, asks `rounds` for the next action, and carries it out.
+
+The node whose key was created first leads. Every other node watches only the node created before it.
+
+Invariant: each of its writes compares its own key and the header that it acted on, so a leader that was cut off or is late
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+
+from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, LeaseLost, Put, Snapshot, Watch, absent, unchanged
+from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.etcd.watch import Item
+from elastic_ext.rendezvous import drains, rounds
+from elastic_ext.rendezvous.header_record import HeaderRecord
+from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
+from elastic_ext.rendezvous.own_records import Registration
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
+from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
+from elastic_ext.rendezvous.tasks import NodeContext, Outage
+
+logger = logging.getLogger(__name__)
+
+REST_FACTOR = 3  # a look costs time in proportion to the nodes; when thousands come at once, the leader has other work too
+MAX_REST_S = 0.05
+AGAIN_S = 0.5  # after a write that failed for a reason not seen yet; its event brings the next look at once
+OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
+
+
+class FirstSeen:
+    """When the leader has first seen each fact about the current round."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._round = 0
+        self._at: dict[str, float] = {}
+
+    def at(self, round_: int, fact: str) -> float:
+        """Return the monotonic time; now, if it is new."""
+        if round_ != self._round:
+            self._round, self._at = round_, {}
+        return self._at.setdefault(fact, self._now())
+
+
+class Leader:
+    """Created when this node becomes the leader, closed when it stops leading. For the rendezvous thread.
+
+    Invariant: it writes only while the key by which this node came to lead exists. A node that had to register again may be
+    behind others by then; until its next look at who leads, this object still exists.
+    """
+
+    def __init__(
+        self,
+        context: NodeContext,
+        header: HeaderRecord,
+        created: int,
+        outage: Outage,
+        policy: LeaderPolicy,
+        restore: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            created: create revision of this node's key.
+            restore: writes lost records of the job again.
+        """
+        self._context = context
+        self._header = header
+        self._outage = outage
+        self._policy = policy
+        self._restore = restore
+        self._still_leading = Compare(context.own_key, "create", "=", created)
+        self._seen = FirstSeen(context.tasks.now)
+        self._rests_until = 0.0
+        self._look_posted = False  # a look at the events is already queued: one for many events
+        self._members = Members(context, header, outage)
+        self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
+        self._records = NodeRecords(context, self._post_look, self._on_member_of_lost_round)
+        self._upkeep = JobUpkeep(context, header, restore)
+
+    def close(self) -> None:
+        self._upkeep.close()
+        self._records.close()
+
+    def _post_look(self) -> None:
+        if not self._look_posted:
+            self._look_posted = True
+            self._context.tasks.post(self._context.tasks.on_timer)
+
+    def _on_member_of_lost_round(self) -> None:
+        if self._header.value.round == 0:
+            self._outage.expect_members()
+
+    def act(self, now: float) -> float:
+        """Do all that there is to do; return the monotonic time of the next look."""
+        if now < self._rests_until:
+            return self._rests_until
+        self._look_posted = False  # before the events are read: later events post another look
+        self._upkeep.renew(now)
+        self._records.read(now)
+        header = self._header
+        if header.unreadable:
+            self.write_header(header.value)
+        while True:
+            if header.revision == 0 and rounds.needs_restoring(None, header.value):
+                self._restore()
+            self._members.refresh(now)
+            self._records.clear_overwritten(self._members.ranks)
+            view = self._view()
+            action = rounds.next_action(view, self._context.config.limits, now)
+            if isinstance(action, Wait):
+                looked = self._context.tasks.now()
+                self._rests_until = looked + min(REST_FACTOR * (looked - now), MAX_REST_S)
+                return min(action.until or self._upkeep.renew_at, self._upkeep.renew_at)
+            logger.info("rendezvous: %s", action.reason)
+            before = header.revision
+            self._carry_out(action, view)
+            if header.revision == before:
+                # Nothing was written or has changed: for example, this node's own key is gone, and it no longer leads.
+                return now + AGAIN_S
+
+    def _view(self) -> View:
+        header, records = self._header.value, self._records
+        view = View(
+            header,
+            records.nodes,
+            records.joined,
+            self._members.ranks,
+            records.last_arrival,
+            finished_at=self._finished_at(header.round),
+            returning_until=self._outage.returning_until,
+        )
+        if header.state is State.BROKEN:
+            few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
+            view = dataclasses.replace(view, few_since=few)
+        if rounds.reports(view):
+            return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))
+        if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):
+            return dataclasses.replace(view, may_grow=False)
+        return view
+
+    def _finished_at(self, round_: int) -> float | None:
+        number = sum(node.done >= round_ for id_, node in self._records.nodes.items() if id_ in self._members.ranks)
+        return self._seen.at(round_, f"{number} finished") if number else None
+
+    def _carry_out(self, action: Action, view: View) -> None:
+        if isinstance(action, Seal):
+            self._seal(view, action)
+        elif isinstance(action, Conclude):
+            self._conclude(view, action)
+        elif isinstance(action, Release):
+            self._release(view, action)
+        elif isinstance(action, Amend):
+            self.write_header(action.header)
+        elif isinstance(action, End):
+            ended = dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind, lost=action.lost)
+            self.write_header(ended)
+
+    def write_header(self, header: Header, *compares: Compare) -> bool:
+        """Write the header. Return False if this node no longer leads, or etcd holds a header other than the known one."""
+        written = self._header.write(header, [self._still_leading, *compares])
+        if not written:
+            self._reload()
+        return written
+
+    def _seal(self, view: View, action: Seal) -> None:
+        client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id
+        header, assignments = rounds.seal(view, action, secrets.token_hex(4))
+        for host in sorted(drains.ambiguous_hosts(view.nodes)):
+            _warn_of_name(host)
+        puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
+        for at in range(0, len(puts), OPS_PER_TXN):
+            written = client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN])
+            if not written.succeeded:
+                return self._reload()
+        # Two nodes may take themselves for the leader for a moment: the header must not go with the other's assignments.
+        same = unchanged(puts[-1].key, written.revision)
+        # Before the header: its arrival makes this very node join.
+        before = self._members.ranks
+        self._members.sealed(header, assignments)
+        if not self.write_header(header, same):
+            return None
+        left = [Delete(keys.assignment(id_)) for id_ in before if id_ not in assignments and id_ not in self._records.nodes]
+        for at in range(0, len(left), OPS_PER_TXN):
+            client.txn([self._header.unchanged, self._still_leading], left[at : at + OPS_PER_TXN])
+        return None
+
+    def _conclude(self, view: View, action: Conclude) -> None:
+        hosts = frozenset(id_ for id_, node in view.nodes.items() if node.hosts_store)
+        reports = RoundReports(
+            view.header.round,
+            {id_: view.nodes[id_].report for id_ in action.nodes},
+            {id_: self._records.written[id_] for id_ in action.nodes},
+            rounds.lost(view),
+            len(set(view.nodes) - drains.released(view.header)),
+            rounds.reaches(view),
+            hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
+            drains.ambiguous_hosts(view.nodes),
+        )
+        if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
+            self._reload()
+
+    def _release(self, view: View, action: Release) -> None:
+        """Let drained nodes leave, and refuse their hosts in the same transaction."""
+        keys, hosts = self._context.keys, {each.host: each for each in view.header.drains if each.node in action.nodes}
+        client = self._context.client
+        leases = {host: client.lease_grant(drain.refused_s).lease_id for host, drain in hosts.items()}
+        puts = [Put(keys.refusal(host), f"drained: {hosts[host].reason}", lease_id=lease) for host, lease in leases.items()]
+        after = drains.release(view.header, action.nodes, view.nodes)
+        if not self._header.write(after, [self._still_leading], puts):
+            self._reload()
+            for host, lease in leases.items():
+                kv = client.get(keys.refusal(host)).kv
+                if kv is None or kv.lease_id != lease:  # else it was written, and only the answer was lost
+                    client.lease_revoke(lease)
+
+    def _reload(self) -> None:
+        """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""
+        self._header.read()
+        self._members.load()
+
+
+@functools.cache
+def _warn_of_name(host: str) -> None:
+    """Log it once."""
+    logger.warning(
+        "several machines of this job are called %s: if one of them is bad, it cannot be kept out of the job by its name; "
+        "give each a name of its own (ELASTIC_EXT_NODE_NAME)",
+        host,
+    )
+
+
+LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
+
+
+def write_verdict(
+    context: NodeContext, header: HeaderRecord, still_leading: Compare, policy: LeaderPolicy, reports: RoundReports
+) -> bool:
+    """Judge, and write the verdict and its ledger in one transaction. Return False if the header or the ledger has changed or
+    this node no longer leads: then nothing is decided.
+
+    reports: without their charges, which are read here.
+    """
+    client, keys = context.client, context.keys
+    ledger = client.get(keys.ledger).kv
+    charges = keys.charge_numbers(kv.key.decode(errors="replace") for kv in client.get_prefix(keys.charges, keys_only=True).kvs)
+    reports = dataclasses.replace(reports, charges=len(charges))
+    judgement = policy.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
+    puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=_ledger_lease(context, ledger))]
+    if judgement.refunded:  # before, since a transaction may not delete and write in one range
+        client.txn([header.unchanged, still_leading], [Delete(keys.charges, prefix=True)])
+    if judgement.charged and judgement.window_s:
+        # No clock is compared: etcd itself deletes the charge when its time is over.
+        lease = client.lease_grant(judgement.window_s)
+        puts.append(Put(keys.charge(max(charges, default=0) + 1), "", lease_id=lease.lease_id))
+    if judgement.refused:
+        lease = client.lease_grant(judgement.refused_s)
+        puts.append(Put(keys.refusal(judgement.refused), judgement.reason, lease_id=lease.lease_id))
+    same_ledger = unchanged(keys.ledger, ledger.mod_revision) if ledger is not None else absent(keys.ledger)
+    judged = dataclasses.replace(
+        header.value, state=judgement.state, reason=judgement.reason, verdict=judgement.verdict, end=None
+    )
+    return header.write(judged, [still_leading, same_ledger], puts)
+
+
+def _ledger_lease(context: NodeContext, ledger: KeyValue | None) -> int:
+    """Return the ledger's lease. The ledger outlives the job, for a scheduler that starts the job again."""
+    if ledger is not None and ledger.lease_id:
+        context.client.lease_keep_alive([ledger.lease_id])
+        return ledger.lease_id
+    return context.client.lease_grant(LEDGER_TTL_S).lease_id
+
+
+class Members:
+    """Ranks of the current round. For the rendezvous thread.
+
+    Attributes:
+        ranks: rank of each node in the round, by id; includes lost nodes.
+    """
+
+    def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
+        self.ranks: dict[str, int] = {}
+        self._context = context
+        self._header = header
+        self._outage = outage
+        self._round: tuple[int, str] = (0, "")  # number and seal of their round
+        self._load_at = 0.0
+
+    def refresh(self, now: float) -> None:
+        """Load the ranks of a round that this leader has not sealed, and load them again while assignments are missing."""
+        header = self._header.value
+        missing = len(self.ranks) < header.nodes
+        if self._round != (header.round, header.seal) or (missing and now >= self._load_at):
+            self.load()
+            self._load_at = now + rounds.ASSIGNMENTS_POLL_S
+
+    def load(self) -> None:
+        """Read the assignments."""
+        folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
+        before, self.ranks, known = self._round, {}, 0
+        for kv in self._context.client.get_prefix(folder).kvs:
+            id_, assignment = reader.id_of(folder, kv.key), reader.assignment(kv)
+            if id_ is not None and assignment is not None and assignment.of(header):
+                known += 1
+                # A node that was lost with its assignment, as the store was, is known by its neighbors'.
+                near = rounds.neighbors(assignment.rank, range(header.nodes))
+                self.ranks |= {id_: assignment.rank, **dict(zip(assignment.neighbors, near, strict=False))}
+        self._round = (header.round, header.seal)
+        if before != self._round and known < header.nodes:
+            self._outage.expect_members()  # some assignments are lost; each node writes its own again
+
+    def sealed(self, header: Header, assignments: Mapping[str, Assignment]) -> None:
+        """Take the ranks from the assignments that this leader has written."""
+        self.ranks = {id_: assignment.rank for id_, assignment in assignments.items()}
+        self._round = (header.round, header.seal)
+
+
+class NodeRecords:
+    """The records, kept up to date by a watch. For the rendezvous thread.
+
+    Attributes:
+        nodes: by id.
+        joined: create revision of each node's key, by id.
+        written: revision of each node's record, by id.
+        last_arrival: when the last new node came, in monotonic seconds.
+    """
+
+    def __init__(self, context: NodeContext, on_event: Callable[[], None], on_member_of_lost_round: Callable[[], None]) -> None:
+        """
+        Args:
+            on_event: called from any thread when `read` has something to read.
+            on_member_of_lost_round: called when a node comes whose record says that it is in a round.
+        """
+        self.nodes: dict[str, Node] = {}
+        self.joined: dict[str, int] = {}
+        self.written: dict[str, int] = {}
+        self.last_arrival = context.tasks.now()
+        self._context = context
+        self._on_member_of_lost_round = on_member_of_lost_round
+        self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
+        self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
+        self._watch = context.client.watch_with_snapshot(context.keys.nodes, on_item=on_event)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def read(self, now: float) -> None:
+        """Take in what has happened since the last call."""
+        reader, folder = self._context.reader, self._context.keys.nodes
+        while (item := self._watch.get(timeout_s=0)) is not None:
+            if isinstance(item, Snapshot):
+                self.nodes, self.joined = {}, {}
+                for kv in item.kvs:
+                    self._put(kv, now)
+            elif isinstance(item, Batch):
+                for event in item.events:
+                    if event.kind == "put":
+                        self._put(event.kv, now)
+                    elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
+                        self.nodes.pop(id_, None)
+                        self._known.pop(id_, None)
+
+    def _put(self, kv: KeyValue, now: float) -> None:
+        """Take in a node's record, or what somebody else has put there: that is no node."""
+        id_ = self._context.reader.id_of(self._context.keys.nodes, kv.key)
+        if id_ is None:
+            return None
+        node = self._context.reader.node(kv)
+        if node is None:
+            return self._put_back(id_, kv)
+        if id_ not in self.nodes:
+            self.last_arrival = now
+        self._known[id_] = node, kv.lease_id
+        self.nodes[id_] = node
+        self.joined[id_] = kv.create_revision
+        self.written[id_] = kv.mod_revision
+        if node.round:
+            self._on_member_of_lost_round()
+        return None
+
+    def _put_back(self, id_: str, kv: KeyValue) -> None:
+        """Put back the last readable record of a node whose record was overwritten, under its lease, so that its end will be
+        seen. Until then the node counts as before. A key that never held a node is not one.
+        """
+        client = self._context.client
+        if id_ not in self._known:
+            self._overwritten[id_] = kv
+            return
+        node, lease_id = self._known[id_]
+        same = unchanged(kv.key, kv.mod_revision)
+        try:
+            client.txn([same], [Put(kv.key, encode(node), lease_id=lease_id)])
+            self.nodes[id_] = node
+            self.joined.setdefault(id_, kv.create_revision)
+        except LeaseLost:  # the lease has ended since, so nothing would delete the intruding record
+            client.txn([same], [Delete(kv.key)])
+
+    def clear_overwritten(self, members: Mapping[str, object]) -> None:
+        """Delete records that were overwritten before this leader had read them: then their nodes write them again.
+
+        Of a node in no round only that shows it: its key was written more than once. What a stranger has put there once stays.
+        """
+        for id_ in [id_ for id_, kv in self._overwritten.items() if id_ in members or kv.version > 1]:
+            kv = self._overwritten.pop(id_)
+            self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
+
+
+class JobUpkeep:
+    """Watches the job's record and renews the lease of the records that belong to no node. For the rendezvous thread.
+
+    That lease outlives the last node for a while, and lasts between two leaders.
+
+    Attributes:
+        renew_at: monotonic time of the next renewal.
+    """
+
+    def __init__(self, context: NodeContext, header: HeaderRecord, restore: Callable[[], None]) -> None:
+        """restore: writes lost records again."""
+        self.renew_at = 0.0
+        self._context = context
+        self._header = header
+        self._restore = restore
+        self._closed = False
+        self._watch = self._open()
+
+    def _open(self) -> Watch:
+        tasks = self._context.tasks
+        return Watch(
+            self._context.client,
+            self._context.keys.job,
+            start_revision=FROM_NOW,
+            callback=lambda item: tasks.post(lambda: self._on_job(item)),
+        )
+
+    def _on_job(self, item: Item) -> None:
+        """Restore the record if needed: the watch begins or ends, or somebody has written or deleted the record."""
+        if self._closed:
+            return
+        self._restore()
+        if not isinstance(item, Batch | Began):
+            self._watch = self._open()
+
+    def renew(self, now: float) -> None:
+        """Renew the lease if it is due. Raises LeaseLost."""
+        if now < self.renew_at:
+            return
+        lease_id = self._header.lease_id
+        ttl_s = self._context.client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0)
+        if ttl_s <= 0:
+            raise LeaseLost(f"lease {lease_id:x} of the job's records is gone")
+        self.renew_at = now + ttl_s / 3
+
+    def close(self) -> None:
+        self._closed = True
+        self._watch.close()
+
+
+FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor only after this time; it misses nothing
+
+
+class Election:
+    """One node's part in the election. For the rendezvous thread."""
+
+    def __init__(self, context: NodeContext, registration: Registration, lead: Callable[[], Leader]) -> None:
+        """lead: called when this node becomes the leader."""
+        self._context = context
+        self._registration = registration
+        self._lead = lead
+        self.leader: Leader | None = None
+        self._predecessor: Watch | None = None
+        self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it existed
+        self._doubt_until: float | None = None  # its record was overwritten, and nobody has put it back
+
+    def find_predecessor(self, last: KeyValue | None = None) -> None:
+        """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
+
+        Asking etcd for it makes etcd sort all nodes. `last` names it for free: a node that existed when this one was created,
+        since that key is under the lease of the node that it names.
+        """
+        if self._registration.node is None:
+            return None  # it has left meanwhile
+        self.close()
+        self._to_follow = self._doubt_until = None
+        if last is not None and last.lease_id:  # without a lease, somebody else has written it
+            key = self._context.keys.node(last.value.decode(errors="replace"))
+            if key != self._context.own_key and self._names_node(key.encode()):
+                self._to_follow = (key, self._registration.created)
+                # Later, or once this node is in a round: forming the round comes first.
+                return self._context.tasks.wake_at(self._context.tasks.now() + FOLLOW_S)
+        self._to_follow = self._node_before()
+        if self._to_follow is not None:
+            return self.follow()
+        logger.info("node %s leads the rendezvous", self._context.config.node_id)
+        self.leader = self._lead()
+        return self.on_timer()
+
+    def on_timer(self) -> None:
+        """Take the leader's look; on any other node, begin to watch the predecessor, or look for another one."""
+        tasks = self._context.tasks
+        if self.leader is not None:
+            tasks.wake_at(self.leader.act(tasks.now()))
+        elif self._doubt_until is not None and self._doubt_until <= tasks.now():
+            self.find_predecessor()
+        else:
+            self.follow()
+
+    def follow(self) -> None:
+        """Begin to watch the predecessor, unless that has been done."""
+        if self._to_follow is None or self._registration.node is None:
+            return
+        (key, revision), self._to_follow = self._to_follow, None
+        tasks = self._context.tasks
+        self._predecessor = Watch(
+            self._context.client,
+            key,
+            start_revision=revision + 1,
+            callback=lambda item: tasks.post(lambda: self._on_predecessor(item)),
+        )
+
+    def _on_predecessor(self, item: Item) -> None:
+        """Handle the end of the predecessor: it is gone, or has registered again and is no longer the predecessor.
+
+        One whose record was overwritten has the time of a lease: the leader puts the record back, unless it was the leader's own.
+        """
+        if not isinstance(item, Batch) or any(
+            event.kind == "delete" or event.kv.create_revision > self._registration.created for event in item.events
+        ):
+            self.find_predecessor()
+        elif self._is_node(item.events[-1].kv):
+            self._doubt_until = None
+        else:
+            self._doubt_until = self._context.tasks.now() + self._context.config.lease_ttl_s
+            self._context.tasks.wake_at(self._doubt_until)
+
+    def _node_before(self) -> tuple[str, int] | None:
+        """Return the key of the node created last before this one, and a revision at which it existed.
+
+        A key that holds no node leads nobody: then read all keys to find one that does.
+        """
+        folder, created = self._context.keys.nodes, self._registration.created
+        found = self._context.client.last_created_before(folder, created)
+        if found.kv is not None and not self._is_node(found.kv):
+            found = self._context.client.get_prefix(folder)
+        nodes = [kv for kv in found.kvs if kv.create_revision < created and self._is_node(kv)]
+        before = max(nodes, key=lambda kv: kv.create_revision, default=None)
+        return (before.key.decode(), found.revision) if before is not None else None
+
+    def _is_node(self, kv: KeyValue) -> bool:
+        return self._names_node(kv.key) and self._context.reader.node(kv) is not None
+
+    def _names_node(self, key: bytes) -> bool:
+        return self._context.reader.id_of(self._context.keys.nodes, key) is not None
+
+    def close(self) -> None:
+        """Stop following and leading."""
+        if self._predecessor is not None:
+            self._predecessor.close()
+            self._predecessor = None
+        if self.leader is not None:
+            self.leader.close()
+            self.leader = None

@@ -1,0 +1,240 @@
+"""One node's part in a job on etcd: it carries out the decisions of `rounds`. Knows nothing of torch.
+
+A participant consists of parts, each for one subject:
+
+    tasks.TaskRunner            runs all work on the rendezvous thread, and tries again what etcd cannot do now
+    own_records.Registration    the node's own record and lease
+    own_records.OwnAssignment   the node's assignment to the round
+    header_record.HeaderRecord  the header of the rounds, which every node watches and acts on
+    election.Election           whether the node leads; if so it has a leader.Leader
+    recovery.Recovery           writes again what etcd has lost
+
+`keys` lists all keys. A node costs a fixed number of operations per round; only the leader reads all nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError, QuotaExceeded
+from elastic_ext.etcd.values import KeyValue
+from elastic_ext.rendezvous.header_record import HeaderRecord
+from elastic_ext.rendezvous.job_records import JobRecords
+from elastic_ext.rendezvous.judging import LeaderPolicy, NoAgent
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.leader import Election, Leader
+from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
+from elastic_ext.rendezvous.recovery import Recovery
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
+from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig, NodeContext, Outage, TaskRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Participant:
+    """A node in a job. Its methods return at once; `on_change` is called when a property may have changed."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        dispatcher: Dispatcher,
+        config: NodeConfig,
+        on_change: Callable[[], None],
+        policy: LeaderPolicy | None = None,
+    ) -> None:
+        """
+        Args:
+            dispatcher: its thread does all of this node's work.
+            on_change: called on that thread when a property has changed; it must return at once.
+            policy: asked when this node leads; None: the node has no agent.
+        """
+        self.client = client
+        self._on_change = on_change
+        self.tasks = TaskRunner(
+            dispatcher,
+            config.node_id,
+            in_job=lambda: self.registration.created > 0,
+            on_lease_lost=lambda: self.recovery.lease_lost(),
+            on_timer=lambda: self.election.on_timer(),
+            on_failure=on_change,
+        )
+        self._context = context = NodeContext(client, config, JobKeys(config.run_id), RecordReader(), self.tasks)
+        self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
+        outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
+        self._job_records = JobRecords(context)
+        self.header_record = header = HeaderRecord(context, outage, self)
+        self._own_offer = OwnOffer(context, header, self.registration)
+        self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, self.on_lost_record)
+
+        def lead() -> Leader:
+            header.read()
+            return Leader(context, header, self.registration.created, outage, policy or NoAgent(), self.recovery.restore)
+
+        self.election = Election(context, self.registration, lead)
+        self.recovery = Recovery(
+            context,
+            self._job_records,
+            header,
+            self.registration,
+            self._assignment,
+            outage,
+            leads=lambda: self.election.leader is not None,
+        )
+        self._watches = OwnWatches(context, self._enter_or_write, header.read)
+
+    # Read by the agent, from any thread.
+
+    @property
+    def config(self) -> NodeConfig:
+        return self._context.config
+
+    @property
+    def header(self) -> Header:
+        """The newest header of the job's rounds that this node knows."""
+        return self.header_record.value
+
+    @property
+    def joined(self) -> tuple[Header, Assignment] | None:
+        """The round that this node has joined since it was last ready, and its assignment; None while it waits."""
+        return self._assignment.joined
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why this node can no longer take part in the job; None while it can."""
+        return self.tasks.failure
+
+    @property
+    def etcd_full(self) -> QuotaExceeded | None:
+        """The error of an etcd that accepts no writes now and so holds up this node; None while it accepts them."""
+        return self.tasks.etcd_full
+
+    @property
+    def lease(self) -> tuple[int | None, float]:
+        """See `Registration.lease`."""
+        return self.registration.lease
+
+    # Called by the agent, from any thread.
+
+    def ready(self, node: Node) -> None:
+        """Wait for the next round as `node`."""
+        self.tasks.post(lambda: self._ready(node))
+
+    def update(self, change: Callable[[Node], Node]) -> None:
+        """Change this node's record."""
+        self.tasks.post(lambda: self.registration.update(change))
+
+    def end_round(self, round_: int, state: State, reason: str) -> None:
+        """End round `round_` for all nodes."""
+        self.change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=None))
+
+    def change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
+        """Change the header while that round runs. in_any_round: while the job is not over."""
+        self.tasks.post(lambda: self.header_record.update(round_, change, in_any_round))
+
+    def offer(self, seal: str, rank: int, text: str) -> None:
+        """Tell the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
+        self.tasks.post(lambda: self._own_offer.write(seal, rank, text))
+
+    def offers_of(self, seal: str) -> str:
+        """Return the prefix of the keys of all offers of a round."""
+        return self._context.keys.offers(seal)
+
+    def leave(self, timeout_s: float) -> None:
+        """Take this node out by revoking its lease, so that the others know at once. Return after timeout_s at the latest."""
+        if self.failure is not None:  # the rendezvous thread does nothing more for this node
+            return self._leave(timeout_s)
+        left = threading.Event()
+
+        def work() -> None:
+            try:
+                self._leave(timeout_s)
+            finally:
+                left.set()
+
+        self.tasks.post(work)
+        if not left.wait(timeout_s + 1):
+            logger.warning("the job's store did not answer within %g s: the node's lease will expire by itself", timeout_s)
+        return None
+
+    # Everything below runs on the rendezvous thread.
+
+    def _ready(self, node: Node) -> None:
+        self.registration.node = node
+        self._assignment.joined = None
+        self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
+
+    def _enter_or_write(self) -> None:
+        if self.registration.node is None:
+            return  # it has left meanwhile
+        if self.registration.created == 0:
+            self._enter()
+            return
+        self.registration.renew_if_due()
+        self.registration.write()
+        self._assignment.join_if_assigned()
+
+    def _enter(self) -> None:
+        """Get a lease, watch, and only then read and write: what is written after a watch began is delivered."""
+        context, registration = self._context, self.registration
+        if registration.session is None:
+            registration.grant()
+        if self._watches.empty:
+            self._watches.add(context.keys.header, self._on_header_events)
+            self._watches.add(context.own_assignment_key, self._assignment.on_batch)
+            self._watches.add(
+                context.own_key, self.recovery.on_own_key_deleted, deletes_only=True, on_gap=self.recovery.restore_soon
+            )
+        if not self._watches.all_began:
+            return  # each of them comes back to `_enter_or_write`
+        entered = self._job_records.enter_new(context.own_key, registration.create_ops())
+        if entered is not None:
+            found, written, last = entered
+            self.header_record.enter(found)
+            registration.registered(written.revision, last)
+        else:
+            self.header_record.enter(self._job_records.read_or_create())
+            registration.write()
+        self.on_header()
+        if self.joined is not None:  # before it knew that it had registered, so that it restored nothing until now
+            self.recovery.restore_soon()
+
+    def _on_header_events(self, batch: Batch) -> None:
+        self.header_record.on_event(batch.events[-1])
+        if self.election.leader is not None:
+            self.election.on_timer()
+
+    def _on_joined(self) -> None:
+        self._on_change()
+        self.tasks.post(self.election.follow)
+        if self._assignment.doubtful:
+            self.recovery.restore_soon()
+
+    def _on_key_created(self, last: KeyValue | None) -> None:
+        self.election.find_predecessor(last)
+        self._own_offer.write_again()
+
+    # The header record's Listener.
+
+    def on_header(self) -> None:
+        self._assignment.join_if_assigned()
+        self._on_change()
+
+    def on_own_assignment(self, kv: KeyValue) -> None:
+        self._assignment.take(kv)
+        self._assignment.join_if_assigned()  # its event may never come
+
+    def on_lost_record(self) -> None:
+        self.recovery.restore_soon()
+
+    def _leave(self, timeout_s: float) -> None:
+        self._watches.close()
+        self.election.close()
+        session = self.registration.withdraw()
+        if session is not None:
+            try:
+                session.revoke(timeout_s=timeout_s)
+            except EtcdError as error:
+                logger.warning("%s; the node's lease will expire by itself", error)

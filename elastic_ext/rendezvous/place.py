@@ -1,0 +1,246 @@
+"""A node's place in a job, from the agent's start until it leaves: what outlives a round, and the waits of the main thread."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from elastic_ext.base import names
+from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
+from elastic_ext.base.last_will import LastWill
+from elastic_ext.base.printable import shown
+from elastic_ext.base.records import RecordError
+from elastic_ext.base.settings import Settings, torch_number
+from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded
+from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
+from elastic_ext.rendezvous import drains, run_id
+from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
+from elastic_ext.rendezvous.connect import connect
+from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, rejoin_s
+from elastic_ext.rendezvous.fence import Fence
+from elastic_ext.rendezvous.judging import LeaderPolicy
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.links import Links, Peers
+from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.round_records import Assignment, Header, RecordReader, State
+from elastic_ext.rendezvous.round_store import listen_at
+from elastic_ext.rendezvous.rounds import Limits
+from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, NodeConfig
+
+logger = logging.getLogger(__name__)
+
+# For etcd to answer at all: longer than a member takes to start; a wrong address should not cost join_timeout. Torch's default
+# for `read_timeout`, which may say otherwise.
+START_S = 60.0
+LEAVE_TIMEOUT_S = 3.0
+POLL_S = 1.0  # how often a waiting main thread looks for a signal that was lost
+
+
+class InterruptibleCondition(threading.Condition):
+    """A condition whose waits end within POLL_S, so that `on_wait` is called again and again; it may raise.
+
+    A signal ends a wait by the exception that its handler raises, unless other code (such as logging) catches it. Then `on_wait`
+    raises it.
+    """
+
+    def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._on_wait = on_wait
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a notification, for at most the lesser of `timeout` and POLL_S (seconds); the caller must check again."""
+        self._on_wait()
+        return super().wait(POLL_S if timeout is None else min(timeout, POLL_S))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a node has in a job for as long as it takes part.
+
+    Attributes:
+        address: the address by which the other nodes reach this one.
+        changed: notified when anything in the participant or the fence has changed.
+        last_will: see `contract.Rendezvous`.
+    """
+
+    address: str
+    patience: Patience
+    participant: Participant
+    dispatcher: Dispatcher
+    fence: Fence
+    links: Links
+    changed: InterruptibleCondition
+    last_will: Callable[[], LastWill | None]
+
+    @property
+    def node_id(self) -> str:
+        return self.participant.config.node_id
+
+    def alive_until(self) -> float | None:
+        """Return until when, monotonic, etcd certainly keeps this node; None without a lease."""
+        lease_id, until = self.participant.lease
+        return until if lease_id is not None else None
+
+    def await_round(self, after: int, on_verdict: Callable[[JobVerdict], None]) -> tuple[Header, Assignment]:
+        """Return the next round after round `after`, and this node's assignment to it.
+
+        on_verdict: called with the verdict on round `after`. A node on which nothing failed learns of it only here.
+
+        Raises:
+            JobStopped: a verdict has ended the job.
+            NodeDrained: an operator has this node leave.
+            JobDone: without this node.
+            NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
+        """
+        participant = self.participant
+        deadline, told = time.monotonic() + self.patience.timeout_s, ""
+        with self.changed:
+            while True:
+                header = participant.header
+                if header.round == after and header.verdict not in ("", told):
+                    told = header.verdict
+                    _tell(told, on_verdict)
+                joined = participant.joined
+                if joined is not None and joined[0].round > after:
+                    return joined
+                if (drain := drains.of_node(header, self.node_id)) is not None and drain.released:
+                    raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
+                self.raise_failure(started=after > 0)
+                if (verdict := self._verdict_that_ends()) is not None:
+                    raise JobStopped(verdict)
+                if participant.header.state in (State.CLOSED, State.DONE):
+                    over = JobDone if participant.header.state is State.DONE else RendezvousClosedError
+                    raise over(f"the job {participant.config.run_id} is over: {shown(participant.header.reason)}")
+                if self._is_spare(header, after):
+                    deadline = time.monotonic() + self.patience.timeout_s
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
+                    raise RendezvousTimeoutError(f"{self.patience.over}{why}")
+                self.changed.wait(left)
+
+    def _is_spare(self, header: Header, after: int) -> bool:
+        """Return whether the job trains without this node, which waits for as long as it does. Without etcd nothing is known."""
+        alive_until = self.alive_until()
+        return header.state is State.RUNNING and header.round > after and (alive_until or 0.0) > time.monotonic()
+
+    def _verdict_that_ends(self) -> JobVerdict | None:
+        header = self.participant.header
+        if header.state is not State.CLOSED or not header.verdict:
+            return None
+        # A job can also be closed between a verdict that lets it go on and the next round.
+        verdict = decode_verdict(header.verdict)
+        return verdict if verdict.ends_job else None
+
+    def raise_failure(self, started: bool = True) -> None:
+        """Raise the reason why this node can no longer take part in the job, if any. started: it has been in a round."""
+        failure = self.participant.failure
+        if failure is None:
+            return
+        if isinstance(failure, QuotaExceeded) and not started:  # nothing has started yet: an operator must act first
+            raise UsageError(str(failure))
+        if isinstance(failure, HostRefused):
+            raise NodeRefused(str(failure))
+        raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
+
+    def leave(self) -> None:
+        """Leave the job to the other nodes."""
+        self.links.close()  # first: the goodbye must arrive before the node is gone
+        self.fence.close(LEAVE_TIMEOUT_S)
+        self.participant.leave(LEAVE_TIMEOUT_S)
+        self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
+        self.dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+def take_place(
+    params: RendezvousParameters,
+    settings: Settings,
+    policy: LeaderPolicy,
+    on_event: Callable[[], None],
+    on_wait: Callable[[], None],
+    own_store: bool,
+) -> Place:
+    """Connect, and begin the threads of this node; it enters the job with its first round.
+
+    Args:
+        on_event: called from any thread after `changed` is notified.
+        on_wait: called while the main thread waits; it may raise.
+        own_store: see NodeConfig.
+
+    Raises:
+        UsageError: no run id, or etcd is unusable with these settings; the message says why.
+        NoAnswer: etcd does not answer.
+    """
+    # A job on the embedded store has it for itself, where no other job could share its state.
+    check = run_id.checked_given if params.backend == ETCD else run_id.checked
+    job, patience = check(params.run_id), Patience.of(params)
+    wait_s = min(torch_number(params.config, "read_timeout", START_S), patience.timeout_s)
+    client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
+    address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
+    run_id.checked_address(address)
+    check_own(params.local_addr, address)
+    names.ask(address)
+    changed, dispatcher = InterruptibleCondition(on_wait), Dispatcher()
+    notify = functools.partial(_notify, changed, on_event)
+    host = run_id.host_name(settings)
+    node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
+    rejoin = rejoin_s(settings, os.environ)
+    limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
+    loopback = run_id.network() if params.max_nodes > 1 and is_loopback(address) else ""
+    config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
+    participant = Participant(client, dispatcher, config, notify, policy)
+    fence = Fence(lambda: participant.lease, settings.lease_ttl, notify)
+    records = Peers(client, JobKeys(job), RecordReader(), node_id, lambda: participant.lease[0])
+    links = Links(job, node_id, listen_at(address), records, fence.give_up)
+
+    def last_will() -> LastWill | None:
+        if params.backend != ETCD:  # no JSON gateway there: the reaper ends at once, and the links report that
+            return None
+        lease_id, _ = participant.lease
+        return _last_will(params.endpoint, settings, client, lease_id) if lease_id is not None else None
+
+    return Place(address, patience, participant, dispatcher, fence, links, changed, last_will)
+
+
+def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
+    with changed:
+        changed.notify_all()
+    on_event()
+
+
+def _tell(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
+    try:
+        on_verdict(decode_verdict(text))
+    except RecordError as error:
+        logger.debug("a verdict that cannot be read: %s", error)
+
+
+def _last_will(endpoint: str, settings: Settings, client: EtcdClient, lease_id: int) -> LastWill:
+    """Return what the reaper needs to revoke this node's lease. Secrets go through the reaper's pipe only."""
+    scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
+    given = [each.strip() for each in endpoint.split(",")]
+    bare = [each.rpartition("://")[2].rstrip("/") for each in given]
+    # What the client uses now, if that is something else: members were replaced.
+    endpoints = given + [each for each in client.endpoints if each not in bare]
+    return {
+        "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
+        "lease": lease_id,
+        "ca": settings.etcd_ca,
+        "cert": settings.etcd_cert,
+        "key": settings.etcd_key,
+        "user": settings.etcd_user,
+        "password": settings.etcd_password,
+    }

@@ -1,0 +1,240 @@
+"""Shows the others that this node lives: it answers their links and their doubts.
+
+Wire protocol, version 1: lines of text. The connecting agent sends a `Hello` as JSON, the other one answers with one. After that
+nothing is sent, except BYE by an agent that ends the link on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from elastic_ext.base import records
+from elastic_ext.base.records import Name, RecordError
+from elastic_ext.etcd import EtcdError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+BYE = b"bye\n"
+MAX_LINE = 2048  # bytes
+ENDS = (OSError, ValueError, EOFError, RecordError)  # how reading from a link can fail
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))  # seconds, seconds, probes
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first line of each side. job: the run id. node: the sender. to: the other node, as the sender knows it."""
+
+    job: str
+    node: Name
+    to: Name
+
+
+def encode(hello: Hello) -> bytes:
+    """Return the line."""
+    return json.dumps({"schema": SCHEMA, **vars(hello)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Hello:
+    """Decode a line. Raises EOFError: the connection was closed. Raises RecordError: it is no such line."""
+    if not line:
+        raise EOFError("the connection was closed")
+    return records.read(Hello, line, "the first line of a link", SCHEMA)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Keep what forwards packets between the hosts from forgetting a connection on which nothing is sent for hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+T = TypeVar("T")
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Return what a blocking call returns. Its thread is a daemon: asyncio's own would hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_: Callable[[Any], None], value: object) -> None:
+        if not future.done():
+            set_(value)
+
+    def run() -> None:
+        try:
+            done: tuple[Callable[[Any], None], object] = future.set_result, call()
+        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
+            done = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, *done)
+
+    threading.Thread(target=run, name="elastic_ext-link-call", daemon=True).start()
+    return await future
+
+
+async def within(seconds: float, task: asyncio.Task[T]) -> T:
+    """Return the result of a task; cancel it if it takes longer. Raises TimeoutError.
+
+    Not asyncio.wait_for, which before Python 3.12 can lose a cancellation that comes as the task ends.
+    """
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+HELLO_TIMEOUT_S = 5.0  # for a stranger who connects and says nothing
+MAX_INCOMING = 64  # a node has one or two; more are strangers
+BACKLOG = 16
+CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
+DECIDE_S = 2.0  # after the end of its link, a node is declared dead within this time or not at all
+DOUBTED_S = DECIDE_S + 1.0  # for how long this node looks whether it was: the two sides may see the end at different times
+REACH_S = 0.45  # for an answer of etcd in that time
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What etcd says of this node. dead: it was declared dead. in_job: those of the other nodes asked for that are in the job."""
+
+    dead: bool
+    in_job: frozenset[str]
+
+
+class OwnRecords(Protocol):
+    """What this node needs from etcd to show that it lives; see `peers.Peers`. The calls block."""
+
+    def answer(self, others: Collection[str] = ()) -> Standing:
+        """Remove the doubt about this node, and look for others. Raises EtcdError."""
+
+
+class Presence:
+    """This node's side of the links from other nodes. For the thread of the links.
+
+    Attributes:
+        incoming: number of connections from others.
+    """
+
+    def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str, bool], None]) -> None:
+        """on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
+        return at once.
+        """
+        self.incoming = 0
+        self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
+        self._open = Counter[str]()  # links from each node
+        self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
+        self._looking = self._answering = self._asked_again = False
+
+    async def listen(self, listening: socket.socket) -> asyncio.Server:
+        """Begin to accept links."""
+        return await asyncio.start_server(self._accept, sock=listening, limit=MAX_LINE, backlog=BACKLOG)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.incoming >= MAX_INCOMING:
+            writer.close()
+            return
+        self.incoming += 1
+        linked, goodbye = "", False
+        silent = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, writer.transport.abort)
+        try:
+            keep_alive(writer.get_extra_info("socket"))
+            hello = decode(await reader.readline())
+            silent.cancel()
+            if hello.job != self._job:
+                raise ValueError(f"it is for job {hello.job}")
+            writer.write(encode(Hello(self._job, self._node_id, hello.node)))
+            if hello.to != self._node_id:
+                raise ValueError(f"it is for node {hello.to}, whose port this was")
+            linked = hello.node
+            self._open[linked] += 1
+            self._lost.pop(linked, None)
+            goodbye = await reader.readline() == BYE
+            logger.debug("node %s has %s", linked, "ended its link" if goodbye else "lost its link")
+        except ENDS as error:
+            logger.debug("a connection from outside ended: %s", error)
+        except asyncio.CancelledError:
+            writer.write(BYE)
+            raise
+        finally:
+            silent.cancel()
+            self.incoming -= 1
+            writer.close()
+        if not linked:
+            return
+        self._open[linked] -= 1
+        if not goodbye and not self._open[linked]:  # the end of an earlier link may be seen after a new one is there
+            self._lost[linked] = time.monotonic() + DOUBTED_S
+            await self._look()
+
+    async def _look(self) -> None:
+        """While a node that has lost its link may declare this one dead, look whether it has. Give up if etcd does not answer.
+
+        A node that is linked again, or is out of the job itself, declares nobody dead.
+        """
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            while self._lost:
+                await self._look_once(tuple(self._lost))
+                if self._lost:
+                    await asyncio.sleep(CONFIRM_S)
+        finally:
+            self._looking = False
+
+    async def _look_once(self, lost: tuple[str, ...]) -> None:
+        """lost: the nodes that may have declared this one dead."""
+        began, in_job, failed = time.monotonic(), frozenset(lost), ""
+        try:
+            in_job = await within(REACH_S, asyncio.ensure_future(in_thread(partial(self._answered, lost))))
+        except (EtcdError, TimeoutError):
+            failed = "etcd does not answer"
+        except Exception as error:  # top of a task
+            logger.exception("cannot look whether another node has declared this one dead")
+            failed = f"etcd cannot be asked: {error}"
+        if failed and not self._lost.keys().isdisjoint(lost):  # otherwise all are linked again
+            self._on_given_up(f"a link from another node has ended, and {failed}", False)
+        # The last look at each begins after the end of its time.
+        for node_id in [each for each in lost if each not in in_job or self._lost.get(each, began) <= began]:
+            self._lost.pop(node_id, None)
+
+    def _answered(self, others: tuple[str, ...] = ()) -> frozenset[str]:
+        """Answer a doubt; return those of the others that are in the job.
+
+        In a thread of its own, which may go on when nobody waits for it any more: what it reads is told all the same.
+        """
+        standing = self._records.answer(others)
+        if standing.dead:
+            self._on_given_up("another node has declared this one dead", True)
+        return standing.in_job
+
+    async def answer(self) -> None:
+        """Answer a doubt about this node, and those that come meanwhile."""
+        self._asked_again = True
+        if self._answering:
+            return
+        self._answering = True
+        try:
+            while self._asked_again:
+                self._asked_again = False
+                await in_thread(self._answered)
+        except Exception as error:  # top of a task
+            if not isinstance(error, EtcdError):
+                logger.exception("cannot answer the doubt about this node")
+            self._on_given_up(f"another node may doubt that this one lives, and etcd takes no answer: {error}", False)
+        finally:
+            self._answering = False

@@ -1,0 +1,412 @@
+"""What a command asks of a running job: that a node leave (`drains` decides), that it save now. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from elastic_ext.base import records
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.records import RecordError
+from elastic_ext.etcd import (
+    AuthError,
+    Batch,
+    ConfigError,
+    Delete,
+    EtcdClient,
+    EtcdError,
+    Get,
+    Snapshot,
+    Unavailable,
+    UnsupportedVersion,
+)
+from elastic_ext.etcd.values import Deleted, KeyValue
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous import run_id as run_ids
+from elastic_ext.rendezvous.drains import Admission, Answer, Request
+from elastic_ext.rendezvous.header_record import swap, with_save
+from elastic_ext.rendezvous.job_records import SharedSettings
+from elastic_ext.rendezvous.job_status import NoSuchJob
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.round_records import SCHEMA, Drain, Header, Node, RecordReader, State, decode
+from elastic_ext.rendezvous.tasks import LostRace
+
+OVER = (State.DONE, State.CLOSED)
+
+
+class Ending(Enum):
+    """How a request has ended."""
+
+    DRAINED = "drained"  # the node has left, and the job runs again or has finished
+    LATE = "late"  # the time is over; the reason says what holds
+    TOO_FEW = "too few"  # refused, nothing was changed
+    NO_JOB = "no job"  # none runs, or etcd does not answer
+
+
+@dataclass(frozen=True)
+class DrainOutcome:
+    """The end of a request. reason: one line, for people."""
+
+    ending: Ending
+    reason: str
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """What was asked for.
+
+    Attributes:
+        host: of the nodes.
+        nodes: their ids.
+        round: that ran or had ended then.
+        ran: one of the nodes was in that round, which therefore has to end.
+    """
+
+    host: str
+    nodes: tuple[str, ...]
+    round: int
+    ran: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The job as it is seen now.
+
+    Attributes:
+        header: None if it is gone, and the job with it.
+        nodes: ids of all current nodes.
+        done: drains of these nodes that the leader has released, by now or before.
+    """
+
+    header: Header | None
+    nodes: frozenset[str]
+    done: tuple[Drain, ...] = ()
+
+
+def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
+    """Return the outcome; None while the drain is under way."""
+    header = seen.header
+    if header is None and seen.nodes:
+        return None  # a lost header: the nodes write it again, with its drains
+    if header is None or header.state in OVER:
+        ended = f"the job has ended: {header.reason}" if header is not None else "the job is gone"
+        well = header is not None and header.state is State.DONE
+        return DrainOutcome(Ending.DRAINED if well else Ending.NO_JOB, f"{asked.host} is free; {ended}" if well else ended)
+    here = [id_ for id_ in asked.nodes if id_ in seen.nodes]
+    if here:
+        withdrawn = [id_ for id_ in here if drains.of_node(header, id_) is None]
+        gone = "somebody has withdrawn the drain; the node stays in the job"
+        return DrainOutcome(Ending.LATE, gone) if withdrawn else None
+    if header.state is not State.RUNNING or (asked.ran and header.round == asked.round):
+        return None
+    step = max((each.step for each in seen.done), default=-1)
+    saved = f"saved step {step}, " if step >= 0 else ""
+    return DrainOutcome(Ending.DRAINED, f"{asked.host} has left: {saved}round {header.round} runs with {_count(header.nodes)}")
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
+
+
+def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, tell: Callable[[str], None]) -> DrainOutcome:
+    """Have the nodes of a host leave, and wait until they have and the job runs again.
+
+    Args:
+        timeout_s: for the checkpoint; then again for the job to run. After the first the drain is withdrawn.
+        tell: called with one line as soon as the request is written.
+
+    Raises UsageError: no such node, etcd refuses, or the records are of another version.
+    """
+    job = _Job(client, run_id)
+    try:
+        admission, asked = job.ask(request, timeout_s)
+        if asked is None:
+            return DrainOutcome(_ENDINGS[admission.answer], admission.reason)
+        tell(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
+        return _await_drain(job, asked, timeout_s, mine=admission.answer is Answer.ADMITTED)
+    except NoSuchJob as error:
+        return DrainOutcome(Ending.NO_JOB, str(error))
+    except LostRace as error:
+        return DrainOutcome(Ending.LATE, str(error))
+    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+        raise UsageError(f"the job {run_id}: {error}") from error
+    except EtcdError as error:
+        return DrainOutcome(Ending.NO_JOB, f"{error}; nothing tells whether the node leaves: ask `elastic-ext status`")
+
+
+def undo(client: EtcdClient, run_id: str, name: str) -> str:
+    """Withdraw the drain of a host if it has not begun, and let the host come back. Return what was done, for people.
+
+    name: the host, or the id of a node on it. Raises UsageError: etcd does not answer.
+    """
+    try:
+        return _Job(client, run_id).undo(name)
+    except (EtcdError, RecordError) as error:
+        raise UsageError(f"the job {run_id}: {error}") from error
+
+
+_ENDINGS = {Answer.LEFT: Ending.DRAINED, Answer.TOO_FEW: Ending.TOO_FEW}
+
+
+@dataclass(frozen=True)
+class _Records:
+    """The records of a job at one revision. found: the header's own. members: ids of the nodes in the header's round."""
+
+    header: Header
+    found: KeyValue
+    nodes: frozenset[str]
+    refused: dict[str, str]
+    min_nodes: int
+    members: frozenset[str]
+
+
+class _Job:
+    """The records of a job, read and written. All methods raise EtcdError and RecordError."""
+
+    def __init__(self, client: EtcdClient, run_id: str) -> None:
+        self.client, self.keys = client, JobKeys(run_ids.checked(run_id))
+        self._run_id, self._reader = run_id, RecordReader(lambda fault: None)
+
+    def read(self) -> _Records:
+        """Read what a decision needs. Raises NoSuchJob: none runs."""
+        keys = self.keys
+        gets = [Get(keys.header), Get(keys.job), Get(keys.nodes, prefix=True), Get(keys.refusals, prefix=True)]
+        gets.append(Get(keys.assignments, prefix=True))
+        header, job, nodes, refusals, assigned = self.client.txn([], gets).readings
+        found = self._reader.header(header.kv) if header.kv is not None else None
+        if header.kv is None or found is None or job.kv is None:
+            raise NoSuchJob(f"the job {self._run_id} is not running: its store holds no round of it")
+        if found.state in OVER:
+            raise NoSuchJob(f"the job {self._run_id} has ended: {found.reason}")
+        shared = records.read(SharedSettings, job.kv.value, keys.job, SCHEMA)
+        here = {id_ for kv in nodes.kvs if (id_ := self.node_in(kv)) is not None}
+        refused = {
+            host: kv.value.decode(errors="replace")
+            for kv in refusals.kvs
+            if (host := self._reader.id_of(keys.refusals, kv.key)) is not None
+        }
+        members = frozenset(
+            id_
+            for kv in assigned.kvs
+            if (id_ := self._reader.id_of(keys.assignments, kv.key)) is not None
+            and (assignment := self._reader.assignment(kv)) is not None
+            and assignment.of(found)
+        )
+        return _Records(found, header.kv, frozenset(here), refused, shared.min_nodes, members)
+
+    def node_in(self, kv: KeyValue) -> str | None:
+        """Return the id of the node whose record this is; None if it is none."""
+        id_ = self._reader.id_of(self.keys.nodes, kv.key)
+        return id_ if id_ is not None and self._reader.node(kv) is not None else None
+
+    def header_in(self, kv: KeyValue) -> Header | None:
+        return self._reader.header(kv)
+
+    def write(self, seen: _Records, header: Header, *others: Delete) -> bool:
+        """Write the header over the one that was read. Return False if another one has come meanwhile."""
+        over = (seen.found.mod_revision, seen.found.lease_id)
+        return swap(self.client, self.keys, header, over=over, puts=others).succeeded
+
+    def ask(self, request: Request, timeout_s: float) -> tuple[Admission, DrainAsked | None]:
+        """Write the request if it is admitted; None: there is nothing to wait for. Check and write are one decision, since
+        every other drain changes the header. Raises UsageError: no such node; LostRace.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            seen = self.read()
+            admission = drains.admit(request, seen.header, seen.nodes, seen.refused, seen.min_nodes)
+            if admission.answer is Answer.UNKNOWN:
+                raise UsageError(admission.reason)
+            if admission.answer in _ENDINGS:
+                return admission, None
+            if admission.header is seen.header or self.write(seen, admission.header):
+                ran = seen.header.state is not State.RUNNING or not seen.members.isdisjoint(admission.nodes)
+                return admission, DrainAsked(drains.host_of(admission.nodes[0]), admission.nodes, seen.header.round, ran)
+            if time.monotonic() >= deadline:
+                raise LostRace("the job's header kept changing; nothing was changed, try again")
+
+    def withdraw(self, host: str) -> bool:
+        """Take a drain back; return False if it has begun."""
+        while True:
+            seen = self.read()
+            after = drains.withdrawn(seen.header, host)
+            if after is seen.header:
+                return False
+            if self.write(seen, after):
+                return True
+
+    def undo(self, name: str) -> str:
+        """See the function `undo`."""
+        host = drains.host_of(name)
+        while True:
+            try:
+                seen = self.read()
+            except NoSuchJob:  # a refusal outlives the job
+                return self._lift(host)
+            after = drains.withdrawn(seen.header, host)
+            if after is seen.header:
+                leaving = drains.released(after) & set(drains.nodes_on(host, seen.nodes))
+                return self._lift(host) + ("; it still leaves now" if leaving else "")
+            if self.write(seen, after, Delete(self.keys.refusal(host))):  # another agent of the host may have left already
+                return f"{host} stays in the job" + ("; nodes of it that have left may come back" if host in seen.refused else "")
+
+    def _lift(self, host: str) -> str:
+        deleted = self.client.txn([], [Delete(self.keys.refusal(run_ids.checked(host)))]).responses[0]
+        if isinstance(deleted, Deleted) and deleted.deleted:
+            return f"{host} may come back"
+        return f"{host} was neither to leave nor refused: nothing to undo"
+
+
+def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> DrainOutcome:
+    """Watch the job until the drain is over. mine: this command has asked for it, and withdraws it when its time is over."""
+    deadline, begun = time.monotonic() + timeout_s, False
+    seen = Seen(None, frozenset())
+    with job.client.watch_with_snapshot(job.keys.prefix) as watch:
+        while True:
+            while (left_s := deadline - time.monotonic()) > 0:
+                try:
+                    item = watch.get(left_s)
+                except Unavailable:  # the job goes on meanwhile, and so does the drain
+                    continue
+                if item is None:
+                    continue
+                if isinstance(item, Snapshot):
+                    seen = replace(seen, header=None, nodes=frozenset())
+                    for kv in item.kvs:
+                        seen = _seen_after(job, asked, seen, "put", kv)
+                else:
+                    for event in item.events:
+                        seen = _seen_after(job, asked, seen, event.kind, event.kv)
+                if (over := drain_outcome(asked, seen)) is not None:
+                    return over
+                if not begun and (seen.done or not seen.nodes.intersection(asked.nodes)):
+                    begun, deadline = True, time.monotonic() + timeout_s
+            if begun or not mine:
+                return DrainOutcome(Ending.LATE, _late(asked, seen, timeout_s))
+            try:
+                withdrawn = job.withdraw(asked.host)
+            except EtcdError as error:
+                return DrainOutcome(Ending.LATE, f"no checkpoint in {timeout_s:g} s, and {asked.host} is still to leave: {error}")
+            if withdrawn:
+                return DrainOutcome(
+                    Ending.LATE, f"no checkpoint in {timeout_s:g} s: {asked.host} stays in the job; --now does not wait"
+                )
+            begun, deadline = True, time.monotonic() + timeout_s
+
+
+def _late(asked: DrainAsked, seen: Seen, timeout_s: float) -> str:
+    if seen.nodes.intersection(asked.nodes):
+        return f"{asked.host} has not left in {timeout_s:g} s; it still is to leave (--undo withdraws that)"
+    header = seen.header
+    return f"{asked.host} has left, but the job does not run again after {timeout_s:g} s: {header.reason if header else 'gone'}"
+
+
+def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValue) -> Seen:
+    """Return what is seen after a change to a key."""
+    keys = job.keys
+    if kv.key == keys.header.encode():
+        if kind == "delete":
+            return replace(seen, header=None)
+        header = job.header_in(kv)
+        if header is None:  # unreadable: it changes nothing, the leader writes the one before it again
+            return seen
+        done = tuple(each for each in header.drains if each.node in asked.nodes and each.released)
+        return replace(seen, header=header, done=done or seen.done)
+    if kv.key.startswith(keys.nodes.encode()):
+        id_ = kv.key[len(keys.nodes.encode()) :].decode(errors="replace")
+        known = kind == "put" and job.node_in(kv) is not None
+        return replace(seen, nodes=seen.nodes | {id_} if known else seen.nodes - {id_})
+    return seen
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """step: of the complete checkpoint; None if there is none, and then the reason says why."""
+
+    step: int | None
+    reason: str
+
+
+def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> SaveOutcome | None:
+    """Return the outcome of the request in `requested`; None while it is under way.
+
+    Args:
+        header: the current one; None if it is gone, and the job with it.
+        nodes: all current nodes.
+    """
+    for node in nodes:
+        # A node's record is about its current round; a node that waits for a later round has left this one.
+        if node.after < requested.round and node.saved >= requested.save:
+            return SaveOutcome(node.saved_step, f"saved step {node.saved_step}")
+    if header is None:
+        return SaveOutcome(None, "the job is gone")
+    if header.round != requested.round:
+        return SaveOutcome(None, f"round {requested.round} ended before the save; the job is now in round {header.round}")
+    if header.state is not State.RUNNING:
+        return SaveOutcome(None, f"round {requested.round} ended before the save: {header.reason}")
+    return None
+
+
+def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
+    """Request a save, and wait until it is complete or has become impossible, or the time is over.
+
+    Raises UsageError: etcd refuses, or the records are of another version.
+    """
+    deadline = time.monotonic() + timeout_s
+    keys = JobKeys(run_ids.checked(run_id))
+    try:
+        requested = _ask_save(client, keys, deadline)
+        return requested if isinstance(requested, SaveOutcome) else _await_save(client, keys, requested, deadline)
+    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+        raise UsageError(f"the job {run_id}: {error}") from error
+    except EtcdError as error:
+        return SaveOutcome(None, str(error))
+
+
+def _ask_save(client: EtcdClient, keys: JobKeys, deadline: float) -> Header | SaveOutcome:
+    """Write the request into the header; return that header."""
+    while (left_s := deadline - time.monotonic()) > 0:
+        found = client.get(keys.header, timeout_s=min(left_s, client.timeout_s)).kv
+        header = decode(Header, found.value, keys.header) if found is not None else None
+        if found is None or header is None:
+            return SaveOutcome(None, "the job is not running: it has no round yet")
+        if header.state is not State.RUNNING:
+            return SaveOutcome(None, f"the job is not running, it is {header.state.value}: {header.reason}")
+        requested = with_save(header)
+        timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
+        if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
+            return requested
+    return SaveOutcome(None, "the job's header kept changing, so no save was requested; try again")
+
+
+def _await_save(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float) -> SaveOutcome:
+    header: Header | None = requested
+    reader = RecordReader()
+    with client.watch_with_snapshot(keys.prefix) as watch:
+        while (left_s := deadline - time.monotonic()) > 0:
+            item = watch.get(left_s)
+            if isinstance(item, Snapshot):
+                header = None
+            # One by one: a node's report of its save comes before the end of the round.
+            for kind, kv in _changes(item):
+                nodes = []
+                if kv.key == keys.header.encode():
+                    # An unreadable header changes nothing: the job's leader writes the previous one again.
+                    header = (reader.header(kv) or header or requested) if kind == "put" else None
+                elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
+                    nodes += [node for node in [reader.node(kv)] if node is not None]
+                if (over := save_outcome(requested, requested if isinstance(item, Snapshot) else header, nodes)) is not None:
+                    return over
+            if (over := save_outcome(requested, header, [])) is not None:
+                return over
+    return SaveOutcome(None, "the save did not complete in time; the job may still complete it")
+
+
+def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:
+    """Yield the change to each key, "put" or "delete"; keys of a snapshot count as put."""
+    if isinstance(item, Snapshot):
+        yield from (("put", kv) for kv in item.kvs)
+    elif item is not None:
+        yield from ((event.kind, event.kv) for event in item.events)

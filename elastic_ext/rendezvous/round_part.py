@@ -1,0 +1,272 @@
+"""A node's part in one round on etcd, from the round's seal until its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed.elastic.agent.server.api import Worker
+
+from elastic_ext.base.errors import RoundOver
+from elastic_ext.base.exchange import Exchange, SingleNode
+from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
+from elastic_ext.failures.cuts import Reach
+from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
+from elastic_ext.rendezvous.contract import EndKind, RoundEnd
+from elastic_ext.rendezvous.header_record import with_save
+from elastic_ext.rendezvous.place import Place
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.tasks import RETRY_S
+
+logger = logging.getLogger(__name__)
+
+DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
+WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
+
+JudgeAlone = Callable[[Report, int, bool], JobVerdict]  # of a report, a round, and whether the job has gone on without this node
+
+
+def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
+    """Return how a round has ended according to the newest header; None if it runs.
+
+    seal: of the round's own header; None before the first round. Two rounds may have one number if all records were lost and a
+    node that never saw them began again from 1.
+    """
+    if header.round == round_ and header.state is State.CLOSED:
+        return RoundEnd(EndKind.CLOSED, header.reason)
+    if header.round != round_ or seal not in (None, header.seal):
+        return RoundEnd(EndKind.BROKEN, header.reason)
+    if header.state is State.BROKEN:
+        return RoundEnd(header.end or EndKind.BROKEN, header.reason)
+    return None
+
+
+class EtcdRound:
+    """See `rendezvous.contract.RoundPart`, which documents the methods without a docstring.
+
+    Before the first round it is the part in round 0, in which no workers run.
+
+    Attributes:
+        continues: the verdict on this round lets the job go on; None: this node has not asked for one.
+    """
+
+    def __init__(
+        self, place: Place, header: Header, assignment: Assignment | None, workers: int, judge_alone: JudgeAlone
+    ) -> None:
+        """
+        Args:
+            header: of the round, when it was sealed.
+            workers: number of them on this node.
+            judge_alone: for a node that does not get the job's verdict.
+        """
+        self.round = header.round
+        self.header, self.assignment = header, assignment
+        self.continues: bool | None = None
+        self._place, self._participant = place, place.participant
+        self._workers, self._judge_alone = workers, judge_alone
+
+    def workers(self) -> list[Worker]:
+        header, assignment = self.header, self._assigned
+        return [
+            Worker(local, assignment.base_rank + local, assignment.base_role_rank + local, header.world, assignment.role_world)
+            for local in range(self._workers)
+        ]
+
+    @property
+    def _assigned(self) -> Assignment:
+        assert self.assignment is not None, "before the first round"
+        return self.assignment
+
+    @property
+    def exchange(self) -> Exchange:
+        return SingleNode() if self.header.nodes == 1 else EtcdExchange(self._place, self.header, self._assigned, self.over)
+
+    # While it runs.
+
+    def over(self) -> RoundEnd | None:
+        if self._place.fence.closed:
+            return RoundEnd(
+                EndKind.CUT_OFF,
+                "the other nodes may continue without this one, which is cut off from the job's store or was declared dead",
+            )
+        if (failure := self._participant.failure) is not None:
+            # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.
+            return RoundEnd(EndKind.CUT_OFF, f"this node can no longer take part in the job: {failure}")
+        return round_end(self._participant.header, self.round, self.header.seal if self.assignment is not None else None)
+
+    def stop_by(self) -> float | None:
+        now = time.monotonic()
+        if now < self._participant.registration.deleted_at + DELETED_S:
+            return now
+        return self._place.fence.stop_by
+
+    def break_off(self, reason: str) -> None:
+        self._participant.end_round(self.round, State.BROKEN, reason)
+
+    def report_stall(self, stalled: bool) -> None:
+        self._participant.update(lambda node: dataclasses.replace(node, stalled=self.round if stalled else 0))
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        addresses = reach.addresses if reach is not None else ()
+        silent = tuple(each.address for each in reach.silent) if reach is not None else ()
+        quiet = self.round if reach is not None else 0
+        self._participant.update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
+
+    def request_save(self) -> None:
+        self._participant.change_header(self.round, with_save)
+
+    @property
+    def save_wanted(self) -> int:
+        header = self._participant.header
+        return header.save if header.round == self.round else 0
+
+    def save_completed(self, number: int, step: int) -> None:
+        self._participant.update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
+
+    def report_ready_to_leave(self, number: int, step: int | None) -> None:
+        at = -1 if step is None else step
+        self._participant.update(lambda node: dataclasses.replace(node, drained=number, drained_at=at))
+
+    # It ends.
+
+    def report(self, text: str, follows: bool = False) -> None:
+        """Record that the workers of this node have been stopped.
+
+        Args:
+            text: what failed in this round, a record of `failures.ledger`.
+            follows: see Node.
+        """
+        self._participant.update(lambda node: dataclasses.replace(node, reported=self.round, report=text, follows=follows))
+
+    def done(self) -> None:
+        """Record that the workers of this node have finished the round without a failure."""
+        self._participant.update(lambda node: dataclasses.replace(node, done=self.round))
+
+    def conclude(self, report: Report) -> JobVerdict:
+        """Return the one verdict of the whole job. If etcd is silent for as long as a rendezvous may take, judge alone."""
+        self.report(encode_report(report), report.waits_for_others)
+        verdict = self._await_verdict()
+        if verdict is None:
+            logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
+            verdict = self._judge_alone(report, self.round, self._participant.header.round > self.round)
+        self.continues = not verdict.ends_job
+        return verdict
+
+    def _await_verdict(self) -> JobVerdict | None:
+        """Return the job's verdict on this round; None if there is none and none will come in time."""
+        now = time.monotonic()
+        deadline, warn_at = now + self._place.patience.timeout_s, now + WARN_AFTER_S
+        with self._place.changed:
+            while True:
+                header = self._participant.header
+                if header.round == self.round and header.verdict:
+                    return decode_verdict(header.verdict)
+                over = header.round != self.round or header.state in (State.CLOSED, State.DONE)
+                now = time.monotonic()
+                if over or self._participant.failure is not None or now >= deadline:
+                    return None
+                if now >= warn_at:
+                    logger.warning("the workers of round %s have failed; still waiting for the verdict of the job", self.round)
+                    warn_at = deadline
+                self._place.changed.wait(min(deadline, warn_at) - now)
+
+    def await_all_done(self) -> bool:
+        """There is no time limit, unlike in torch's barrier: a node that left the round before its end would break it."""
+        self.done()
+        with self._place.changed:
+            while self._participant.header.state is not State.DONE:
+                self._place.raise_failure()  # a node that can neither write nor read any more would wait forever
+                if self.over() is not None:
+                    return False
+                self._place.changed.wait()
+        return True
+
+
+class EtcdExchange:
+    """One node's side of the agreement on a checkpoint; see `base.exchange`. For the agent's thread.
+
+    Offers are under the nodes' leases, and the choice is in the header. The round's store is not used: torch's TCPStore takes
+    writes from anybody who reaches its port, and every rank would load what is chosen there. Usually the choice costs one
+    transaction, and each node learns of it through its watch on the header.
+
+    Invariant: only what was written for this round is read: headers are compared by number and seal, and the keys of offers
+    hold the seal.
+    """
+
+    def __init__(self, place: Place, header: Header, assignment: Assignment, over: Callable[[], RoundEnd | None]) -> None:
+        """over: why the round is over; None: it runs."""
+        self._participant, self._changed = place.participant, place.changed
+        self._header, self._assignment, self._over = header, assignment, over
+
+    def offer(self, text: str) -> None:
+        if self._header.local:
+            self._participant.offer(self._assignment.seal, self._assignment.rank, text)
+
+    def offers(self, timeout_s: float) -> list[str] | None:
+        if not self._header.local:
+            return None
+        deadline = time.monotonic() + timeout_s
+        folder = self._participant.offers_of(self._assignment.seal)
+        keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
+        found: dict[bytes, str] = {}
+        events = threading.Event()
+        with self._participant.client.watch_with_snapshot(folder, on_item=lambda: self._wake(events)) as watch:
+            while any(key not in found for key in keys):
+                events.clear()
+                again_s = timeout_s
+                try:
+                    while (item := watch.get(timeout_s=0)) is not None:
+                        for kv in _written(item):
+                            found[kv.key] = kv.value.decode(errors="replace")
+                except EtcdError:  # the snapshot could not be read; the next `get` tries again
+                    again_s = RETRY_S
+                if all(key in found for key in keys):
+                    break
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    return None
+                self._wait(events, min(again_s, left_s))
+        return [found[key] for key in keys]
+
+    def publish(self, text: str) -> None:
+        self._participant.change_header(self._header.round, lambda header: dataclasses.replace(header, resume=text))
+        self._await(lambda header: header.resume == text, float("inf"))
+
+    def choice(self, timeout_s: float) -> str:
+        return self._await(lambda header: header.resume != "", time.monotonic() + timeout_s).resume
+
+    def _await(self, there: Callable[[Header], bool], deadline: float) -> Header:
+        with self._changed:
+            while True:
+                header = self._participant.header
+                if self._assignment.of(header) and header.state is State.RUNNING and there(header):
+                    return header
+                self._check_round()
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise RoundOver("rank 0 did not choose a checkpoint in time")
+                self._changed.wait(left_s)
+
+    def _wake(self, events: threading.Event) -> None:
+        with self._changed:
+            events.set()
+            self._changed.notify_all()
+
+    def _wait(self, events: threading.Event, timeout_s: float) -> None:
+        """Wait until there are events. Raises RoundOver."""
+        with self._changed:
+            self._check_round()
+            if not events.is_set():
+                self._changed.wait(timeout_s)
+
+    def _check_round(self) -> None:
+        header = self._participant.header
+        if not self._assignment.of(header):
+            raise RoundOver(f"the job has moved on to round {header.round}")
+        if (why := self._over()) is not None:
+            raise RoundOver(why.reason)
+
+
+def _written(item: Snapshot | Batch) -> list[KeyValue]:
+    return list(item.kvs) if isinstance(item, Snapshot) else [event.kv for event in item.events if event.kind == "put"]

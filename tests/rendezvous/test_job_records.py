@@ -1,0 +1,133 @@
+"""Nodes that begin the next job under the run id of one that has ended, at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.etcd import Delete, Put
+from elastic_ext.rendezvous.job_records import JobRecords, JobSnapshot, SharedSettings
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, encode
+from elastic_ext.rendezvous.rounds import Limits
+from elastic_ext.rendezvous.tasks import LostRace, NodeConfig, NodeContext, TaskRunner
+from tests.simulation import Client, Lane, Process, World
+
+KEYS = JobKeys("job")
+
+
+class SlowClient(Client):
+    """A client whose process gets no time after its n-th transaction; the others do something meanwhile."""
+
+    def __init__(self, world: World, after: int, meanwhile: Callable[[], object]) -> None:
+        super().__init__(world)
+        self._left = after
+        self._meanwhile = meanwhile
+
+    def txn(self, *args, **kwargs):
+        answer = super().txn(*args, **kwargs)
+        self._left -= 1
+        if self._left == 0:
+            self._meanwhile()
+        return answer
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def tasks(world: World) -> TaskRunner:
+    """For the nodes' contexts; nothing here is posted to it."""
+    lane = Lane(world, Process())
+    return TaskRunner(lane, "n", in_job=lambda: False, on_lease_lost=print, on_timer=print, on_failure=print)
+
+
+class Start:
+    """What a node does first, for a job of so many nodes."""
+
+    def __init__(self, tasks: TaskRunner) -> None:
+        self._tasks = tasks
+
+    def __call__(self, client: Client, node_id: str, nodes: int) -> JobSnapshot:
+        return self.records(client, node_id, nodes).read_or_create()
+
+    def records(self, client: Client, node_id: str, nodes: int, loopback: str = "") -> JobRecords:
+        config = NodeConfig("job", node_id, Limits(nodes, nodes, 0.5), 2, loopback=loopback)
+        return JobRecords(NodeContext(client, config, KEYS, RecordReader(), self._tasks))
+
+
+@pytest.fixture
+def start(tasks: TaskRunner) -> Start:
+    return Start(tasks)
+
+
+def register(client: Client) -> None:
+    client.txn([], [Put(KEYS.node("a"), encode(Node(0, 1, "trainer", "a", 1)), lease_id=client.lease_grant(10).lease_id)])
+
+
+def end_a_job(client: Client, start: Start, nodes: int) -> None:
+    found = start(client, "old", nodes)
+    over = Header(1, State.DONE, nodes, nodes, seal="s", job="j")
+    client.txn([], [Put(KEYS.header, encode(over), lease_id=found.lease_id)])
+
+
+@pytest.mark.parametrize("registers", [False, True], ids=["job-only", "and-its-node"])
+@pytest.mark.parametrize("after", [1, 2], ids=["after-reading", "after-judging"])
+@pytest.mark.parametrize("nodes_before", [1, 2], ids=["other-settings", "same-settings"])
+def test_the_slower_of_two_nodes_enters_the_job_that_the_faster_has_begun(world, start, nodes_before, after, registers):
+    """What it has read is of the old job: it neither is refused for that, nor takes it for its own, nor deletes the new one."""
+    fast = Client(world)
+    end_a_job(fast, start, nodes_before)
+    begun = []
+
+    def begin() -> None:
+        begun.append(start(fast, "a", 2))
+        if registers:
+            register(fast)
+
+    found = start(SlowClient(world, after, begin), "b", 2)
+    assert (found.lease_id, found.header) == (begun[0].lease_id, Header())
+    assert fast.get(KEYS.job).kv.lease_id == begun[0].lease_id
+    assert len(begun) == 1
+
+
+def test_a_job_that_has_nodes_is_not_deleted(world, start):
+    client = Client(world)
+    end_a_job(client, start, 2)
+    register(client)
+    assert start(client, "b", 2).over
+    with pytest.raises(UsageError, match=r"--nnodes=2:2 there, --nnodes=3:3 here"):
+        start(client, "b", 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [("", "", True), ("m/1", "m/1", True), ("m/1", "m/2", False), ("m/1", "", True), ("", "m/1", True)],
+)
+def test_nodes_do_not_meet_at_the_loopbacks_of_different_hosts(first, second, fits):
+    theirs, mine = SharedSettings(2, 2, first), SharedSettings(2, 2, second)
+    assert mine.is_elsewhere(theirs) is not fits
+    assert mine.conflict(theirs) == ""
+
+
+def test_a_container_that_was_started_again_takes_over_the_job_of_its_killed_self(world, start):
+    """It has another loopback then. While nodes live where the old one was, this is another host."""
+    client = Client(world)
+    first = start.records(client, "a", 2, "m/1").read_or_create()
+    register(client)
+    again = start.records(client, "b", 2, "m/2")
+    with pytest.raises(LostRace):
+        again.read_or_create()
+    client.txn([], [Delete(KEYS.node("a"))])
+    assert again.read_or_create().lease_id == first.lease_id
+    register(client)
+    late = start.records(client, "c", 2, "m/1")
+    with pytest.raises(LostRace):
+        late.read_or_create()
+    world.run(5)
+    with pytest.raises(UsageError, match="set --rdzv-conf=address=INTERFACE"):
+        late.read_or_create()

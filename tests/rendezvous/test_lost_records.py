@@ -1,0 +1,365 @@
+"""Nothing of the job is in etcd any more, or nobody can reach it: the round that trains goes on, or one free restart.
+
+Real etcd, agents and workers. Who trains on is decided in test_fence; one outage of each kind is here, and `make chaos` runs
+three minutes of each (ELASTIC_EXT_TEST_OUTAGE_S).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import Delete
+from elastic_ext.failures.ledger import decode_ledger
+from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode
+from elastic_ext.rendezvous.rounds import Limits
+from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig
+from tests.agent.test_supervisor import DEAF
+from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
+from tests.rendezvous.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
+
+PREFIX = JobKeys("job").prefix
+NAMES = ("a", "b", "c")
+BACK_S = 60.0  # for all to be as before; a failed test waits for it, no other
+GRACE_S = 60.0  # that an agent has to end: stop_grace, and what its threads may be in
+
+
+class Trio:
+    """Three agents of one job that needs all of them, and their ways to etcd: one `shared`, a `link` of the last one's own."""
+
+    def __init__(self, folder: Path, stack: ExitStack, server: EtcdServer, ttl_s: int) -> None:
+        self.server = server
+        self.gate = Gate(folder / "gate")
+        self.client = stack.enter_context(EtcdClient(server.endpoint))
+        port = int(server.endpoint.rpartition(":")[2])
+        self.shared, self.link = (stack.enter_context(Proxy(port)) for _ in range(2))
+        self.jobs: dict[str, Job] = {}
+        for name in NAMES:
+            endpoint = (self.link if name == "c" else self.shared).endpoint
+            where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=3"]
+            conf = f"--rdzv-conf=lease_ttl={ttl_s},last_call=0.5,stop_grace=2"
+            command = [*TORCHRUN, *where, conf, "--max-restarts=3", ELASTIC]
+            self.jobs[name] = stack.enter_context(Job(command, folder, NODE=name, GATE=str(self.gate.path)))
+        for job in self.jobs.values():
+            job.wait_for(seen(3, 0))
+        self.workers = [line["pid"] for line in reports(*self.jobs.values())]
+        self.until(lambda: len(self.keys("nodes/")) == len(self.keys("assign/")) == 3)
+        self.id_of = {name: self._id_of(job) for name, job in self.jobs.items()}
+
+    def _id_of(self, job: Job) -> str:
+        return next(each for each in self.keys("nodes/") if int(each.rsplit("-", 2)[1]) == job.process.pid)
+
+    def id_of_leader(self) -> str:
+        nodes = self.client.get_prefix(PREFIX + "nodes/").kvs
+        return min(nodes, key=lambda kv: kv.create_revision).key.decode()[len(PREFIX + "nodes/") :]
+
+    @property
+    def agents(self) -> list[int]:
+        return [job.process.pid for job in self.jobs.values()]
+
+    def attempts(self) -> set[int]:
+        return {line["attempt"] for line in reports(*self.jobs.values())}
+
+    def keys(self, below: str) -> list[str]:
+        return [kv.key.decode()[len(PREFIX + below) :] for kv in self.client.get_prefix(PREFIX + below).kvs]
+
+    def header(self) -> Header:
+        found = self.client.get(PREFIX + "round").kv
+        return decode(Header, found.value, "round") if found is not None else Header()
+
+    def worlds(self) -> list[int]:
+        """Numbers of the rounds that have run, in their order; of one that was over and ran again twice."""
+        found: list[tuple[int, str]] = []
+        runs = None
+        with self.client.watch(PREFIX + "round", start_revision=1) as history:
+            while (batch := history.get(BACK_S)) is not None:
+                for header in (decode(Header, event.kv.value, "round") for event in batch.events if event.kind == "put"):
+                    if header.state is State.RUNNING and runs != header.seal:
+                        found.append((header.round, header.seal))
+                    runs = header.seal if header.state is State.RUNNING else None
+                    if header.state is State.DONE:
+                        return [number for number, _ in found]
+        raise AssertionError("the job is not done")
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Look after each change below the job's prefix."""
+        with self.client.watch(PREFIX, prefix=True) as news:
+            while not holds():
+                there = "\n".join(f"{kv.key.decode()} {kv.value.decode()}" for kv in self.client.get_prefix(PREFIX).kvs)
+                logs = "\n".join(f"-- {name}\n{job.err}" for name, job in self.jobs.items())
+                assert news.get(BACK_S) is not None, f"nothing happens for {BACK_S} s:\n{there}\n{logs}"
+
+    def is_whole(self) -> bool:
+        """All records are there, and all nodes are in the round that runs."""
+        header = self.header()
+        nodes = set(self.keys("nodes/"))
+        return (
+            header.state is State.RUNNING
+            and len(nodes) == 3
+            and set(self.keys("assign/")) == nodes
+            and {"job", "round"} <= set(self.keys(""))
+        )
+
+    def finish(self, restarts: int) -> None:
+        """All end well, have seen so many restarts at most, and none was charged; nobody has stumbled."""
+        self.gate.open()
+        for name, job in self.jobs.items():
+            assert job.finish().returncode == 0, f"node {name}\n{job.err}"
+            assert "Traceback" not in job.out + job.err, f"node {name}\n{job.err}"
+        assert max(self.attempts()) <= restarts, "\n".join(job.err for job in self.jobs.values())
+        assert self.worlds() == sorted(set(self.worlds()))
+        assert self.keys("charges/") == []
+        assert self.keys("ledger") == []
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def frozen_etcd(trio: Trio) -> Iterator[None]:
+    trio.server.pause()
+    try:
+        yield
+    finally:
+        trio.server.resume()
+
+
+@contextmanager
+def deaf(*links: Proxy) -> Iterator[None]:
+    for link in links:
+        link.deaf()
+    yield
+    for link in links:
+        link.stop()
+        link.start()
+
+
+def all_links(trio: Trio) -> Iterator[None]:
+    return deaf(trio.shared, trio.link)
+
+
+def one_link(trio: Trio) -> Iterator[None]:
+    return deaf(trio.link)
+
+
+@contextmanager
+def frozen_agents(trio: Trio) -> Iterator[None]:
+    """As when the machines are suspended: agents and workers."""
+    pids = [*trio.agents, *trio.workers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a worker that its agent, already awake, has killed
+                os.kill(pid, signal.SIGCONT)
+
+
+# What goes away, and how many restarts that may cost. Where one node alone is cut off, or stood still while its lease ended, it
+# must stop its workers; and so must those of which none can know that all others stood still as well.
+OUTAGES = {"etcd": (frozen_etcd, 0), "links": (all_links, 0), "link": (one_link, 1), "agents": (frozen_agents, 1)}
+LEASE_S = 10  # a busy machine may lose a much shorter one
+# Longer than the leases of the nodes, or also than that of the job's records, which is three times as long.
+GRID = [("etcd", 20), ("links", 35), ("agents", 35)]  # one link: test_etcd_jobs
+if LONGER := os.environ.get("ELASTIC_EXT_TEST_OUTAGE_S"):
+    GRID = [(what, int(LONGER)) for what in OUTAGES]
+
+
+@pytest.mark.seam
+@pytest.mark.full("links-", "agents-")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("what", "seconds"), GRID)
+def test_the_job_outlives(server, tmp_path, stack, what, seconds):
+    outage, restarts = OUTAGES[what]
+    trio = Trio(tmp_path, stack, server, LEASE_S)
+    before = {pid: cpu_s(pid) for pid in trio.agents}
+    with outage(trio):
+        gone = wait_gone(trio.agents, timeout_s=seconds) != trio.agents
+    used = {pid: cpu_s(pid) - before[pid] for pid in trio.agents}
+    assert not gone, "\n".join(job.err for job in trio.jobs.values())
+    assert max(used.values()) < 1 + 0.25 * seconds, used  # none spins, however slow this machine is
+    trio.until(trio.is_whole)
+    if trio.header().round > 1:
+        for job in trio.jobs.values():
+            job.wait_for(seen(3, 1))
+    trio.finish(restarts)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_key_that_is_deleted_comes_back_and_the_round_goes_on(server, tmp_path, stack):
+    """Each of them, by hand, one after the other; then all at once. Before that, to the leader a node's lost key looks like the
+    node's death, which costs one free restart.
+    """
+    trio = Trio(tmp_path, stack, server, 20)
+    trio.client.delete(f"{PREFIX}nodes/{next(iter(set(trio.id_of.values()) - {trio.id_of_leader()}))}")
+    for job in trio.jobs.values():
+        job.wait_for(seen(3, 1))
+    trio.until(trio.is_whole)
+    workers = [line["pid"] for line in reports(*trio.jobs.values()) if line["attempt"] == 1]
+    leader, other = trio.id_of_leader(), next(iter(set(trio.id_of.values()) - {trio.id_of_leader()}))
+    for key in ("round", "job", "last", f"assign/{leader}", f"assign/{other}", f"nodes/{leader}"):
+        trio.client.delete(PREFIX + key)
+        trio.until(trio.is_whole)
+    for below in ("assign/", "nodes/", ""):
+        trio.client.delete_prefix(PREFIX + below)
+        trio.until(trio.is_whole)
+    assert wait_gone(workers, timeout_s=0) == workers
+    trio.finish(restarts=1)
+
+
+@pytest.mark.full
+def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
+    """Its revisions begin again. What can be formed after that is a round like any other."""
+    trio = Trio(tmp_path, stack, server, 10)
+    server.kill()
+    server.wipe()
+    assert wait_gone(trio.workers, timeout_s=12) == trio.workers  # longer than the leases
+    server.start()
+    trio.until(trio.is_whole)
+    assert trio.header().round == 1
+    assert trio.attempts() == {0}
+    os.kill(trio.workers[0], signal.SIGKILL)
+    for job in trio.jobs.values():
+        job.wait_for(seen(3, 1))
+    trio.gate.open()
+    for job in trio.jobs.values():
+        assert job.finish().returncode == 0, job.err
+
+
+@pytest.mark.full
+def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_path, stack):
+    trio = Trio(tmp_path, stack, server, 10)
+
+    def fail(attempt: int) -> int:
+        """Return how many restarts were charged by then."""
+        line = next(line for line in reports(trio.jobs["a"]) if line["attempt"] == attempt)
+        os.kill(line["pid"], signal.SIGKILL)
+        for job in trio.jobs.values():
+            job.wait_for(seen(3, attempt + 1))
+        return decode_ledger(trio.client.get(PREFIX + "ledger").kv.value.decode()).charged
+
+    assert fail(0) == 1
+    trio.client.txn([], [Delete(PREFIX + key) for key in ("round", "job", "last")] + [Delete(PREFIX + "assign/", prefix=True)])
+    trio.until(trio.is_whole)
+    assert fail(1) == 2
+    trio.client.delete(PREFIX + "ledger")
+    assert fail(2) == 1
+    trio.gate.open()
+    for job in trio.jobs.values():
+        done = job.finish()
+        assert (done.returncode, "Traceback" in done.err) == (0, False), done.err
+
+
+@pytest.mark.full
+def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
+    trio = Trio(tmp_path, stack, server, 2)
+    trio.server.pause()
+    stack.callback(trio.server.resume)
+    for job in trio.jobs.values():
+        job.wait_for("etcd leases are not being renewed")
+    # Two wait for the verdict on the death of their workers when they are told to go, the third trains.
+    for line in reports(trio.jobs["b"], trio.jobs["c"]):
+        os.kill(line["pid"], signal.SIGKILL)
+    for name in "bc":
+        trio.jobs[name].wait_for("still waiting for the verdict of the job")
+    for job in trio.jobs.values():
+        job.process.send_signal(signal.SIGTERM)
+    assert wait_gone(trio.agents) == []
+    assert wait_gone(trio.workers) == []
+
+
+@pytest.mark.full
+def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
+    (tmp_path / "sitecustomize.py").write_text(
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.round_part").format(
+            told="still waiting for the verdict of the job"
+        )
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    gate = Gate(tmp_path / "gate")
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--max-restarts=3"]
+    with Job([*AGENT, *where, ELASTIC], tmp_path, PYTHONPATH=path, NODE="a", GATE=str(gate.path)) as job:
+        job.wait_for(seen(1, 0))
+        server.pause()
+        stack.callback(server.resume)
+        os.kill(reports(job)[0]["pid"], signal.SIGKILL)
+        job.wait_for("swallowed")
+        assert job.finish(GRACE_S).returncode == 75
+
+
+@pytest.mark.full
+def test_sigterm_ends_agents_whose_header_is_gone(server, tmp_path, stack):
+    """They are to break the round of which nothing is known any more."""
+    trio = Trio(tmp_path, stack, server, 10)
+    trio.client.delete(PREFIX + "round")
+    for job in trio.jobs.values():
+        job.process.send_signal(signal.SIGTERM)
+    assert wait_gone(trio.agents) == []
+
+
+@pytest.mark.full
+def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(server, tmp_path, stack):
+    """As when the link to the host of rank 0 breaks while the round is formed. Then a round that ends; then a signal."""
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    silent.settimeout(BACK_S)
+    host = stack.enter_context(EtcdClient(server.endpoint))
+    dispatcher = Dispatcher()
+    stack.callback(dispatcher.close, GRACE_S)
+    first = Participant(host, dispatcher, NodeConfig("job", "silent", Limits(2, 2, 0.0), 10), lambda: None)
+    mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
+    first.ready(mine)
+    wait_for_nodes(server, 1)  # it leads, and will have rank 0
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2"]
+    job = stack.enter_context(Job([*TORCHRUN, *where, "--rdzv-conf=lease_ttl=10", ELASTIC], tmp_path, NODE="b", GATE="none"))
+    silent.accept()
+    first.end_round(1, State.BROKEN, "its first try")
+    first.ready(dataclasses.replace(mine, after=1))
+    silent.accept()
+    job.process.send_signal(signal.SIGTERM)
+    assert wait_gone([job.process.pid]) == []
+
+
+def test_a_dispatcher_is_closed_while_its_thread_sits_in_a_call():
+    class Sits:
+        def run(self, work: Callable[[], None]) -> None:
+            work()
+
+        def on_timer(self) -> None:
+            pass
+
+    def sit() -> None:
+        entered.set()
+        released.wait(BACK_S)
+        released.set()
+
+    dispatcher, entered, released = Dispatcher(), threading.Event(), threading.Event()
+    dispatcher.post(Sits(), sit)
+    assert entered.wait(BACK_S)
+    dispatcher.close(0.1)
+    assert not released.is_set()
+    released.set()

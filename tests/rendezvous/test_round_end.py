@@ -1,0 +1,96 @@
+"""How a round has ended, by the newest header that a node of it knows."""
+
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_ext.rendezvous.contract import EndKind
+from elastic_ext.rendezvous.handler import EtcdRendezvous
+from elastic_ext.rendezvous.round_part import EtcdRound, round_end
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.rounds import STALLED
+from tests.participants import place_of
+
+
+@pytest.mark.parametrize(
+    ("header", "kind"),
+    [
+        (Header(3, State.RUNNING, seal="s"), None),
+        (Header(3, State.DONE, seal="s"), None),
+        (Header(3, State.BROKEN, seal="s"), EndKind.BROKEN),
+        (Header(3, State.BROKEN, seal="s", reason=STALLED), EndKind.BROKEN),  # no reason is compared
+        (Header(3, State.BROKEN, seal="s", end=EndKind.STALLED), EndKind.STALLED),
+        (Header(3, State.CLOSED, seal="s"), EndKind.CLOSED),
+        (Header(3, State.CLOSED, seal="other"), EndKind.CLOSED),
+        (Header(3, State.RUNNING, seal="other"), EndKind.BROKEN),
+        (Header(4, State.RUNNING, seal="s"), EndKind.BROKEN),
+        (Header(4, State.BROKEN, seal="t", end=EndKind.STALLED), EndKind.BROKEN),  # another round stalled
+        (Header(), EndKind.BROKEN),
+    ],
+)
+def test_a_round_ends_by_its_header(header, kind):
+    ended = round_end(header, 3, "s")
+    assert (ended.kind if ended is not None else None) is kind
+
+
+def left_at_first(closed: list[str]) -> EtcdRendezvous:
+    """A rendezvous whose way out is interrupted once."""
+    rendezvous = object.__new__(EtcdRendezvous)
+    rendezvous._left = False
+    rendezvous._server = None
+    rendezvous._own_store = SimpleNamespace(close=lambda: closed.append("store"))
+
+    def leave() -> None:
+        raise KeyboardInterrupt
+
+    rendezvous._place = SimpleNamespace(leave=leave)
+    return rendezvous
+
+
+def test_an_interrupted_leave_is_completed_by_the_next():
+    closed: list[str] = []
+    rendezvous = left_at_first(closed)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous.leave()
+    rendezvous.leave()
+    assert closed == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "last", "closes"), [(False, None, True), (True, None, False), (True, False, True), (False, True, False)]
+)
+def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
+    """earlier: that of rounds before; last: that of this round, None without one."""
+    rendezvous, ended = object.__new__(EtcdRendezvous), []
+    rendezvous._job_continues, rendezvous._timed_out, rendezvous.host, rendezvous.node_id = earlier, False, "h", "n"
+    rendezvous.part = SimpleNamespace(continues=last, round=2)
+    rendezvous._participant = SimpleNamespace(
+        header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given)
+    )
+    rendezvous.set_closed()
+    assert bool(ended) == closes
+
+
+def test_nodes_wait_without_limit_for_those_that_finish_later(monkeypatch):
+    """Whatever torch's exit barrier is told, a node that left before the others would be a lost one."""
+    monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "0")
+    header = Header(1, State.RUNNING, 2, 2, seal="s")
+    participant = SimpleNamespace(header=header, failure=None, update=lambda change: None)
+    limits = []
+
+    class Looked(threading.Condition):
+        def wait(self, timeout=None):
+            limits.append(timeout)
+            participant.header = dataclasses.replace(header, state=State.DONE if len(limits) == 1000 else State.RUNNING)
+
+    place = dataclasses.replace(place_of(participant), changed=Looked())
+    assert EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1, None).await_all_done()
+    assert set(limits) == {None}
+
+
+def test_before_the_first_round():
+    assert round_end(Header(), 0, None) is None
+    assert round_end(Header(state=State.CLOSED), 0, None).kind is EndKind.CLOSED
+    assert round_end(Header(2, State.RUNNING, seal="s"), 0, None).kind is EndKind.BROKEN

@@ -1,0 +1,998 @@
+"""Jobs in virtual time (tests/simulation.py): one test for each thing that goes wrong, then all of them at random.
+
+ELASTIC_EXT_TEST_JOBS says how many random jobs there are, ELASTIC_EXT_TEST_SEED with which seed they begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ext.agent.verdicts import Verdicts, for_others
+from elastic_ext.base.errors import StorageAway
+from elastic_ext.base.kinds import Response
+from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import Delete, Put, Unavailable
+from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger
+from elastic_ext.rendezvous import drains, requests
+from elastic_ext.rendezvous.contract import JobDone
+from elastic_ext.rendezvous.drains import Request
+from elastic_ext.rendezvous.header_record import closed
+from elastic_ext.rendezvous.job_records import LateJoins
+from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
+from elastic_ext.rendezvous.requests import DrainOutcome, Ending
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
+from elastic_ext.rendezvous.round_records import Node as Record
+from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
+from elastic_ext.rendezvous.tasks import HostRefused
+from tests.participants import place_of
+from tests.rendezvous.random_jobs import REPORT, STEP, Agent, Job, Restarts, Stage
+from tests.simulation import KEYS, Client, Node, Operator, World, stored
+
+TTL_S = 10
+JOBS = int(os.environ.get("ELASTIC_EXT_TEST_JOBS", 200))
+SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", 0))
+PARTS = 4
+GARBLED = ["", "{}", '{"schema": 1}', '{"schema": 2}']
+
+
+def no_answer() -> None:
+    raise Unavailable("no endpoint answers")
+
+
+class Few:
+    """Nodes of one job, which came in the order of their names, so that the first leads.
+
+    joined: they are in round 1. Else limits that wait for one more leave time to prepare something.
+    """
+
+    def __init__(
+        self, names: str = "abc", limits: Limits | None = None, joined: bool = True, policy: LeaderPolicy | None = None
+    ) -> None:
+        self.world = World(SEED)
+        self.client = Client(self.world)
+        self.limits = limits or Limits(len(names), len(names), 0.0)
+        self.policy = policy or Restarts()
+        self.nodes = {name: self.add(name) for name in names}
+        if joined:
+            self.until_round(1)
+
+    def add(self, name: str, **more: Any) -> Node:
+        """Let a node enter. more: of its NodeConfig."""
+        node = Node(self.world, name, self.limits, TTL_S, self.policy, **more)
+        node.ready(0)
+        self.world.until(lambda: node.participant.registration.created)
+        return node
+
+    def until_round(self, number: int, names: str = "") -> None:
+        """Run until these nodes are in that round, or all are."""
+        self.world.until(lambda: all(self.nodes[name].round == number for name in names or self.nodes))
+
+    def next_round(self, number: int, names: str = "") -> None:
+        """Let these nodes, or all, stop their workers and go on to that round."""
+        for name in names or self.nodes:
+            self.nodes[name].ready(number - 1)
+        self.until_round(number, names)
+
+    def until_stored(self, holds: Callable[[Header], object]) -> Header:
+        """Run until the store holds a header of which this is true."""
+        self.world.until(lambda: (header := stored(self.world)) is not None and holds(header))
+        header = stored(self.world)
+        assert header is not None
+        return header
+
+    def until_broken(self, number: int = 1) -> Header:
+        return self.until_stored(lambda header: (header.round, header.state) == (number, State.BROKEN))
+
+    def says(self, name: str) -> Record | None:
+        """Return what a node has written of itself."""
+        kv = self.client.get(KEYS.node(name)).kv
+        return decode(Record, kv.value, name) if kv is not None else None
+
+    def until_says(self, name: str, holds: Callable[[Record], object]) -> Record:
+        self.world.until(lambda: (says := self.says(name)) is not None and holds(says))
+        says = self.says(name)
+        assert says is not None
+        return says
+
+    def leader(self) -> str:
+        """Return the node that leads. For a moment after an outage, one that led before takes itself for the leader as well."""
+
+        def leading() -> list[str]:
+            nodes = [node for node in self.nodes.values() if node.lives and node.participant.election.leader is not None]
+            return [node.name for node in nodes]
+
+        self.world.until(lambda: len(leading()) == 1, TTL_S)
+        return leading()[0]
+
+    def ledger(self) -> Ledger:
+        kv = self.client.get(KEYS.ledger).kv
+        return decode_ledger(kv.value.decode()) if kv is not None else Ledger()
+
+    def written(self) -> list[Header]:
+        """Return all headers that were written."""
+        events = [event for event in self.world.history if event.kv.key == KEYS.header.encode() and event.kind == "put"]
+        return [decode(Header, event.kv.value, "round") for event in events]
+
+    def headers(self) -> list[tuple[int, State]]:
+        return [(header.round, header.state) for header in self.written()]
+
+
+def one() -> Few:
+    return Few("a")
+
+
+# What a node says of itself.
+
+
+def test_a_write_that_fails_is_tried_again():
+    """It has a part in a round that was over before it could take it: the others wait for it to say that it has not."""
+    few = Few("a", Limits(2, 2, 0.0), joined=False)
+    few.nodes["a"].client.before("/nodes/a", no_answer)
+    few.client.put(KEYS.assignment("a"), encode(Assignment(1, 0, 0, 0, 1, "s")))
+    few.client.put(KEYS.header, encode(Header(1, State.BROKEN, 1, 1, "h", 9, "over", "s", job="s")))
+    few.until_says("a", lambda node: node.after == 1)
+
+
+def test_what_was_said_last_stays_said():
+    few = one()
+    node = few.nodes["a"]
+    node.client.before("/nodes/a", no_answer)
+    node.part.report_stall(True)
+    few.world.run(0.1)
+    node.part.report_stall(False)
+    few.world.run(1.0)
+    node.part.save_completed(1, 5)
+    assert few.until_says("a", lambda said: said.saved == 1).stalled == 0
+
+
+def test_what_is_said_again_is_not_written():
+    """Agents repeat their claims at each check."""
+    few = one()
+    node, reach = few.nodes["a"], Reach(("10.0.0.1",), (Silent(0, "10.0.0.2", 20.0),))
+    node.part.report_quiet(reach)
+    few.until_says("a", lambda said: said.quiet == 1)
+    before = few.client.get(KEYS.node("a")).kv
+    for _ in range(5):
+        node.part.report_quiet(reach)
+    node.part.save_completed(1, 5)
+    few.until_says("a", lambda said: said.saved == 1)
+    assert few.client.get(KEYS.node("a")).kv.version == before.version + 1
+
+
+def test_what_is_done_counts_for_its_round():
+    few = one()
+    node = few.nodes["a"]
+    node.client.before("/nodes/a", no_answer)
+    node.part.done()
+    few.world.run(0.1)
+    node.participant.end_round(1, State.BROKEN, "over")
+    node.join(1)
+    few.world.run(1.0)
+    node.part.save_completed(1, 5)
+    assert few.until_says("a", lambda said: said.saved == 1).done < 2
+    assert node.participant.header.state is State.RUNNING
+
+
+# Elections.
+
+
+def test_the_leader_is_killed_and_another_leads():
+    few = Few("abc", Limits(1, 3, 0.0), joined=False)
+    few.until_stored(lambda header: header.round)
+    few.nodes["a"].kill()
+    few.world.run(2 * TTL_S)
+    assert few.leader() == "b"
+
+
+def test_a_leader_that_is_cut_off_is_replaced():
+    """And comes back as the last one."""
+    few = Few("abc", Limits(2, 3, 5.0))
+    few.nodes["a"].cut(3 * TTL_S)
+    few.until_broken()
+    few.next_round(2, "bc")
+    assert stored(few.world).nodes == 2
+    few.until_broken(2)  # a is back, and waits
+    few.next_round(3)
+    assert few.leader() == "b"
+
+
+def test_a_predecessor_that_registers_again_comes_last():
+    few = Few("abc", Limits(1, 3, 5.0))
+    few.world.run(5.0)
+    few.client.delete(KEYS.node("b"))
+    few.world.run(5.0)
+    few.next_round(2)
+    few.nodes["a"].kill()
+    few.until_broken(2)
+    assert few.leader() == "c"
+
+
+def test_both_before_a_node_are_lost():
+    few = Few("abc", Limits(1, 3, 5.0))
+    few.nodes["a"].kill()
+    few.nodes["b"].kill()
+    few.until_broken()
+    few.next_round(2, "c")
+    assert few.leader() == "c"
+
+
+def test_a_link_cut_during_the_election_delays_it():
+    few = Few("ab", joined=False, limits=Limits(2, 2, 0.0))
+    few.nodes["b"].client.before("get the last of", no_answer)
+    few.client.delete(KEYS.last_node)
+    few.nodes["a"].kill()
+    few.world.run(2 * TTL_S)
+    assert few.leader() == "b"
+
+
+def test_a_node_registered_again_does_not_lead_yet():
+    """Others may have registered before. All stood still, say: then each of them has led for a moment."""
+    few = one()
+    node = few.nodes["a"]
+    written: list[bool] = []
+
+    def register_again() -> None:
+        leader = node.participant.election.leader
+        few.client.delete(KEYS.node("a"))
+        node.participant.recovery.write_own_key()
+        written.append(leader.write_header(dataclasses.replace(node.participant.header, state=State.CLOSED)))
+
+    node.lane.run(register_again)
+    few.world.until(lambda: written)
+    assert written == [False]
+    node.participant.end_round(1, State.BROKEN, "it leads again")
+    node.join(1)
+
+
+def test_a_leader_wakes_between_assignments_and_header():
+    """It stood still for longer than its lease: its header is not written, and its assignment counts for no round."""
+    few = Few("abc", Limits(2, 4, 5.0), joined=False)
+    few.nodes["a"].client.before("/job/round", lambda: few.nodes["a"].freeze(2 * TTL_S))
+    few.until_round(1, "bc")
+    header = stored(few.world)
+    assert header.nodes == 2
+    few.until_broken()  # a is there again, and waits
+    assert few.nodes["a"].round == 0
+    few.next_round(2)
+    assert few.headers()[0] == (1, State.RUNNING)
+    assert few.leader() == "b"
+
+
+def test_a_leader_wakes_before_it_writes_assignments():
+    """Those of the round that was sealed meanwhile stay."""
+    few = Few("abc", Limits(2, 4, 5.0), joined=False)
+    few.nodes["a"].client.before("/assign/", lambda: few.nodes["a"].freeze(2 * TTL_S))
+    few.until_round(1, "bc")
+    few.until_broken()
+    few.next_round(2)
+    written = [event.kv for event in few.world.history if event.kv.key.startswith(KEYS.assignments.encode())]
+    seals = {decode(Assignment, kv.value, "assign").seal for kv in written if kv.value}
+    assert seals == {header.seal for header in few.written() if header.state is State.RUNNING}
+
+
+def test_an_assignment_of_another_attempt_counts_nothing():
+    """What a leader leaves that was frozen for longer than its lease between writing the assignments and the header."""
+    few = one()
+    few.client.put(KEYS.assignment("b"), encode(Assignment(1, rank=0, base_rank=0, base_role_rank=0, role_world=1)))
+    few.nodes["b"] = few.add("b")
+    for _ in range(2):
+        few.nodes["b"].participant.tasks.post(few.nodes["b"].participant.header_record.read)
+        few.nodes["b"].ready(0)
+        few.world.run(2.0)
+    assert (few.nodes["b"].participant.header.round, few.nodes["b"].round) == (1, 0)
+
+
+# Verdicts.
+
+
+def fail(few: Few, name: str, number: int = 1) -> None:
+    """Let the workers of this node fail."""
+    few.nodes[name].participant.end_round(number, State.BROKEN, f"{name} failed")
+    few.nodes[name].part.report(REPORT)
+
+
+def before_the_verdict(few: Few, action: Callable[[], object]) -> None:
+    """Do this when the leader has read the ledger and judged, just before it writes."""
+    client = few.nodes["a"].client
+    client.before("get /elastic_ext/job/ledger", lambda: client.before("/job/round", action))
+
+
+def test_two_leaders_write_one_verdict():
+    """The first stands still just before it would write its own."""
+    few = Few("abc", Limits(2, 3, 5.0))
+    before_the_verdict(few, lambda: few.nodes["a"].freeze(2 * TTL_S))
+    fail(few, "c")
+    verdict = few.until_stored(lambda header: header.verdict).verdict
+    few.world.run(3 * TTL_S)
+    assert (few.ledger().charged, few.until_stored(lambda header: True).verdict) == (1, verdict)
+    assert len(few.policy.judged) == 2
+
+
+def test_a_verdict_without_an_answer_counts_once():
+    few = Few("ab")
+    before_the_verdict(few, lambda: setattr(few.nodes["a"].client, "lose_answers", 1))
+    fail(few, "b")
+    few.until_stored(lambda header: header.verdict)
+    few.next_round(2)
+    assert (few.ledger().charged, len(few.ledger().verdicts)) == (1, 1)
+
+
+def test_a_ledger_that_changes_meanwhile_is_read_again():
+    few = Few("ab")
+    before_the_verdict(few, lambda: few.client.put(KEYS.ledger, encode_ledger(Ledger(charged=5))))
+    fail(few, "b")
+    few.until_stored(lambda header: header.verdict)
+    assert few.ledger().charged == 6
+
+
+def test_launches_of_one_round_are_charged_each():
+    """A scheduler starts the job again after each failure, and each launch begins with round 1."""
+    few = one()
+    for launch in range(3):
+        fail(few, "a")
+        few.until_stored(lambda header: header.verdict)
+        assert few.policy.judged[-1].charges == launch
+        few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
+        few.until_stored(lambda header: header.state is State.CLOSED)
+        few.nodes["a"].leave()
+        few.world.run(1.0)
+        few.nodes["a"] = few.add("a")
+        few.until_round(1)
+    assert few.client.get_prefix(KEYS.charges).count == 3
+
+
+def test_a_leader_that_leads_no_more_judges_nothing():
+    few = Few("abc")
+    before_the_verdict(few, lambda: few.client.delete(KEYS.node("a")))
+    fail(few, "c")
+    few.until_stored(lambda header: header.verdict)
+    assert len(few.policy.judged) > 1
+    assert few.ledger().charged == 1
+
+
+def test_a_late_report_changes_no_verdict():
+    few = Few("abc")
+    fail(few, "b")
+    verdict = few.until_stored(lambda header: header.verdict).verdict
+    few.nodes["c"].part.report(REPORT)
+    few.next_round(2)
+    assert [tuple(reports.texts) for reports in few.policy.judged] == [("b",)]
+    assert few.ledger().charged == 1
+    assert verdict
+
+
+def test_reports_in_time_count_for_the_verdict():
+    few = Few("abc")
+    fail(few, "b")
+    few.world.run(0.6 * few.limits.settle_s)
+    few.nodes["c"].part.report(REPORT)
+    few.until_stored(lambda header: header.verdict)
+    assert set(few.policy.judged[0].texts) == {"b", "c"}
+
+
+def test_a_verdict_waits_for_the_cause():
+    """One node failed because another one did."""
+    few = Few("abc")
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "b failed")
+    few.nodes["b"].part.report(REPORT, follows=True)
+    few.world.run(60.0)
+    assert not stored(few.world).verdict
+    few.nodes["c"].part.report(REPORT)
+    few.nodes["a"].ready(1)
+    few.until_stored(lambda header: header.verdict)
+    assert set(few.policy.judged[0].texts) == {"b", "c"}
+
+
+def test_the_leader_is_lost_before_it_judges():
+    few = Few("abc", Limits(2, 3, 5.0))
+    few.nodes["a"].client.before("get /elastic_ext/job/ledger", few.nodes["a"].kill)
+    fail(few, "c")
+    few.until_stored(lambda header: header.verdict)
+    few.next_round(2, "bc")
+    assert few.ledger().charged == 1
+
+
+# Too few are left.
+
+
+class FewLeft(Few):
+    """Two nodes, both needed; lost ones are waited for 15 s. The agent of the leader judges."""
+
+    def __init__(self) -> None:
+        super().__init__("ab", Limits(2, 2, 0.0, rejoin_s=15.0), policy=AgentPolicy(Settings(), 2, lambda: None))
+
+    def lose(self, name: str) -> str:
+        """Return the name of the other node, which waits for the next round by now."""
+        self.nodes[name].kill()
+        self.until_broken()
+        (left,) = {*self.nodes} - {name}
+        self.nodes[left].ready(1)
+        self.until_says(left, lambda node: node.after == 1)
+        return left
+
+
+@pytest.mark.parametrize("lost", ["b", "a"], ids=["another", "the-leader"])
+def test_a_job_of_too_few_ends_to_be_requeued(lost):
+    few = FewLeft()
+    few.lose(lost)
+    began = few.world.now
+    header = few.until_stored(lambda header: header.state is State.CLOSED)
+    assert 13.0 < few.world.now - began < 17.0
+    decision = decode_verdict(header.verdict).decision
+    assert (decision.response, decision.exit_code) == (Response.REQUEUE, 75)
+    assert decision.reason.startswith(f"node {lost} was lost; 1 of at least 2 nodes are left")
+
+
+def test_one_that_comes_in_time_is_in_the_next_round():
+    few = FewLeft()
+    left = few.lose("b")
+    few.world.run(10.0)
+    few.nodes["c"] = few.add("c")
+    few.until_round(2, f"{left}c")
+    few.world.run(60.0)
+    assert few.headers()[-1] == (2, State.RUNNING)
+
+
+# Records that are lost, or written over.
+
+
+def job_comes_back(few: Few, record: str) -> None:
+    """Write this over the job's record, without a lease, while a round runs."""
+    node, ours = few.nodes["a"], few.client.get(KEYS.job).kv
+    few.client.put(KEYS.job, record or ours.value)
+
+    def is_back() -> bool:
+        kv = few.client.get(KEYS.job).kv
+        return kv is not None and (kv.value, kv.lease_id) == (ours.value, ours.lease_id)
+
+    few.world.until(is_back)
+    assert node.failure is None
+    node.participant.end_round(1, State.BROKEN, "over")
+    node.join(1)
+
+
+@pytest.mark.parametrize("record", ["", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}', '{"schema": 2}'])
+def test_the_jobs_record_comes_back_under_its_lease(record):
+    job_comes_back(one(), record)
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_job_begins_over_a_record_without_lease(blank):
+    few = Few("", joined=False)
+    few.limits = Limits(1, 1, 0.0)
+    few.client.put(KEYS.job, '{"schema": 1, "min_nodes": 1, "max_nodes": 1' + blank + "}")
+    few.nodes["a"] = few.add("a")
+    few.until_round(1)
+    assert few.client.get(KEYS.job).kv.lease_id == few.client.get(KEYS.header).kv.lease_id != 0
+
+
+def test_a_round_ends_while_its_header_is_gone():
+    few = one()
+    few.client.delete(KEYS.header)
+    few.nodes["a"].participant.end_round(1, State.BROKEN, "its end")
+    assert few.until_broken().reason == "its end"
+
+
+def test_a_round_that_is_over_stays_over():
+    """A node that had missed the news has written again what it knew."""
+    few = one()
+    node = few.nodes["a"].participant
+    first = node.header
+    node.end_round(1, State.BROKEN, "over")
+    few.until_broken()
+    few.next_round(2)
+    second = node.header
+    few.client.put(KEYS.header, encode(first))
+    assert few.until_stored(lambda header: header != first) == second
+    assert node.header == second
+
+
+def test_a_late_request_revives_no_round():
+    """The round ends just before the request is written."""
+    few = Few("ab")
+    node = few.nodes["b"]
+    over = dataclasses.replace(node.participant.header, state=State.BROKEN)
+    node.client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
+    node.part.request_save()
+    few.world.run(TTL_S)
+    assert stored(few.world) == over
+    assert few.headers() == [(1, State.RUNNING), (1, State.BROKEN)]
+
+
+def test_an_assignment_is_restored_although_the_header_changes():
+    few = Few("ab")
+    node = few.nodes["b"]
+    save = dataclasses.replace(node.participant.header, save=1)
+    node.client.before("/assign/b", lambda: few.client.put(KEYS.header, encode(save)))
+    few.client.delete(KEYS.assignment("b"))
+    few.world.until(lambda: is_whole(few))
+    assert stored(few.world) == save
+
+
+def test_the_jobs_name_stays_and_others_differ():
+    """Who may commit checkpoints is found by it (checkpoints/generations.py)."""
+    few = one()
+    node = few.nodes["a"]
+    name = node.participant.header.job
+    few.client.delete_prefix(KEYS.prefix)
+    few.until_stored(lambda header: header.round == 1)
+    node.participant.end_round(1, State.BROKEN, "over")
+    node.join(1)
+    assert node.participant.header.job == name != ""
+    node.leave()
+    few.world.run(1.0)
+    few.client.delete_prefix(KEYS.prefix)
+    few.nodes = {"b": few.add("b")}
+    few.until_round(1)
+    assert few.nodes["b"].participant.header.job not in ("", name)
+
+
+def test_another_job_has_taken_the_run_id():
+    few = one()
+    others = Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+    few.client.txn([], [Delete(KEYS.header), others])
+    few.world.until(lambda: few.nodes["a"].failure)
+    assert "another job with other settings has taken this --rdzv-id" in str(few.nodes["a"].failure)
+
+
+def test_another_jobs_round_comes_before_its_settings():
+    """Both are there, and the watch on the header delivers first."""
+    few = one()
+    header = Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")
+    few.client.txn([], [Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}'), Put(KEYS.header, encode(header))])
+    few.world.until(lambda: few.nodes["a"].failure)
+    assert "another job with other settings has taken this --rdzv-id" in str(few.nodes["a"].failure)
+
+
+def is_whole(few: Few) -> bool:
+    """All records are there, each node in the round has its own, and nobody has left it."""
+    there = {kv.key.decode() for kv in few.client.get_prefix(KEYS.prefix).kvs}
+    own = {key for name in few.nodes for key in (KEYS.node(name), KEYS.assignment(name))}
+    return own | {KEYS.job, KEYS.header} <= there
+
+
+@pytest.mark.parametrize("key", [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), ""])
+def test_a_deleted_record_comes_back(key):
+    few = Few("abc")
+    before = stored(few.world)
+    few.client.delete_prefix(key or KEYS.prefix)
+    few.world.until(lambda: is_whole(few))
+    few.world.run(2 * TTL_S)
+    assert stored(few.world) == before
+
+
+@pytest.mark.parametrize("content", GARBLED)
+@pytest.mark.parametrize("key", [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), KEYS.node("b")])
+def test_an_unreadable_record_is_replaced(key, content):
+    few = Few("abc")
+    before, value = stored(few.world), few.client.get(key).kv.value
+    few.client.put(key, content)
+    few.world.until(lambda: (kv := few.client.get(key).kv) is not None and kv.value == value)
+    few.world.run(2 * TTL_S)
+    assert stored(few.world) == before
+
+
+def test_a_node_whose_key_is_deleted_returns():
+    """To the leader this looks like the node's death."""
+    few = Few("abc")
+    few.client.delete(KEYS.node("b"))
+    assert few.until_broken().lost == "b"
+    few.next_round(2)
+
+
+def test_the_answer_to_a_key_written_again_is_lost():
+    """The node leads, and compares with the key as the store has it now: else it could never end the round for another node."""
+    few = Few("a", Limits(1, 2, 0.0))
+    few.nodes["a"].client.before("/nodes/a", lambda: setattr(few.nodes["a"].client, "lose_answers", 1))
+    few.client.delete(KEYS.node("a"))
+    few.world.run(TTL_S)
+    few.nodes["b"] = few.add("b")
+    few.until_broken()
+
+
+def test_the_leaders_own_key_is_deleted():
+    """If it is written again before the next node has looked, nothing else happens."""
+    few = Few("abc")
+    few.client.delete(KEYS.node("a"))
+    few.world.run(2 * TTL_S)
+    if stored(few.world).state is State.BROKEN:
+        assert stored(few.world).lost == "a"
+        few.next_round(2)
+    assert is_whole(few)
+    few.leader()
+
+
+def test_a_node_that_was_in_later_rounds():
+    """Nothing else knows of them any more."""
+    few = Few("", joined=False)
+    few.limits = Limits(1, 1, 0.0)
+    Node(few.world, "a", few.limits, TTL_S).join(5)
+    assert few.headers() == [(6, State.RUNNING)]
+
+
+def test_the_jobs_records_last_as_long_as_it():
+    few = Few("ab")
+    few.world.run(20 * TTL_S)
+    assert [event.kv.key for event in few.world.history if event.kind == "delete"] == []
+
+
+# The store.
+
+
+@pytest.mark.parametrize("seconds", [2 * TTL_S, 4 * TTL_S], ids=["leases-of-nodes", "leases-of-all"])
+def test_all_are_cut_off_and_nothing_ends(seconds):
+    few = Few("abc")
+    before = stored(few.world)
+    for node in few.nodes.values():
+        node.cut(seconds)
+    few.world.run(seconds - 1)
+    assert few.client.get_prefix(KEYS.nodes).kvs == ()
+    few.world.until(lambda: is_whole(few))
+    few.world.run(2 * TTL_S)
+    assert stored(few.world) == before
+
+
+@pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
+def test_a_store_that_is_set_up_again(revision):
+    few = Few("abc")
+    before = stored(few.world)
+    few.world.set_up_store(revision)
+    few.world.until(lambda: is_whole(few))
+    few.world.run(2 * TTL_S)
+    assert stored(few.world) == before
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
+    few.until_broken()
+    few.next_round(2)
+
+
+def test_a_new_store_that_others_have_used():
+    """Its revision is higher than all that the node has seen; that of the header, written by another node, is not."""
+    few = one()
+    node = few.nodes["a"]
+    node.process.frozen = True
+    few.world.set_up_store()
+    few.client.put(KEYS.header, encode(node.participant.header))
+    for _ in range(node.participant.header_record.revision + 20):
+        few.client.put("/others", "")
+    node.process.thaw()
+    node.participant.end_round(1, State.BROKEN, "over")
+    assert few.until_broken().reason == "over"
+    node.join(1)
+
+
+def test_a_compacted_history_loses_no_news():
+    few = Few("ab", Limits(2, 3, 0.0))
+    few.nodes["a"].cut(5.0)
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
+    few.until_broken()
+    few.world.compact()
+    few.next_round(2)
+
+
+def test_a_node_stands_still_beyond_its_lease():
+    few = Few("abc", Limits(2, 3, 5.0))
+    few.nodes["b"].freeze(2 * TTL_S)
+    assert few.until_broken().lost == "b"
+    few.next_round(2, "ac")
+    few.until_broken(2)
+    few.next_round(3)
+    assert [header for header in few.headers() if header[1] is State.RUNNING] == [
+        (1, State.RUNNING),
+        (2, State.RUNNING),
+        (3, State.RUNNING),
+    ]
+
+
+# A node closes the job.
+
+
+@pytest.mark.parametrize("error", [OSError("no such directory"), SystemExit(78), StorageAway("no answer")], ids=repr)
+def test_all_leave_with_the_code_of_the_node_that_closes_the_job(error):
+    few = Few("ab", Limits(2, 2, 0.0))
+    few.nodes["c"] = few.add("c")  # a spare
+    verdicts = Verdicts(Settings(), SimpleNamespace(round=1, node_id="a", host="a"))
+    away = isinstance(error, StorageAway)
+    verdict = for_others(verdicts.of_checkpoints(error) if away else verdicts.of_agent(error), "design")
+    few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", verdict), in_any_round=True)
+    few.world.until(lambda: all(node.participant.header.state is State.CLOSED for node in few.nodes.values()))
+    assert few.nodes["b"].part.over().kind is EndKind.CLOSED
+    for name, round_ in (("b", 1), ("c", 0)):
+        with pytest.raises(JobStopped) as stopped:
+            place_of(few.nodes[name].participant).await_round(round_, lambda verdict: None)
+        code = 75 if away else 78 if isinstance(error, SystemExit) else 1
+        assert (stopped.value.verdict.decision.exit_code, stopped.value.verdict.host) == (code, "a")
+        assert stopped.value.verdict.keeps_ledger == away
+
+
+def test_a_job_that_is_done_cannot_be_closed():
+    few = Few("ab")
+    for node in few.nodes.values():
+        node.part.done()
+    few.until_stored(lambda header: header.state is State.DONE)
+    few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
+    few.world.run(1.0)
+    assert few.headers()[-1] == (1, State.DONE)
+
+
+# Nodes that come late.
+
+
+@pytest.mark.parametrize(
+    ("own_store", "comes", "round_"), [(True, 0, 0), (True, 1, 0), (True, 2, 0), (False, 0, 0), (False, 1, 0), (False, 2, 1)]
+)
+def test_a_spare_runs_no_job_again_that_is_done(own_store, comes, round_):
+    """comes: while it runs, while its node is about to leave, or after that: in a store of others, that begins the next job."""
+    few = Few("a", Limits(1, 1, 0.0), joined=False)
+    few.until_round(1, "a")
+    spare = few.add("b", own_store=own_store) if comes == 0 else None
+    few.nodes["a"].part.done()
+    few.until_stored(lambda header: header.state is State.DONE)
+    if comes == 2:
+        few.nodes["a"].leave()
+        few.world.run(1.0)
+    spare = spare or few.add("b", own_store=own_store)
+    few.nodes["a"].leave()
+    few.world.run(2 * TTL_S)
+    assert spare.round == round_
+    if not round_:
+        with pytest.raises(JobDone):
+            place_of(spare.participant).await_round(0, lambda verdict: None)
+
+
+def test_spares_write_nothing_when_a_round_ends():
+    """With hundreds of them that would be as many writes just when the next round is to form."""
+    few = Few("ab", Limits(2, 2, 0.0))
+    for name in "cdef":
+        few.add(name)
+    for number in (1, 2, 3):
+        fail(few, "b", number)
+        few.until_stored(lambda header: header.verdict)
+        few.next_round(number + 1)
+    few.world.run(TTL_S)
+    assert {few.client.get(KEYS.node(name)).kv.version for name in "cdef"} == {1}
+
+
+def test_a_late_node_ends_the_round_to_join():
+    few = Few("ab", Limits(2, 3, 5.0))
+    few.nodes["c"] = few.add("c")
+    assert few.until_broken().reason == "growing by node c"
+    few.next_round(2)
+    few.nodes["d"] = few.add("d")
+    few.world.run(60.0)
+    assert (few.nodes["d"].round, stored(few.world).round) == (0, 2)  # there is no room
+
+
+class Tasks:
+    """Runs each task at once."""
+
+    def post(self, task: Callable[[], None]) -> None:
+        task()
+
+    def run(self, task: Callable[[], None]) -> None:
+        task()
+
+
+def test_a_node_counts_unless_it_was_there():
+    client = Client(World())
+
+    def count() -> list[bytes]:
+        return [kv.key.rpartition(b"/")[2] for kv in client.get_prefix(KEYS.joins("n1")).kvs]
+
+    from_the_start = LateJoins(client, KEYS, "n1", 1, 60)
+    for round_ in (1, 2, 3):
+        from_the_start.entered(round_, Tasks())
+    assert count() == []
+    from_the_start.entered(5, Tasks())
+    assert count() == [b"5"]
+    LateJoins(client, KEYS, "n2", 1, 60).entered(5, Tasks())
+    from_the_start.entered(6, Tasks())
+    assert count() == [b"5"]
+    assert client.get(KEYS.refusal("n1")).kv is None
+    LateJoins(client, KEYS, "n1", 1, 60).entered(7, Tasks())
+    assert client.get(KEYS.refusal("n1")).kv is not None
+    with pytest.raises(HostRefused, match="joined the running job 3 times within 60 minutes"):
+        LateJoins(client, KEYS, "n1", 1, 60).entered(9, Tasks())
+    (lease,) = {kv.lease_id for kv in client.get_prefix(KEYS.join("n1", 5)).kvs}
+    assert JOIN_WINDOW_S - 60 < client.lease_left_s(lease) <= JOIN_WINDOW_S
+
+
+# Drains.
+
+
+class Drained:
+    """Agents in round 1, the first of which leads; b is to leave."""
+
+    def __init__(self, names: str = "abcd", limits: Limits | None = None, saves: bool = True) -> None:
+        self.world = World(SEED)
+        self.agents: list[Agent] = []
+        self.limits = limits or Limits(2, 4, 60.0)
+        for name in names:
+            agent = self.add(name)
+            agent.saves = saves
+            self.world.until(lambda: self.agents[-1].participant.registration.created)
+        self.world.until(lambda: all(each.stage is Stage.RUNNING for each in self.agents))
+
+    def add(self, name: str) -> Agent:
+        return Agent(self.world, f"{name}-1-abcdef", self.limits, self.agents)
+
+    def drain(self, meanwhile: Callable[[], object]) -> DrainOutcome:
+        """Ask for it, do something, and wait for the end."""
+        request = Request(self.agents[1].name, "fan", 600)
+        return requests.drain(Operator(self.world), "job", request, 60.0, lambda line: meanwhile())
+
+
+def test_a_drained_node_leaves_after_its_checkpoint():
+    job = Drained()
+    outcome = job.drain(lambda: None)
+    reason = f"b has left: saved step {STEP}, round 2 runs with 3 nodes"
+    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, reason)
+    assert Client(job.world).get(KEYS.refusal("b")).kv.value == b"drained: fan"
+
+
+def test_the_leader_is_lost_before_the_checkpoint():
+    """The round is over then, so nothing has to be saved."""
+    job = Drained(saves=False)
+    outcome = job.drain(lambda: job.world.after(1.0, lambda: job.agents[0].agent.run(job.agents[0].go)))
+    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: round 2 runs with 2 nodes")
+    job.world.until(lambda: stored(job.world).drains == ())
+
+
+def test_a_drain_outlives_an_outage():
+    job = Drained()
+    outcome = job.drain(lambda: [each.cut(15.0) for each in job.agents])
+    assert outcome.ending is Ending.DRAINED
+    assert stored(job.world).nodes == 3
+
+
+def test_a_node_that_cannot_be_spared_saves_again():
+    """The spare is lost before the checkpoint. With another one the node saves again first."""
+    job = Drained("ab", Limits(2, 2, 0.0), saves=False)
+    spare, leaving = job.add("c"), job.agents[1]
+    job.world.until(lambda: spare.participant.registration.created)
+
+    def drain() -> drains.Drain | None:
+        return drains.of_node(leaving.participant.header, leaving.name)
+
+    def meanwhile() -> None:
+        job.world.until(drain)
+        spare.agent.run(spare.go)
+        job.world.run(1.0)
+        leaving.part.report_ready_to_leave(number := drain().number, 40)
+        job.world.until(lambda: drain().held)
+        job.add("d")
+        job.world.until(lambda: drain().number > number)
+        leaving.part.report_ready_to_leave(drain().number, 90)
+
+    outcome = job.drain(meanwhile)
+    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 90, round 2 runs with 2 nodes")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 4 * TTL_S], ids=["deleted", "outage"])
+def test_an_assignment_lost_before_its_node_reads_it(seconds):
+    """The others have their assignments and write them again; nobody has that of this node."""
+    few = Few("abc", Limits(2, 4, 5.0), joined=False)
+    few.nodes["a"].client.after("/assign/", lambda: lose_assignment(few, seconds))
+    few.until_round(1, "ab")
+    few.world.run(2 * seconds)
+    assert few.nodes["c"].round == 0
+    few.nodes["a"].participant.end_round(1, State.BROKEN, "its workers wait for those of c")
+    few.until_broken()
+    for name in "ab":
+        few.nodes[name].ready(1)
+    few.until_round(2)
+
+
+def lose_assignment(few: Few, seconds: float) -> None:
+    """Delete that of node c; or cut off c before it has it, and the others once they have theirs, until the leases end."""
+    node = few.nodes["c"]
+    if not seconds:
+        node.process.frozen = True
+        few.nodes["a"].client.after("/job/round", lambda: (few.client.delete(KEYS.assignment("c")), node.process.thaw()))
+        return
+    node.cut(seconds)
+    for name in "ab":
+        few.world.after(0.5, lambda other=few.nodes[name]: other.cut(seconds))
+
+
+def test_history_compacted_between_assignment_and_its_event():
+    few = Few("ab", Limits(2, 3, 5.0), joined=False)
+    few.nodes["a"].client.after("/assign/", lambda: compact_under_watches(few))
+    few.until_round(1)
+
+
+def compact_under_watches(few: Few) -> None:
+    """Node a, which writes the header next, has not had the event of its assignment."""
+    few.nodes["a"].client.watches.broke()
+    few.world.compact()
+
+
+def test_a_node_enters_while_watches_begin_again():
+    few = Few("", joined=False)
+    few.limits = Limits(1, 1, 0.0)
+    node = Node(few.world, "a", few.limits, TTL_S)
+    node.client.before("/nodes/a", lambda: few.world.set_up_store(1000))
+    node.join(0)
+
+
+def test_a_record_overwritten_before_the_leader_reads():
+    """It waits for its first round, and nothing tells it that its record is unreadable."""
+    few = Few("", joined=False)
+    few.limits = Limits(1, 1, 0.0)
+    node = Node(few.world, "a", few.limits, TTL_S)
+    node.client.before(f"get {KEYS.nodes}*", lambda: few.client.put(KEYS.node("a"), "{}"))
+    node.join(0)
+
+
+def test_a_dead_leaders_key_is_overwritten():
+    """Without a lease, so that it is never deleted, and nobody but the leader puts it back."""
+    few = Few("abc", Limits(2, 3, 5.0))
+    few.world.run(5.0)
+    few.nodes["a"].kill()
+    few.client.put(KEYS.node("a"), "{}")
+    few.world.run(5 * TTL_S)
+    assert few.leader() == "b"
+
+
+def test_an_assignment_deleted_before_its_header_comes():
+    """Its node has read it and joins the round; the record stays away."""
+    few = Few("abc", Limits(2, 4, 5.0), joined=False)
+
+    def delete() -> None:
+        few.world.run(0.5)
+        few.client.delete(KEYS.assignment("c"))
+        few.world.run(0.5)
+
+    few.nodes["a"].client.before("/job/round", delete)
+    few.until_round(1)
+    few.world.until(lambda: is_whole(few))
+
+
+def test_a_new_header_at_the_old_revision():
+    few = Few("ab", Limits(2, 2, 0.0))
+    node = few.nodes["a"]
+    node.process.frozen = True
+    revision, over = node.participant.header_record.revision, dataclasses.replace(node.participant.header, state=State.BROKEN)
+    few.world.set_up_store(revision - 1)
+    few.client.put(KEYS.header, encode(over))
+    node.process.thaw()
+    few.world.until(lambda: node.participant.header.state is State.BROKEN)
+
+
+def test_a_round_ends_while_its_node_enters():
+    """Its record is written, and the answers are lost: it is in a round before it knows that it has registered."""
+    few = Few("a", Limits(1, 2, 5.0), joined=False)
+    node = Node(few.world, "b", few.limits, TTL_S)
+    seen: list[State] = []
+    node.on_change = lambda: seen.append(node.participant.header.state)  # type: ignore[method-assign]
+    node.client.before("/nodes/b", lambda: setattr(node.client, "lose_answers", 1))
+    node.ready(0)
+    few.until_round(1)
+    few.world.until(lambda: node.round == 1)
+    over = dataclasses.replace(node.participant.header, state=State.BROKEN)
+    node.client.before("transaction on nothing", lambda: few.client.put(KEYS.header, encode(over)))
+    few.world.run(TTL_S)
+    assert node.participant.header.state is State.BROKEN
+    assert seen[-1] is State.BROKEN
+
+
+# At random.
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_faults_break_no_invariant(part, caplog):
+    """In the end all nodes that live are in one round."""
+    caplog.set_level(logging.CRITICAL, logger="elastic_ext")
+    for seed in range(SEED + part, SEED + JOBS, PARTS):
+        job = Job(seed)
+        try:
+            job.run()
+        except AssertionError as error:
+            raise AssertionError(f"ELASTIC_EXT_TEST_SEED={seed} ELASTIC_EXT_TEST_JOBS=1\n" + "\n".join(job.log)) from error

@@ -18,8 +18,8 @@ from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import ListedCheckpoint
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
+from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.formats.manifest import ManifestError
-from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.cli import print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds

@@ -32,11 +32,11 @@ from elastic_ext.checkpoints.choice.selection import (
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import dcp, detect, layouts
+from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Format, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import family_of, grouped, numbers_of, says_step, step_of, words_of
-from elastic_ext.checkpoints.formats.verify import Mode, verify
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"

@@ -29,8 +29,8 @@ from elastic_ext.checkpoints.choice.selection import Choice, Resume
 from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect, names
+from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
-from elastic_ext.checkpoints.formats.verify import Mode
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, split_path
 
 logger = logging.getLogger(__name__)

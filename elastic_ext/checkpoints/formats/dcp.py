@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.checkpoints.formats import single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, LIGHTNING, NO_OPTIMIZER, OWN, Inspection, summary, total_size
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
-from elastic_ext.checkpoints.formats.peek import MAX_BYTES, PeekError, StandIn, is_count, peek
+from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 METADATA = ".metadata"

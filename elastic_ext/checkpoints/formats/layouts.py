@@ -36,8 +36,7 @@ from elastic_ext.checkpoints.formats.names import (
     too_few,
     words_of,
 )
-from elastic_ext.checkpoints.formats.peek import is_count
-from elastic_ext.checkpoints.formats.single_files import SAFETENSORS_SUFFIX
+from elastic_ext.checkpoints.formats.single_files import SAFETENSORS_SUFFIX, is_count
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 ACCELERATE, DEEPSPEED, MEGATRON, NEMO = "accelerate", "DeepSpeed", "Megatron", "NeMo 2"

@@ -29,7 +29,7 @@ from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Timing, Tro
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
-from elastic_ext.training import memory as reports
+from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class MemorySaver:
         if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that
             self._trouble.note(outcome.failure)
         if outcome.failure is not None:
-            reports.report_copy_failed()
+            saves.report_copy_failed()
         self._schedule.choose(outcome.timings, self._trouble.in_a_row)
         self._times.made_buffers = not outcome.committed and outcome.failure is None
         if outcome.apart is not None:
@@ -360,7 +360,7 @@ class MemorySaver:
             if makes_room and planned is not None:
                 self._make_second(planned.capacity)
             self._times.committed(time.monotonic() - began)
-            reports.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
+            saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
 
     def _make_second(self, capacity: int) -> None:
         """Make the buffer for which there is room only now. If there is none, the next attempt tells all ranks so."""

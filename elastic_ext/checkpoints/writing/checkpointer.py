@@ -41,7 +41,7 @@ from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Position, Reshard
 from elastic_ext.checkpoints.writing.retention import Fence, Retention
 from elastic_ext.checkpoints.writing.saving import BackgroundSaver, Destination, Event, Results, Save, Stager
-from elastic_ext.training import loads, saves
+from elastic_ext.training import saves
 from elastic_ext.training.progress import doing
 
 __all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
@@ -169,7 +169,7 @@ class Checkpointer:
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
         if position is not None:
-            loads.report_loaded(time.monotonic() - began)
+            saves.report_loaded(time.monotonic() - began)
         return position
 
     def snapshot(self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None) -> None:

@@ -27,8 +27,7 @@ from elastic_ext.checkpoints.state import capture
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file
-from elastic_ext.training import loads
-from elastic_ext.training import memory as reports
+from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +305,7 @@ class Loader:
                 return self._put_copy_in_place(memory, name)
             except CheckpointError as error:
                 failure = error
-                reports.report_copy_unusable()
+                saves.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
             older = self._selection.newest_in_memory(memory, refused)
@@ -332,7 +331,7 @@ class Loader:
         return lower is not None and order_or_oldest(lower[1]) >= order_or_oldest(copy)
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> Position:
-        with loads.timed_check():
+        with saves.timed_check():
             manifest, parts = self._selection.parts(memory, name)
             copy: MemoryCopy | ReshardedCopy
             if parts.fit(manifest):
@@ -344,7 +343,7 @@ class Loader:
         return position
 
     def _checked(self, storage: Storage, name: str) -> Checked:
-        with loads.timed_check():
+        with saves.timed_check():
             return self._selection.checked(storage, name)
 
     def _put_in_place(self, checked: Checked) -> Position:

@@ -25,8 +25,8 @@ from elastic_ext.checkpoints.choice import discovery, offers, resolution, source
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import digest, memory_file
+from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import Mode, Verification
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from elastic_ext.base.records import OtherSchema, RecordError
+from elastic_ext.checkpoints.copying import SCHEMA, Pulse, Report, decode, encode
 from elastic_ext.checkpoints.copying.copier import Progress
-from elastic_ext.checkpoints.copying.protocol import SCHEMA, Pulse, Report, decode, encode
 
 BUSY = Report(7, None, 1.5, ("step_00000004.g0001",), "step_00000002.g0001", 1, "OSError: a\nb", "2 []")
 

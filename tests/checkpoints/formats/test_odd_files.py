@@ -17,7 +17,7 @@ from elastic_ext.checkpoints.choice.discovery import newest_complete
 from elastic_ext.checkpoints.copying.replicate import TARGET, Replicator
 from elastic_ext.checkpoints.directory import transfer
 from elastic_ext.checkpoints.directory.transfer import TokenBucket
-from elastic_ext.checkpoints.formats.verify import Mode, verify
+from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.storage import files_of, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.copying.test_replicate import complete, save

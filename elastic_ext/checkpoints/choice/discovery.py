@@ -14,26 +14,13 @@ from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
-from elastic_ext.checkpoints.choice.selection import (
-    OLDER,
-    Choice,
-    Family,
-    Names,
-    PassedOver,
-    are_kin,
-    beside_older,
-    choose,
-    families,
-    is_copy,
-    names_of,
-    or_oldest,
-    step_in,
-)
+from elastic_ext.checkpoints.choice import selection
+from elastic_ext.checkpoints.choice.selection import Choice, Family, Names, PassedOver
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import dcp, detect, layouts
 from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Format, Inspection, is_candidate, is_hidden
+from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import family_of, grouped, numbers_of, says_step, step_of, words_of
@@ -82,7 +69,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
         return Choice(None)
     listed = list_entries(storage)
     trackers = read_trackers(storage, listed)
-    found = judged(candidates(listed, wanted.pattern, detect.plugins()), listed, trackers)
+    found = judged(candidates(listed, wanted.pattern), listed, trackers)
     if wanted.resume_from and not any(wanted.resume_from == each.name for entry in found for each in (entry, *entry.parts)):
         found += [each for each in listed if each.name == wanted.resume_from and not (each.unusable or is_hidden(each.name))]
     found = [each for each in found if each.name != wanted.without]
@@ -91,7 +78,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     inspector = Inspector(storage, wanted, any(entry.name == MARKERS for entry in listed))
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
-    choice = choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
+    choice = selection.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
     if any(entry.name == dcp.METADATA or entry.name.endswith(dcp.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
         return replace(choice, passed_over=(*choice.passed_over, hint))
@@ -114,7 +101,7 @@ def list_entries(storage: Storage) -> list[Entry]:
         ) from error
 
 
-def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Format] = ()) -> list[Entry]:
+def candidates(entries: Iterable[Entry], pattern: str = "") -> list[Entry]:
     """Return the entries that may be checkpoints, judging by name only; files of which each rank wrote its own as one entry.
 
     Leave out links to another candidate beside them, and the parts of a model that is saved directly in the directory.
@@ -126,10 +113,10 @@ def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Fo
             return False
         if match is not None:
             return match(entry.name) is not None or order_of(entry.name) is not None
-        return (is_candidate(entry) and not (is_part(entry.name) and not entry.is_dir)) or detect.claimed(entry, plugins)
+        return (is_candidate(entry) and not (is_part(entry.name) and not entry.is_dir)) or detect.claimed(entry)
 
     found = [each for each in entries if may_be(each) and not (each.sibling and may_be(replace(each, name=each.sibling)))]
-    of_plugins = [each for each in found if detect.claimed(each, plugins)]
+    of_plugins = [each for each in found if detect.claimed(each)]
     return of_plugins + grouped(each for each in found if each not in of_plugins)
 
 
@@ -152,12 +139,12 @@ class Inspector:
             OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
         """
         named = entry.name == self.wanted.resume_from or is_named(entry, self.wanted.pattern)
-        found = detect.check(self.storage, entry, detect.plugins(), named)
+        found = detect.check(self.storage, entry, named)
         if found.unreadable is not None:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
             return found
-        if self.wanted.since is not None and or_oldest(found.written_at) <= self.wanted.since:
+        if self.wanted.since is not None and selection.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
@@ -176,7 +163,7 @@ class Inspector:
 
     def glance(self, entry: Entry) -> Inspection:
         """Check a candidate, whatever its marks and its content. One that cannot be read counts as incomplete."""
-        return detect.check(self.storage, entry, detect.plugins(), is_named(entry, self.wanted.pattern))
+        return detect.check(self.storage, entry, is_named(entry, self.wanted.pattern))
 
 
 def is_named(entry: Entry, pattern: str) -> bool:
@@ -205,9 +192,10 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
     if not named and step is not None:
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
-        shown = ", ".join(entry.name for family in families(found, wanted.pattern) for entry in family.members[:5]) or "nothing"
+        present = selection.families(found, wanted.pattern)
+        shown = ", ".join(entry.name for family in present for entry in family.members[:5]) or "nothing"
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
-    choice = choose(named, inspect, wanted.pattern)
+    choice = selection.choose(named, inspect, wanted.pattern)
     if choice.resume is None:
         reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
@@ -344,7 +332,7 @@ def _unknown(listed: Sequence[Entry]) -> list[str]:
 def _unread(storage: Storage, listed: Sequence[Entry]) -> list[str]:
     """Return the paths of directories with a step in their names and files of no known format."""
     named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
-    unknown = (entry for entry in named if detect.check(storage, entry, detect.plugins()).format == UNKNOWN)
+    unknown = (entry for entry in named if detect.check(storage, entry).format == UNKNOWN)
     return [entry.path for entry in unknown if next(files_of(storage, entry.name), None) is not None]
 
 
@@ -463,27 +451,27 @@ def list_checkpoints(
         pattern: the setting checkpoint_pattern.
         progress: called with the number of checkpoints done and the total.
     """
-    listed, plugins = list_entries(storage), detect.plugins()
+    listed = list_entries(storage)
     trackers = read_trackers(storage, listed)
-    present = judged(candidates(listed, pattern, plugins), listed, trackers)
+    present = judged(candidates(listed, pattern), listed, trackers)
     newest = tracked(present, trackers)
     marked = any(entry.name == MARKERS for entry in listed)
     pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
     quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
     names = {entry.name for entry in present}
-    others = [entry for entry in candidates(listed, "", plugins) if entry.name not in names] if pattern else []
-    together = _together(families([*present, *others]))
+    others = [entry for entry in candidates(listed) if entry.name not in names] if pattern else []
+    together = _together(selection.families([*present, *others]))
     apart = {together[each]: each for each in {family_of(entry.name) for entry in others} if each in together}
-    ordered = [(entry, family) for family in families(present, pattern) for entry in family.members]
+    ordered = [(entry, family) for family in selection.families(present, pattern) for entry in family.members]
 
     inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
     found = []
     for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
         if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
             continue
-        after = range(at + 1, min(at + 1 + OLDER, len(ordered)))
+        after = range(at + 1, min(at + 1 + selection.OLDER, len(ordered)))
         before = (inspections[each] for each in after if ordered[each][1] is family)
-        seen = beside_older(entry, inspection, before, entry.name in newest)
+        seen = selection.beside_older(entry, inspection, before, entry.name in newest)
         group = together.get(family_of(entry.name), "")
         row = ListedCheckpoint(
             entry=entry,
@@ -491,7 +479,7 @@ def list_checkpoints(
             format=seen.format,
             complete=seen.complete,
             state="complete" + f", {NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
-            step=step_in(entry, seen, pattern),
+            step=selection.step_in(entry, seen, pattern),
             epoch=seen.epoch,
             generation=order[0] if (order := order_of(entry.name)) else None,
             size=seen.size,
@@ -510,7 +498,7 @@ def _inspect_all(
 ) -> list[Inspection]:
     def inspect(entry: Entry) -> Inspection:
         unusable = Inspection(False, UNKNOWN, entry.unusable)
-        return unusable if entry.unusable else detect.check(storage, entry, detect.plugins(), is_named(entry, pattern))
+        return unusable if entry.unusable else detect.check(storage, entry, is_named(entry, pattern))
 
     found: list[Inspection] = []
     with ThreadPoolExecutor(THREADS) as pool:
@@ -524,8 +512,8 @@ def _inspect_all(
 def _together(found: Sequence[Family]) -> dict[str, str]:
     """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
     sets: list[list[Names]] = []
-    for names in map(names_of, found):
-        if names.steps and not is_copy(names.pattern):
-            near = [each for each in sets if any(are_kin(names, other) for other in each)]
+    for names in map(selection.names_of, found):
+        if names.steps and not selection.is_copy(names.pattern):
+            near = [each for each in sets if any(selection.are_kin(names, other) for other in each)]
             sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
     return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}

@@ -284,7 +284,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
 
     def look() -> Inspection | None:
         entry = names.entry_of(storage, name)
-        return detect.check(storage, entry, detect.plugins(), named=True) if entry is not None else None
+        return detect.check(storage, entry, named=True) if entry is not None else None
 
     found = poll(look, lambda seen: seen is not None and seen.complete, deadline)
     if found is None or not found.complete:

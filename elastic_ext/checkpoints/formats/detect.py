@@ -15,7 +15,7 @@ import io
 import json
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -45,33 +45,26 @@ SEVERAL = "it holds checkpoints of several steps: to resume from the newest of t
 _ZIP = b"PK"  # the first bytes of every zip record
 
 
-@dataclass(frozen=True)
-class _DirectoryFormat:
-    """One directory format. matches: gets the directory's name and the names in it. check: gets the usable entries in it."""
-
-    matches: Callable[[str, Sequence[str]], bool]
-    check: Callable[[Storage, Entry, Sequence[Entry]], Inspection]
-
-
-# The first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
+# Of each directory format: whether it has this name and these names in it, and a check, which gets the usable entries in it. The
+# first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
-    _DirectoryFormat(dcp.is_own, dcp.check_own),
-    _DirectoryFormat(dcp.is_lightning, dcp.check_lightning),
-    _DirectoryFormat(dcp.matches, layouts.check_shards),
+    (dcp.is_own, dcp.check_own),
+    (dcp.is_lightning, dcp.check_lightning),
+    (dcp.matches, layouts.check_shards),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
 COMMIT_FILES = (MANIFEST, dcp.METADATA, layouts.STATE)
 
 
-def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = (), named: bool = False) -> Inspection:
+def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
     """Check one candidate. An unreadable one is incomplete, with the reason. Raises UsageError if a plug-in fails.
 
     named: the user's checkpoint_pattern names it, so that it counts although its format is unknown.
     """
     format = DCP if entry.is_dir else TORCH_SAVE
     try:
-        for plugin in plugins:
+        for plugin in plugins():
             if _claims(plugin, entry):
                 format = type(plugin).__name__
                 with _naming(plugin, entry):
@@ -89,9 +82,9 @@ def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
     # Links to directories are not followed, see `files_of`. Unusable entries do not count.
     content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
-    for format in _DIRECTORY_FORMATS:
-        if format.matches(entry.name, names):
-            return format.check(storage, entry, content)
+    for matches, check_format in _DIRECTORY_FORMATS:
+        if matches(entry.name, names):
+            return check_format(storage, entry, content)
     layout = layouts.layout_of(entry.name, layouts.top_names(content))
     found = layouts.check(storage, entry, content, layout) if layout is not None else None
     if named and (found is None or (not found.complete and found.format in (UNKNOWN, SAVED_MODEL))):
@@ -140,9 +133,9 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
     return _unknown([entry])  # only a file that matches the user's checkpoint_pattern gets here
 
 
-def claimed(entry: Entry, plugins: Sequence[Format]) -> bool:
+def claimed(entry: Entry) -> bool:
     """Return whether a plug-in claims this name. Raises UsageError if a plug-in fails."""
-    return any(_claims(plugin, entry) for plugin in plugins)
+    return any(_claims(plugin, entry) for plugin in plugins())
 
 
 @functools.cache
@@ -321,7 +314,7 @@ def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, E
     files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(dcp.SHARD_SUFFIX)]
     faults = []
     for folder in sorted(name.removesuffix(dcp.METADATA) for name in found if f"/{name}".endswith(f"/{dcp.METADATA}")):
-        items = dcp.items(storage, f"{checkpoint.name}/{folder}", found[folder + dcp.METADATA])
+        items = dcp.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + dcp.METADATA]).items
         for file in sorted({item.file for item in items}):
             name = folder + file
             if name in found:

@@ -36,8 +36,7 @@ PURE = (
         f"observe/timeline/{name}.py"
         for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
     ),
-    *("checkpoints/choice/in_memory.py", "checkpoints/memory/interval.py", "checkpoints/memory/peers/plan.py"),
-    "checkpoints/memory/steps_seen.py",
+    *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
     *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
 )
 

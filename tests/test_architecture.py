@@ -32,9 +32,13 @@ PURE = (
     *("failures/classify.py", "failures/ledger.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
     *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
+    *(f"observe/timeline/{name}.py" for name in ("builder", "events", "model")),
     *(
-        f"observe/timeline/{name}.py"
-        for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
+        "observe/goodput.py",
+        "observe/job_status.py",
+        "observe/recovery_trace.py",
+        "observe/status_records.py",
+        "observe/trainjob.py",
     ),
     *("checkpoints/choice/in_memory.py", "checkpoints/memory/interval.py", "checkpoints/memory/peers/plan.py"),
     "checkpoints/memory/steps_seen.py",

@@ -19,7 +19,6 @@ from importlib import resources
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
-from elastic_ext.base.held_signals import held
 from elastic_ext.base.wakeup import Wakeup, readable
 
 logger = logging.getLogger(__name__)
@@ -260,6 +259,8 @@ class LastScrape:
 
         wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
         """
+        from elastic_ext.base.held_signals import held  # imports torch, which pages and their server do without
+
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
         with held() as told:

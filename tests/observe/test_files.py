@@ -35,8 +35,8 @@ def test_others_reach_an_agent_that_listens_everywhere_by_its_name():
 
 @pytest.mark.seam
 def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path):
-    announce = f"discovery.announce({str(tmp_path)!r}, ('::1', 1), {{}})"
-    code = f"import os; from elastic_ext.observe import discovery; {announce}; os._exit(1)"
+    announce = f"announce({str(tmp_path)!r}, ('::1', 1), {{}})"
+    code = f"import os; from elastic_ext.observe.prometheus_files import announce; {announce}; os._exit(1)"
     subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     (left,) = tmp_path.iterdir()
     of_another_host = tmp_path / left.name.replace(prometheus_files._where(), "elsewhere")

@@ -10,8 +10,9 @@ import pytest
 from elastic_ext.observe import event_table
 from elastic_ext.observe.event_table import EVENTS, Moment, Source
 from elastic_ext.observe.status_records import RoundSpan
-from elastic_ext.observe.timeline import axis, clocks, course, lines, of_document, of_events
-from elastic_ext.observe.timeline.course import (
+from elastic_ext.observe.timeline import builder, events, model
+from elastic_ext.observe.timeline.events import Event
+from elastic_ext.observe.timeline.model import (
     BACKOFF,
     BETWEEN,
     GONE,
@@ -21,14 +22,12 @@ from elastic_ext.observe.timeline.course import (
     STARTUP,
     STOPPING,
     TRAINING,
-    UNTOLD,
+    UNKNOWN,
     VERDICT,
     WAITING,
-    Course,
     Row,
     Span,
 )
-from elastic_ext.observe.timeline.lines import Line
 from tests.observe.pages_in_chromium import document, failure
 
 BLANK = {"string": "", "integer": 0, "number": 0.0, "boolean": False, "array": [], "object": {}}
@@ -53,8 +52,8 @@ class Agent:
         self.at(seconds + 0.75, "first_step", seconds=0.25)
 
 
-def read(*agents: Agent) -> list[Line]:
-    found, faults = lines.parse("".join(each.text for each in agents), "events")
+def read(*agents: Agent) -> list[Event]:
+    found, faults = events.parse("".join(each.text for each in agents), "events")
     assert faults == []
     return found
 
@@ -89,7 +88,7 @@ def one_crash() -> Agent:
 
 def test_the_spans_of_an_agent_that_restarts():
     """Stop and verdict are told of when they are over, the first step when it is noticed; a long rendezvous is a wait."""
-    made = of_events.course(read(one_crash()))
+    made = builder.from_events(read(one_crash()))
     (row,) = made.rows
     assert row.label == "a"
     assert states(row) == [
@@ -98,9 +97,9 @@ def test_the_spans_of_an_agent_that_restarts():
         (STOPPING, 30, 31),
     ]
     assert [(each.at, each.step) for each in made.saved] == [(5, 40)]
-    (mark,) = made.marks
-    assert (mark.at, mark.row, mark.rank, mark.round, mark.kind, mark.decision) == (7, 0, 0, 1, "crash", "restart")
-    assert mark.after == "resumed from step 40"
+    (end,) = made.interruptions
+    assert (end.at, end.row, end.rank, end.round, end.kind, end.decision) == (7, 0, 0, 1, "crash", "restart")
+    assert end.after == "resumed from step 40"
     assert (made.restarts, made.end, made.length) == ("1 restart (1 of 3 charged)", "ended: succeeded", 31)
     assert made.trained == pytest.approx((5.5 + 8) / 31)
     assert [(each.state, each.begin, each.end) for each in made.job][1] == (TRAINING, 1.5, 7)
@@ -114,9 +113,9 @@ def test_a_hang_began_before_anybody_said_so():
     agent.at(52, "hang", culprits=[0], reasons=["it sleeps"], seconds=42.0)
     agent.at(53, "decision", phases={"stop": 1.5, "verdict": 0.5}, **crash(kind="hang"))
     agent.at(53.5, "workers_stopped")
-    made = of_events.course(read(agent))
+    made = builder.from_events(read(agent))
     assert states(made.rows[0])[2:] == [(TRAINING, 0.5, 10), (HANG, 10, 50), (STOPPING, 50, 52.5), (VERDICT, 52.5, 53.5)]
-    assert [(each.kind, each.at) for each in made.marks] == [("hang", 50)]
+    assert [(each.kind, each.at) for each in made.interruptions] == [("hang", 50)]
 
 
 def two_nodes(ahead: float = 0.0, lost: bool = False, victim: bool = False) -> tuple[Agent, Agent]:
@@ -145,14 +144,14 @@ def two_nodes(ahead: float = 0.0, lost: bool = False, victim: bool = False) -> t
 def test_clocks_that_differ_are_aligned_by_the_starts_of_rounds(ahead):
     """Whatever the second machine's clock says, the picture is the same."""
     agents = two_nodes(ahead)
-    made = of_events.course(read(*agents))
+    made = builder.from_events(read(*agents))
     assert [each.label for each in made.rows] == ["a", "b"]
     assert made.length == pytest.approx(40, abs=1e-4)
     assert states(made.rows[1])[-2:] == [(STOPPING, 20.0, 20.6), (GONE, 20.6, 40.0)]
-    aligned = clocks.aligned(clocks.agents_of(read(*agents)))
-    assert aligned.clocks.nodes == 2
-    assert aligned.clocks.largest == pytest.approx(abs(ahead) / 2, abs=1e-4)
-    assert aligned.clocks.residual == pytest.approx(0, abs=1e-4)
+    aligned = events.aligned(read(*agents))
+    assert aligned.nodes == 2
+    assert aligned.largest == pytest.approx(abs(ahead) / 2, abs=1e-4)
+    assert aligned.residual == pytest.approx(0, abs=1e-4)
     assert any("clocks of 2 nodes are aligned" in note for note in made.notes)
 
 
@@ -161,7 +160,7 @@ def test_the_residual_is_what_a_constant_cannot_explain():
     for rank, agent in enumerate((a, b)):
         for round_, at in enumerate((10, 20, 30), 1):
             agent.joins(at + (0.4 if agent is b and round_ == 2 else 0.0), round_, rank)
-    found = clocks.aligned(clocks.agents_of(read(a, b))).clocks
+    found = events.aligned(read(a, b))
     assert found.largest == pytest.approx(50, abs=0.01)
     assert found.residual == pytest.approx(0.2, abs=0.01)
 
@@ -170,14 +169,14 @@ def test_a_clock_that_is_set_while_the_agent_runs_does_not_count():
     agent = one_crash()
     late = [json.loads(each) for each in agent.text.splitlines()]
     late[-1]["time"] = "2031-01-01T00:00:00.000000Z"
-    found, _ = lines.parse("".join(json.dumps(each) + "\n" for each in late), "events")
-    assert of_events.course(found).length == pytest.approx(31, abs=1e-4)
+    found, _ = events.parse("".join(json.dumps(each) + "\n" for each in late), "events")
+    assert builder.from_events(found).length == pytest.approx(31, abs=1e-4)
 
 
 def test_a_node_that_shares_no_round_keeps_its_own_clock_and_that_is_said():
     spare = Agent("spare")
     spare.at(3, "agent_started")
-    made = of_events.course(read(*two_nodes(), spare))
+    made = builder.from_events(read(*two_nodes(), spare))
     assert states(made.rows[2]) == [(RENDEZVOUS, 3.0, 5.0), (WAITING, 5.0, 40.0)]
     assert any("spare" in note for note in made.notes)
     assert made.trained == pytest.approx((18.5 + 18) / 40)  # a spare that waits keeps nobody from training
@@ -195,13 +194,13 @@ def test_a_job_that_begins_again_has_its_first_round_twice():
             agent.at(start + 21, "workers_stopped")
             agent.at(start + 22, "agent_ended", state="signalled", exit_code=75)
             runs.append(agent)
-    made = of_events.course(read(*runs))
+    made = builder.from_events(read(*runs))
     assert [(each.round, each.at) for each in made.rounds] == [(1, pytest.approx(1)), (1, pytest.approx(26))]
-    assert [(each.kind, each.at, each.decision) for each in made.marks] == [
+    assert [(each.kind, each.at, each.decision) for each in made.interruptions] == [
         ("preemption", pytest.approx(20), "left with exit code 75"),
         ("preemption", pytest.approx(45), "left with exit code 75"),
     ]
-    assert made.marks[0].reason == "its agent was told to end by SIGTERM; likewise b"
+    assert made.interruptions[0].reason == "its agent was told to end by SIGTERM; likewise b"
     assert len(made.rows) == 2
     assert (GONE, 22.0, 25.0) in states(made.rows[0])
     assert made.restarts.startswith("1 restart")
@@ -209,17 +208,17 @@ def test_a_job_that_begins_again_has_its_first_round_twice():
 
 
 def test_a_lost_node_is_gone_when_its_peers_stop():
-    made = of_events.course(read(*two_nodes(lost=True)))
+    made = builder.from_events(read(*two_nodes(lost=True)))
     assert states(made.rows[1])[-2:] == [(TRAINING, 1.5, 20.0), (GONE, 20.0, 40.0)]
-    (mark,) = made.marks
-    assert (mark.kind, mark.node, mark.row, mark.decision, mark.reason) == ("node lost", "b", 1, "new round", "b is gone")
+    (end,) = made.interruptions
+    assert (end.kind, end.node, end.row, end.decision, end.reason) == ("node lost", "b", 1, "new round", "b is gone")
 
 
-def test_a_lost_node_is_one_mark_on_its_own_row_though_another_one_failed_of_it():
-    made = of_events.course(read(*two_nodes(lost=True, victim=True)))
-    (mark,) = made.marks
-    assert (mark.kind, mark.node, mark.row, mark.rank, mark.decision) == ("node lost", "b", 1, None, "restart_free")
-    assert mark.reason.startswith("node b was lost; ")
+def test_a_lost_node_is_on_its_own_row_though_another_failed():
+    made = builder.from_events(read(*two_nodes(lost=True, victim=True)))
+    (end,) = made.interruptions
+    assert (end.kind, end.node, end.row, end.rank, end.decision) == ("node lost", "b", 1, None, "restart_free")
+    assert end.reason.startswith("node b was lost; ")
 
 
 def test_a_node_that_only_trains_is_not_lost():
@@ -229,9 +228,9 @@ def test_a_node_that_only_trains_is_not_lost():
         agent.at(0, "agent_started")
         agent.joins(1, 1, rank)
     a.at(60, "checkpoint_saved", step=5)
-    made = of_events.course(read(a, b))
+    made = builder.from_events(read(a, b))
     assert states(made.rows[1])[-1] == (TRAINING, 1.5, 60.0)
-    assert (made.marks, made.end) == ((), "as of its last event")
+    assert (made.interruptions, made.end) == ((), "as of its last event")
 
 
 def test_a_node_that_has_not_told_yet_that_its_round_is_over_is_not_lost():
@@ -241,19 +240,19 @@ def test_a_node_that_has_not_told_yet_that_its_round_is_over_is_not_lost():
         agent.joins(1, 1, rank)
     a.at(60, "round_over", cause="broken", reason="b says so")
     a.at(61, "workers_stopped")
-    made = of_events.course(read(a, b))
+    made = builder.from_events(read(a, b))
     assert states(made.rows[1])[-1] == (TRAINING, 1.5, 61.0)
-    assert [each.kind for each in made.marks] == ["membership"]
+    assert [each.kind for each in made.interruptions] == ["membership"]
 
 
-def test_agents_that_end_alike_have_one_mark():
+def test_agents_that_end_alike_are_one_interruption():
     agents = [Agent(node) for node in "abcdef"]
     for rank, agent in enumerate(agents):
         agent.at(0, "agent_started")
         agent.joins(1, 1, rank, nodes=6)
         agent.at(9, "agent_ended", state="error", exit_code=1, error="RendezvousClosedError")
-    (mark,) = of_events.course(read(*agents)).marks
-    assert (mark.kind, mark.reason) == ("error", "RendezvousClosedError; likewise b, c, d and 2 more")
+    (end,) = builder.from_events(read(*agents)).interruptions
+    assert (end.kind, end.reason) == ("error", "RendezvousClosedError; likewise b, c, d and 2 more")
 
 
 @pytest.mark.parametrize(("event", "kind"), [("node_refused", "refused"), ("node_drained", "drained")])
@@ -266,8 +265,8 @@ def test_a_node_that_is_sent_away_says_why(event, kind):
     second.at(5.5, event, reason="its fan is loud")
     second.at(6, "agent_ended", state="error", error="NodeRefused")
     first.at(9, "agent_ended", state="succeeded")
-    (mark,) = of_events.course(read(first, second)).marks
-    assert (mark.row, mark.kind, mark.reason) == (1, kind, "its fan is loud")
+    (end,) = builder.from_events(read(first, second)).interruptions
+    assert (end.row, end.kind, end.reason) == (1, kind, "its fan is loud")
 
 
 def test_two_agents_of_a_host_side_by_side_have_a_row_each():
@@ -277,14 +276,14 @@ def test_two_agents_of_a_host_side_by_side_have_a_row_each():
         agent.joins(2, 1, rank)
         agent.at(9, "workers_stopped")
         agent.at(9, "agent_ended", state="succeeded")
-    assert [each.label for each in of_events.course(read(*agents)).rows] == ["a (pid 1)", "a (pid 2)"]
+    assert [each.label for each in builder.from_events(read(*agents)).rows] == ["a (pid 1)", "a (pid 2)"]
 
 
 def test_order_and_repetition_of_the_lines_do_not_matter():
     text = "".join(each.text for each in two_nodes())
-    plain, _ = lines.parse(text, "events")
-    mixed, _ = lines.parse("\n".join(sorted(text.splitlines() * 2)) + "\n", "events")
-    assert of_events.course(mixed) == of_events.course(plain)
+    plain, _ = events.parse(text, "events")
+    mixed, _ = events.parse("\n".join(sorted(text.splitlines() * 2)) + "\n", "events")
+    assert builder.from_events(mixed) == builder.from_events(plain)
 
 
 def test_what_is_no_event_is_named_and_the_rest_is_read():
@@ -293,8 +292,8 @@ def test_what_is_no_event_is_named_and_the_rest_is_read():
     bad = ["{", "[]", "NaN", "[" * 100_000, json.dumps({**first, "schema": 2}), json.dumps({**first, "time": "now"})]
     bad += [json.dumps({**first, "pid": True}), json.dumps({**first, "monotonic": "1"}), json.dumps({**first, "round": -1})]
     bad += [json.dumps({**first, "time": "9999-12-31T23:59:59.000000Z"}), json.dumps({**first, "monotonic": 1e300})]
-    found, faults = lines.parse(good + "\n".join(bad) + "\n" + good[: len(good) // 3].splitlines()[-1], "e.jsonl")
-    assert found == lines.parse(good, "")[0]
+    found, faults = events.parse(good + "\n".join(bad) + "\n" + good[: len(good) // 3].splitlines()[-1], "e.jsonl")
+    assert found == events.parse(good, "")[0]
     count = len(good.splitlines())
     assert [(each.file, each.number) for each in faults] == [("e.jsonl", count + number) for number in range(1, len(bad) + 1)]
     assert all(each.why and len(each.why) < 200 and "\n" not in each.why for each in faults)
@@ -306,9 +305,9 @@ def test_fields_of_another_type_and_unknown_events_do_no_harm():
         record = json.loads(line)
         common = {each.name for each in event_table.COMMON}
         text += json.dumps({key: value if key in common else [value] for key, value in record.items()}) + "\n"
-    found, faults = lines.parse(text + json.dumps({**json.loads(one.splitlines()[0]), "event": "of a newer version"}) + "\n", "")
+    found, faults = events.parse(text + json.dumps({**json.loads(one.splitlines()[0]), "event": "of a newer version"}) + "\n", "")
     assert faults == []
-    assert of_events.course(found).length == pytest.approx(31)
+    assert builder.from_events(found).length == pytest.approx(31)
 
 
 def test_what_cannot_be_seen_is_thinned_to_what_takes_longest():
@@ -317,17 +316,17 @@ def test_what_cannot_be_seen_is_thinned_to_what_takes_longest():
         at = 100 + number * 0.4
         spans += [Span(at, at + 0.3, STOPPING), Span(at + 0.3, at + 0.4, START)]
     spans.append(Span(120, 200, TRAINING))
-    assert course.thinned(spans, 1.0) == (Span(0, 100, TRAINING), Span(100, spans[-2].end, STOPPING), Span(120, 200, TRAINING))
-    assert course.thinned(spans, 0.05) == course.merged(spans)
+    assert model.thinned(spans, 1.0) == (Span(0, 100, TRAINING), Span(100, spans[-2].end, STOPPING), Span(120, 200, TRAINING))
+    assert model.thinned(spans, 0.05) == model.merged(spans)
 
 
 def test_labels_that_have_no_room_go_to_the_next_level():
-    assert course.levels([0, 1, 1.5, 1.6, 9], 2, 3) == [0, 1, 2, None, 0]
+    assert model.levels([0, 1, 1.5, 1.6, 9], 2, 3) == [0, 1, 2, None, 0]
 
 
 def test_the_job_trains_while_nobody_keeps_it_from_it():
     rows = (Row("a", (Span(0, 10, TRAINING),)), Row("b", (Span(0, 4, RENDEZVOUS), Span(4, 6, STARTUP), Span(6, 8, TRAINING))))
-    assert [(each.state, each.begin, each.end) for each in course.job_spans(rows, 12)] == [
+    assert [(each.state, each.begin, each.end) for each in model.job_spans(rows, 12)] == [
         (TRAINING, 0, 4),
         (BETWEEN, 4, 6),
         (TRAINING, 6, 10),
@@ -336,30 +335,30 @@ def test_the_job_trains_while_nobody_keeps_it_from_it():
 
 
 def test_times_for_people():
-    assert [axis.offset(at, length) for at, length in ((1.25, 9), (5, 9), (200, 900), (3800, 5000), (1e5, 2e5))] == [
+    assert [model.offset(at, length) for at, length in ((1.25, 9), (5, 9), (200, 900), (3800, 5000), (1e5, 2e5))] == [
         *("1.2 s", "5 s", "3:20", "1:03:20", "1 d 3:46"),
     ]
-    assert [axis.duration(each) for each in (0.02, 45.2, 725, 11520, 190000)] == [
+    assert [model.duration(each) for each in (0.02, 45.2, 725, 11520, 190000)] == [
         *("20 ms", "45.2 s", "12 min 5 s", "3 h 12 min", "2 d 4 h"),
     ]
     for length in (0.3, 7, 47, 3000, 9e4, 4e6, 4e7):
-        assert 3 <= len(axis.ticks(length, 12)) <= 13
+        assert 3 <= len(model.ticks(length, 12)) <= 13
 
 
 # The status of a job.
 
 
 def test_the_status_tells_rounds_and_verdicts_and_what_is_missing():
-    made = of_document.of_document(document(3, "recovering"), 1.8e9)
+    made = builder.from_status(document(3, "recovering"), 1.8e9)
     assert (made.length, made.began_unix) == (3600, 1.8e9 - 3600)
     assert [(each.round, each.at) for each in made.rounds] == [(1, 0), (2, 2390)]
     assert [(each.state, each.begin, each.end) for each in made.job][-1] == (BETWEEN, 3592.5, 3600)
-    (mark,) = made.marks
-    assert (mark.at, mark.rank, mark.node) == (2320, 27, "n3")
+    (end,) = made.interruptions
+    assert (end.at, end.rank, end.node) == (2320, 27, "n3")
     nodes = made.rows[-3:]
-    assert [each.spans[0].state for each in nodes] == [UNTOLD] * 3
+    assert [each.spans[0].state for each in nodes] == [UNKNOWN] * 3
     assert [each.spans[-1].state for each in nodes] == [RENDEZVOUS] * 3
-    assert made.notes[0] == of_document.WITHOUT_EVENTS
+    assert made.notes[0] == builder.WITHOUT_EVENTS
     assert any("only verdicts that this node has heard" in note for note in made.notes)
     spent = {each.state: each.seconds for each in document(3).goodput}
     assert made.trained == pytest.approx(spent["productive"] / sum(spent.values()))
@@ -369,17 +368,9 @@ def test_the_status_tells_rounds_and_verdicts_and_what_is_missing():
 
 def test_a_job_of_which_only_verdicts_are_left():
     verdicts = tuple(replace(failure(number), at=f"2026-01-02 03:0{number}:05+0000") for number in (1, 2, 5))
-    made = of_document.of_document(replace(document(0, "ended"), rounds=(), nodes=(), failures=verdicts), 1.8e9)
-    assert [each.at for each in made.marks] == [0, 60, 240]
-    assert of_document.BY_JUDGES in made.notes
+    made = builder.from_status(replace(document(0, "ended"), rounds=(), nodes=(), failures=verdicts), 1.8e9)
+    assert [each.at for each in made.interruptions] == [0, 60, 240]
+    assert builder.BY_JUDGES in made.notes
     unknown = replace(document(1), rounds=(RoundSpan(9, 5.0),), failures=(failure(1),))
-    (mark,) = of_document.of_document(unknown, 1.8e9).marks
-    assert (mark.at, mark.after) == (None, "at 2026-01-02 03:04:05+0000")
-
-
-def test_every_state_has_a_colour():
-    pytest.importorskip("matplotlib")
-    from elastic_ext.observe.timeline import sheet
-
-    assert sheet.COLORS.keys() == course.STATES.keys()
-    assert isinstance(of_events.course(read(one_crash())), Course)
+    (end,) = builder.from_status(unknown, 1.8e9).interruptions
+    assert (end.at, end.after) == (None, "at 2026-01-02 03:04:05+0000")

@@ -17,13 +17,13 @@ MAY_IMPORT = {
     "observe": "base failures rendezvous",
     "failures": "base",
     "workers": "base",
+    "hangs": "base workers",
     "training": "base workers",
-    "integrations": "training",  # old names, for one release
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
     "embedded": "base etcd failures own_etcd rendezvous",
-    "agent": ". base checkpoints failures embedded observe own_etcd rendezvous workers",
+    "agent": ". base checkpoints failures embedded hangs observe own_etcd rendezvous workers",
     "cli": ". base checkpoints embedded etcd failures observe own_etcd rendezvous workers",
 }
 
@@ -42,7 +42,7 @@ PURE = (
     ),
     *("checkpoints/choice/in_memory.py", "checkpoints/memory/interval.py", "checkpoints/memory/peers/plan.py"),
     "checkpoints/memory/steps_seen.py",
-    *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
+    *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
 )
 
 

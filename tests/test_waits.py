@@ -13,8 +13,8 @@ import elastic_ext
 PACKAGE = Path(elastic_ext.__file__).parent
 TESTS = Path(__file__).parent
 WHY = {
-    "checkpoints/copying/throttle.py:__init__": "the copy's bandwidth is bounded",
-    "checkpoints/storage/polling.py:poll": "a storage tells of no change",
+    "checkpoints/copying/replicate.py:__init__": "the copy's bandwidth is bounded",
+    "checkpoints/storage.py:poll": "a storage tells of no change",
     "cli/status.py:_watch": "nothing tells a command of changes in an agent; every 2 s, as the page does",
     "embedded/hosting.py:await_addresses": "nothing tells when a name server has learned of a name",
     "embedded/service.py:look_after_leases": "a lease ends when its time is over",
@@ -22,7 +22,7 @@ WHY = {
     "rendezvous/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
     "rendezvous/links.py:_confirm": "a dead node does not answer; only the end of the time tells so",
     "rendezvous/links.py:watch": "a host that cannot be reached tells nothing when it can again",
-    "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
+    "agent/hangs.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:poll": "under a tracer a process ends before its parent learns of it",
     "workers/standby/client.py:_reap_group": "nothing tells that the last process has left a group; after a standby server's end",
     "workers/reaper/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",

@@ -33,7 +33,7 @@ from elastic_ext.agent import exits, plugin
 from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.errors import UsageError, usage_errors_exit
 from elastic_ext.failures.policy import EX_USER, NO_LIMIT
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 
 BACKEND = "ext_c10d"
 LOCAL_ENDPOINT = "localhost:0"
@@ -112,7 +112,7 @@ def _run(args: Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job and return the exit code of the command: 78 for wrong usage, else see `failures.policy` and `agent.exits`."""
-    descriptors.open_standard()
+    limits.open_standard()
     _configure_logging()
     with usage_errors_exit():
         _refuse_completion(sys.argv[1:] if argv is None else argv)

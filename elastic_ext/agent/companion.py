@@ -7,6 +7,7 @@ descriptor to wait for, evidence of a failure); the code that needs that calls t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,3 +60,26 @@ class Companion:
 
     def flush(self, limit_s: float) -> None:
         """Called once, last of all: wait for what is on its way, for limit_s seconds at most."""
+
+
+END_S = 3.0  # for all of them together
+HURRIED_S = 1.0  # the same where a signal ends the agent: the platform will kill it
+LEAST_S = 0.2  # for each, even if another one has used up the time: who works needs a moment
+
+
+class EndLimit:
+    """Time that several waits share. All are told first, and then waited for: so they work beside each other."""
+
+    def __init__(self) -> None:
+        self._by: float | None = None
+
+    def begin(self, limit_s: float) -> None:
+        """Let the time begin. limit_s: seconds for all."""
+        self._by = time.monotonic() + limit_s
+
+    def left_s(self) -> float:
+        """Return how long the next one may be waited for, in seconds. The first call begins, if nothing has."""
+        if self._by is None:
+            self.begin(END_S)
+            return END_S
+        return max(LEAST_S, self._by - time.monotonic())

@@ -7,36 +7,205 @@ import math
 import os
 import secrets
 import shutil
+import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch, trainjob
-from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.agent import launch
+from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorkers
+from elastic_ext.agent.hangs import FlightRecorder
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.last_words import HURRIED_S, LAST_WORDS_S
-from elastic_ext.agent.memory import MemoryCopies
+from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import Observation
-from elastic_ext.agent.standbys import WarmStarts, warm_starts
+from elastic_ext.agent.resume import MemoryCopies
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.torch_private import Start
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.metrics import bridge_torchelastic
+from elastic_ext.observe.metrics import AgentMetrics, bridge_torchelastic
+from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_of
+from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
 from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.progress import Progress, WakePipe
 from elastic_ext.workers.reaper.client import Reaper
+from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
 from elastic_ext.workers.stderr.tails import StderrTails
-from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
+
+
+def reporting(
+    settings: Settings, environ: Mapping[str, str], restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
+) -> list[TrainJobReports]:
+    """Return the companion that reports to Kubeflow Trainer, if it asks for reports.
+
+    restarts: see Training. gauges: what the script of rank 0 shows of itself, if it is on this node.
+    """
+    target = target_of(environ) if settings.trainjob_interval > 0 else None
+    return [TrainJobReports(target, settings.trainjob_interval, restarts, gauges)] if target is not None else []
+
+
+def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
+    """Return how far the training is; None if it has not begun, or if the script posts its status itself.
+
+    Args:
+        worker: rank 0.
+        resumed_at: step of the checkpoint that the round resumes from. Where it is unknown, the round starts from the beginning.
+    """
+    if not worker.pid or not worker.steps or worker.posts_status:
+        return None
+    before = worker.steps_before if worker.steps_before is not None else resumed_at or 0
+    stepping_s = (worker.last_step_ns - worker.first_step_ns) / 1e9
+    step_s = max(0.0, stepping_s) / (worker.steps - 1) if worker.steps > 1 else None
+    return Training(before + worker.steps, worker.total_steps, step_s, restarts)
+
+
+class TrainJobReports(Companion):
+    """Posts while rank 0 is on this node."""
+
+    def __init__(
+        self, target: Target, interval_s: float, restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._restarts, self._read_gauges = restarts, gauges
+        self._lock = threading.Lock()
+        self._workers: LocalWorkers | None = None  # of this round, if rank 0 is among them
+        self._slot = 0  # its local rank
+        self._last: Training | None = None
+        self._gauges: Mapping[str, float] = {}  # of rank 0
+        self._begun = False  # this round's first step was told
+        self._done = False
+        self._poster = Poster(target, interval_s, self.status)
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        slots = [local_rank for local_rank, rank in workers.ranks.items() if rank == 0]
+        with self._lock:
+            self._workers = workers if slots else None
+            self._begun = False
+            if slots:
+                self._slot = slots[0]
+            else:
+                self._last, self._gauges = None, {}  # another node posts from now on
+
+    def check(self, workers: LocalWorkers) -> None:
+        with self._lock:
+            tell = not self._begun and self._read() is not None
+            self._begun = self._begun or tell
+        if tell:
+            self._poster.changed()
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        with self._lock:
+            self._last = self._read() or self._last
+            self._gauges = self._read_gauges() or self._gauges  # those of the next round are others
+            self._workers = None
+            tell = self._last is not None and (workers.processes.failed or bool(workers.processes.running))
+        if tell:  # else the job ends well, which job_ended tells, or other nodes still train
+            self._poster.changed()
+
+    def job_ended(self, clean: bool) -> None:
+        if clean:
+            with self._lock:
+                self._done = True
+            self._poster.changed()
+        self._poster.end()
+
+    def flush(self, limit_s: float) -> None:
+        self._poster.close(limit_s)
+
+    def status(self) -> TrainerStatus | None:
+        """Return the status to post; None if this agent has nothing to post. Any thread may call this."""
+        with self._lock:
+            now = self._read()
+            self._last = now or self._last
+            self._gauges = self._read_gauges() or self._gauges  # none between two rounds, nor before the script sets them
+            trains = now is not None and self._workers is not None and not self._workers.processes.stopped
+            state = State.DONE if self._done else State.TRAINING if trains else State.STOPPED
+            return status_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
+
+    def _read(self) -> Training | None:
+        """Return how far rank 0 is, if it trains on this node. The caller holds the lock."""
+        workers = self._workers
+        if workers is None or workers.progress is None:
+            return None
+        return training_of(workers.progress.read(self._slot), workers.resumed_at, self._restarts())
+
+
+class WarmStarts(Companion):
+    """The standby pool of this agent, or the reason why it has none."""
+
+    def __init__(self, pool: StandbyPool | None, cold: ColdReason, logs: WorkerLogs, metrics: AgentMetrics) -> None:
+        """cold: the reason to count for each worker that is started without a pool."""
+        self._pool, self._cold, self._logs, self._metrics = pool, cold, logs, metrics
+
+    def before_start(self) -> None:
+        """Make a worker of the next round record its imports. Call this when `logs.messages` holds the other messages."""
+        if self._pool is not None:
+            self._pool.learn(self._logs.modules_file)  # of the previous round: a worker may have written it at the very end
+            self._logs.messages[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
+
+    @property
+    def start(self) -> Start | None:
+        """The function that torch asks for the process of each worker; None without standbys."""
+        return self._pool.start if self._pool is not None else None
+
+    def await_first(self, job: Rendezvous) -> None:
+        """Where the job trains without this node, wait for the first standbys: the others stop once this node comes."""
+        if self._pool is not None and job.trains_without_us():
+            self._pool.await_first()
+
+    def after_start(self, pids: Mapping[int, int]) -> frozenset[int]:
+        """Count the workers that have been started; return the local ranks of those that were warm standbys."""
+        if self._pool is None:
+            for _ in pids:
+                self._metrics.worker_started("cold", self._cold.value)
+            return frozenset()
+        released = self._pool.round_started()
+        return frozenset(local_rank for local_rank, pid in pids.items() if pid in released)
+
+    def check(self, workers: LocalWorkers) -> None:
+        if self._pool is not None:
+            self._pool.learn(self._logs.modules_file)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        if self._pool is not None and any(progress.has_torch for progress in workers.read_progress()):
+            self._pool.workers_import_torch = True
+
+    def skip_next_round(self, reason: str) -> None:
+        """Make the workers of the next round start the usual way."""
+        if self._pool is not None:
+            self._pool.skip_next_round(reason)
+
+    def close(self) -> None:
+        """End the standbys."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics) -> WarmStarts:
+    """Start the standby pool if the settings want one and the host has room for it.
+
+    Call this before the first rendezvous, so that the standbys import what workers need during it.
+    """
+    wanted = launch.standby_spec(spec, settings, token)
+    if isinstance(wanted, str):
+        logger.info("no warm standbys: %s", wanted)
+        return WarmStarts(None, ColdReason.OFF, logs, metrics)
+    try:
+        pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
+    except (OSError, RuntimeError) as error:  # out of descriptors or threads
+        logger.warning("no warm standbys: they could not be started: %s", error)
+        return WarmStarts(None, ColdReason.LACKING, logs, metrics)
+    return WarmStarts(pool, ColdReason.LACKING, logs, metrics)
+
 
 HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
 _LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
@@ -139,7 +308,7 @@ class JobCompanions:
         self.round_companions: list[Companion] = [
             Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, self.observation,
             self.journal, *([Copying(self.copier)] if self.copier is not None else []),
-            *trainjob.reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
+            *reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]  # fmt: skip
 
     def leave(self, handler: Rendezvous, error: BaseException) -> None:
@@ -166,12 +335,12 @@ class JobCompanions:
         try:
             try:
                 left = self._end_starts_and_copies(copy_s)  # before the reaper is closed, which would end the copier
-                well, limit_s = clean and not left, LAST_WORDS_S if copy_s is None else HURRIED_S
+                well, limit_s = clean and not left, END_S if copy_s is None else HURRIED_S
             finally:
                 self.reaper.close(clean)
         finally:
             with held() as told:
-                self._say_last_words(well, min(limit_s, kill_at - time.monotonic()))
+                self._report_end(well, min(limit_s, kill_at - time.monotonic()))
         raise_again(told)  # unless this agent ends by an exception anyway
         return left
 
@@ -187,14 +356,14 @@ class JobCompanions:
                 left = self.copier.close(copy_s)
         return left
 
-    def _say_last_words(self, well: bool, limit_s: float) -> None:
+    def _report_end(self, well: bool, limit_s: float) -> None:
         """Tell of the end. well: the job ended well. limit_s: seconds for all who take it. No signal may come between."""
-        last_words = self.journal.last_words
-        last_words.begin(limit_s)
+        end_limit = self.journal.end_limit
+        end_limit.begin(limit_s)
         for companion in self.round_companions:
             companion.job_ended(well)
         self.observation.goodput.end()
         for companion in self.round_companions:
-            companion.flush(last_words.left_s())
-        self.observation.goodput.close(last_words.left_s())
-        self.observation.show_last(last_words.left_s())
+            companion.flush(end_limit.left_s())
+        self.observation.goodput.close(end_limit.left_s())
+        self.observation.show_last(end_limit.left_s())

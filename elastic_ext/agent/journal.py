@@ -17,17 +17,17 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
-from elastic_ext.agent import exits, launch, report
-from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.agent.last_words import LastWords
-from elastic_ext.agent.report import FailedWorker
+from elastic_ext.agent import exits, launch, verdicts
+from elastic_ext.agent.companion import Companion, EndLimit, LocalWorkers
 from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.copying.restarts import CopyMetrics
+from elastic_ext.checkpoints.copying.copier import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
+from elastic_ext.hangs.detector import Stuck
 from elastic_ext.observe import families
 from elastic_ext.observe.collectors import Outage
 from elastic_ext.observe.event_table import Source
@@ -36,7 +36,6 @@ from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.recovery_trace import Cause, Recovery, RecoveryTrace
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
-from elastic_ext.workers.hangs.detector import Stuck
 
 FIRST = "start"  # cause of the first round of an agent
 
@@ -56,7 +55,7 @@ class Journal(Companion):
         events: for other parts of the agent.
         warm: workers of this round that were warm standbys; set before they are told of as started.
         clean: whether the job has ended well.
-        last_words: for how long the end of the agent may wait.
+        end_limit: for how long the end of the agent may wait.
     """
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
@@ -65,7 +64,7 @@ class Journal(Companion):
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
-        self.last_words = LastWords()
+        self.end_limit = EndLimit()
         self._handler, self._metrics = handler, metrics
         self._ended = False
         self._trace = RecoveryTrace()
@@ -88,8 +87,8 @@ class Journal(Companion):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with held() as told:
             self.end(error)
-            self.events.close(self.last_words.left_s())
-            self._spans.close(self.last_words.left_s())
+            self.events.close(self.end_limit.left_s())
+            self._spans.close(self.end_limit.left_s())
         if error is None:
             raise_again(told)
 
@@ -181,12 +180,12 @@ class Journal(Companion):
             others=[other.rank for other in others],
         )
         self._decided(verdict, decision)
-        return report.failure_text(cause, others, verdict, decision, self._handler.node_id)
+        return verdicts.failure_text(cause, others, verdict, decision, self._handler.node_id)
 
     def stopped(self, verdict: JobVerdict) -> str:
         """Tell of a verdict that no failure on this node has caused; return the text for the log."""
         self._decided(verdict, verdict.decision)
-        return report.line_elsewhere(verdict, verdict.decision, self._handler.node_id)
+        return verdicts.line_elsewhere(verdict, verdict.decision, self._handler.node_id)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
         phases = self._trace.seconds(time.monotonic())

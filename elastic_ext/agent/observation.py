@@ -1,58 +1,366 @@
-"""What an agent shows of itself, its workers and its job: metrics and pages."""
+"""What an agent shows of itself, its workers and its job: metrics, pages, and the status of the whole job.
+
+`JobView` reports this node to the job from a thread, and reads the reports of the others when a viewer asks. The agent's loop
+only notes its state there: a rendezvous that does not answer delays neither it nor a scrape.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
+import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
-import elastic_ext
-from elastic_ext.agent import exits, report
-from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.agent.goodput import AccountedMetrics
-from elastic_ext.agent.job_view import JobView
-from elastic_ext.agent.last_words import LEAST_S
-from elastic_ext.agent.own_node import Place
-from elastic_ext.agent.serving import Serving
+from elastic_ext.agent import exits, verdicts
+from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
+from elastic_ext.agent.metrics import AccountedMetrics
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import families, pages
-from elastic_ext.observe.collectors import EtcdHealth, GoodputCollector, Incidents, Outage
-from elastic_ext.observe.metrics import GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
+from elastic_ext.observe import families, gate, job_status, pages, prometheus_files, status_records
+from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage
+from elastic_ext.observe.gate import Gate
+from elastic_ext.observe.job_status import Own, ReportAges, Sources
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.pages import LastScrape, Pages
 from elastic_ext.observe.prometheus_files import TextFile
 from elastic_ext.observe.script_metrics import ScriptMetrics
+from elastic_ext.observe.server import MetricsServer
+from elastic_ext.observe.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.rendezvous.run_id import host_name
-from elastic_ext.workers.standby.rules import ColdReason
+from elastic_ext.rendezvous.job_status import JobStatus
 
 logger = logging.getLogger(__name__)
 
-OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
+
+REPORT_S = 15.0  # between two reports of a node whose state does not change: 34 small writes a second from 512 nodes
+SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it several times, and its own writes come first
+CHANGES_PER_S = 100.0  # reports of a change that all nodes make at once; 5 s for 512 nodes
+CACHED_S = 1.0  # many viewers cost one read of the job in this time
+ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
 
 
-def make_metrics(
-    settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]
-) -> AccountedMetrics:
-    """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
-    metrics = AccountedMetrics(
-        version=elastic_ext.__version__,
-        torch=torch.__version__,
-        run_id=run_id,
-        node=host_name(settings),
-        cold_reasons=[each.value for each in ColdReason],
-        gpus=GpuQuery(lambda: gpus_by_local_rank(workers, gpu_uuids(), os.environ)).answer,
-        progress=progress,
+def settle_s(node_id: str, nodes: int) -> float:
+    """Return the seconds from a change of state to its report: always the same for a node, and spread over this many nodes."""
+    share = zlib.crc32(node_id.encode()) / 2**32
+    return SETTLE_S + share * nodes / CHANGES_PER_S
+
+
+class JobView:
+    """Works from construction to `close`. `document` is for the server's thread, the other methods for the agent's loop."""
+
+    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
+        self._handler = handler
+        self._ages = ReportAges()
+        self._changed = threading.Condition()
+        self._status = JobStatus.nothing(handler.get_run_id(), "the rendezvous has not answered yet")
+        self._read_at: float | None = None
+        self._answer: tuple[float, bytes] | None = None
+        self._wanted = self._closing = self._new_state = False
+        self._fault = ""
+        self._node = OwnNode(handler, metrics, self._on_state)
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # a limit on threads
+            logger.warning("status: other nodes are not shown here, nor this one there: %s", error)
+            self._thread, self._fault = None, str(error)
+
+    def joined(self, place: Place) -> None:
+        """Note this node's place in the round that it has joined."""
+        self._node.place = place
+
+    def round_ended(self, why: str) -> None:
+        """Note why the round is over."""
+        self._node.round_ended(why)
+
+    def workers_ended(self) -> None:
+        """Keep how far the workers came."""
+        self._node.now(time.monotonic())
+
+    def close(self, left_s: float, last_look: bool = False) -> None:
+        """Tell of this node for the last time, for at most left_s. last_look: somebody may still ask for the job."""
+        with self._changed:
+            self._wanted = self._wanted or (last_look and not self._closing)
+            self._closing, self._fault = True, "this agent has left the job"
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(left_s)
+
+    def document(self) -> bytes:
+        """Return the job's status as JSON, at most CACHED_S old as far as the rendezvous answers.
+
+        A rendezvous that does not answer holds up one call by ANSWER_S, and the calls after it not at all.
+        """
+        if self._answer is not None and time.monotonic() - self._answer[0] < CACHED_S:
+            return self._answer[1]
+        with self._changed:
+            in_time = not (self._wanted or self._fault)  # the last time
+            self._wanted = True
+            self._changed.notify_all()
+            if in_time:
+                self._changed.wait_for(lambda: not self._wanted, ANSWER_S)
+            status, fault, read_at = self._status, self._fault, self._read_at
+        now = time.monotonic()
+        read_s = round(now - read_at, 3) if read_at is not None else None
+        backend, own = self._handler.get_backend(), self._node.now(now)
+        built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
+        self._answer = now, status_records.encode(built).encode()
+        return self._answer[1]
+
+    def _on_state(self) -> None:
+        with self._changed:
+            self._new_state = True
+            self._changed.notify_all()
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            self._tell_and_look()
+        except Exception:  # the top of a thread
+            logger.exception("status: the thread has failed, and the status of other nodes is no longer shown")
+            with self._changed:
+                self._fault = self._fault or "the thread that reads of them has failed: see the agent's log"
+                self._wanted = False
+                self._changed.notify_all()
+
+    def _tell_and_look(self) -> None:
+        due = time.monotonic() + random.uniform(SETTLE_S, REPORT_S)  # agents that start together write apart
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._wanted or self._new_state, max(0.0, due - time.monotonic()))
+                closing, wanted, new_state = self._closing, self._wanted, self._new_state
+                self._new_state = False
+            if new_state:
+                due = min(due, time.monotonic() + self._settle_s())
+            if closing:
+                self._tell(last=True)
+                if wanted:
+                    self._look()
+                return
+            if wanted:
+                self._look()
+            if time.monotonic() >= due:
+                told = self._tell(last=False)
+                due = time.monotonic() + (REPORT_S if told else self._settle_s())
+
+    def _settle_s(self) -> float:
+        return settle_s(self._handler.node_id, self._node.place.nodes)
+
+    def _tell(self, last: bool) -> bool:
+        """Return whether it was written."""
+        report = self._node.now(time.monotonic()).report
+        told = report if report.node_rank == 0 else replace(report, rounds=())
+        try:
+            self._handler.show(status_records.encode_report(told), last)
+        except (ElasticExtError, OSError) as error:
+            logger.debug("status: this node's report was not written: %s", error)
+            return False
+        return True
+
+    def _look(self) -> None:
+        """Read of the job, for those who wait in `document`."""
+        now = time.monotonic()
+        status, fault = self._status, ""
+        try:
+            status = self._handler.status()
+        except (ElasticExtError, OSError) as error:
+            fault = str(error)
+            if not self._fault:  # one line when the trouble begins
+                logger.info("status: nothing new is known of the other nodes: %s", error)
+        with self._changed:
+            if not fault:
+                self._ages.read(status, now)
+                self._read_at = now
+            if not self._closing:
+                self._fault = fault
+            self._status, self._wanted = status, False
+            self._changed.notify_all()
+
+
+POINT_S = 30.0  # between two points of goodput, at first
+MAX_POINTS = 120  # then every other one is dropped, and the time doubles
+STANDBYS = "elastic_ext_standbys"
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node in its round of so many nodes and workers. resumed_at: step that the round started from; None if unknown."""
+
+    node_rank: int = -1
+    base_rank: int = -1
+    workers: int = 0
+    resumed_at: int | None = None
+    nodes: int = 0
+    world: int = 0
+
+
+def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now: float) -> NodeReport:
+    """Return what this node tells of itself, without its rounds."""
+    rows = metrics.progress()
+    samples = (sample for family in metrics.registry.restricted_registry([STANDBYS]).collect() for sample in family.samples)
+    report = NodeReport(
+        name=name,
+        state=metrics.state.name,
+        state_s=_age(now, metrics.state.since) or 0.0,
+        node_rank=place.node_rank,
+        base_rank=place.base_rank,
+        workers=place.workers,
+        round=round_,
+        standbys=int(sum(each.value for each in samples)),
+        at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        pace=tuple(Pace(each.rank, round(each.skew, 3)) for each in rows if each.skew is not None),
     )
-    metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))
-    return metrics
+    return _with_progress(report, rows, place.resumed_at or 0, now) if rows else report
+
+
+def _with_progress(report: NodeReport, rows: Sequence[WorkerProgress], resumed_at: int, now: float) -> NodeReport:
+    slowest = min(rows, key=lambda each: each.steps)
+    last_steps = [each.last_step_at for each in rows if each.last_step_at is not None]
+    saved = max((each for each in rows if each.saved_at is not None), key=lambda each: each.saved_at or 0.0, default=None)
+    return replace(
+        report,
+        step=(resumed_at if slowest.steps_before is None else slowest.steps_before) + slowest.steps,
+        steps_per_s=round((slowest.steps - 1) / slowest.stepping_s, 3) if slowest.stepping_s > 0 else None,
+        last_step_s=_age(now, min(last_steps)) if last_steps else None,
+        saved_step=saved.saved_step if saved is not None else None,
+        saved_s=_age(now, saved.saved_at) if saved is not None else None,
+    )
+
+
+def after(before: NodeReport, report: NodeReport, later_s: float) -> NodeReport:
+    """Return a report with what it lacks from the one before: between two rounds the last step and checkpoint still count."""
+    if report.step is None and before.step is not None:
+        last_step_s = before.last_step_s + later_s if before.last_step_s is not None else None
+        report = replace(report, step=before.step, last_step_s=last_step_s)
+    if report.saved_step is None and before.saved_step is not None:
+        report = replace(report, saved_step=before.saved_step, saved_s=(before.saved_s or 0.0) + later_s)
+    return report
+
+
+def _age(now: float, at: float | None) -> float | None:
+    return None if at is None else round(max(0.0, now - at), 3)
+
+
+class Points:
+    """Goodput over time, in at most MAX_POINTS points however long the job runs."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, tuple[StateSeconds, ...]]] = []
+        self._every_s = POINT_S
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def add(self, goodput: tuple[StateSeconds, ...], now: float) -> None:
+        """Keep a point if one is due."""
+        if not goodput or (self._points and now - self._points[-1][0] < self._every_s):
+            return
+        self._points.append((now, goodput))
+        if len(self._points) > MAX_POINTS:
+            del self._points[1::2]
+            self._every_s *= 2
+
+    def ages(self, now: float) -> tuple[GoodputPoint, ...]:
+        return tuple(GoodputPoint(_age(now, at) or 0.0, goodput) for at, goodput in tuple(self._points))
+
+
+class OwnNode:
+    """This node. The agent's loop tells it of states, places and ends of rounds, which costs the loop nothing."""
+
+    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
+        """on_state: called by the loop when its state has changed; it must return at once."""
+        self.place = Place()
+        self._handler, self._metrics = handler, metrics
+        self._on_state = on_state
+        self._history, self._points = RoundHistory(), Points()
+        self._lock = threading.Lock()
+        self._last: tuple[float, NodeReport] | None = None  # the last report with steps or a checkpoint, and when
+        metrics.state.on_change = self._entered
+
+    def _entered(self, state: str, at: float) -> None:
+        with self._lock:
+            self._history.entered(state, self._handler.round, at)
+        self._on_state()
+
+    def round_ended(self, why: str) -> None:
+        """Note why the round is over."""
+        with self._lock:
+            self._history.explain(self._handler.round, why)
+
+    def now(self, now: float) -> Own:
+        """Return what it knows at `now`."""
+        report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
+        spent = self._metrics.goodput.job()
+        with self._lock:
+            # Not before the first round: until then nothing is known of what the job has spent before this agent.
+            if self._points or self._metrics.state.name == families.RUNNING:
+                self._points.add(spent.spent.seconds, now)
+            if self._last is not None:
+                report = after(self._last[1], report, max(0.0, now - self._last[0]))
+            if report.step is not None or report.saved_step is not None:
+                self._last = now, report
+            report = replace(report, rounds=self._history.spans(now))
+            return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
+
+
+def check(settings: Settings) -> None:
+    """Raise UsageError if the server could not do what the settings demand."""
+    if settings.metrics and settings.metrics_web_config is not None:
+        gate.load(settings.metrics_web_config)
+
+
+class Serving:
+    """The server of one agent, and the file by which Prometheus finds it.
+
+    Attributes:
+        url: address of the metrics; None if they are not served.
+        lingers: whether `close` waits for a last scrape.
+    """
+
+    def __init__(self, shown: Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup) -> None:
+        """labels: of the target for Prometheus. wakeup: signals wake it."""
+        self._linger_s, self._wakeup = settings.metrics_linger, wakeup
+        self._last_scrape = LastScrape()
+        self._unannounce: Callable[[], None] = lambda: None
+        self.lingers = False
+        # The user must see a port that nobody chose, and torchrun shows only warnings.
+        announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
+        guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
+        self._server = MetricsServer(
+            self._last_scrape.noting(shown), settings.metrics_host, settings.metrics_port, announce, guard
+        )
+        self.url = self._server.url
+        if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
+            all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
+            self._unannounce = prometheus_files.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
+
+    def ended(self) -> None:
+        """Note that what is served from now on is the last."""
+        self._last_scrape.ended_at = time.monotonic()
+
+    def close(self) -> Sequence[int]:
+        """Serve no more, if need be after a last scrape. Return the signals that came meanwhile; they have done nothing."""
+        try:
+            return self._last_scrape.wait(self._linger_s, self._wakeup) if self.lingers else ()
+        finally:
+            self._unannounce()
+            self._server.close()
+
+
+OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
 class Observation(Companion):
@@ -153,7 +461,7 @@ class Observation(Companion):
         """Log and count a verdict after which the job goes on, if only other nodes have failed."""
         if verdict.round != self._decided and not verdict.ends_job:
             own = self._handler.node_id
-            logger.warning("%s", report.line_elsewhere(verdict, verdict.for_node(own), own))
+            logger.warning("%s", verdicts.line_elsewhere(verdict, verdict.for_node(own), own))
         self._count(verdict)
 
     def _count(self, verdict: JobVerdict) -> None:

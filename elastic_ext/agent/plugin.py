@@ -6,22 +6,22 @@ here may import torch, or anything slow, before a creator is called.
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError, usage_errors_exit
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
     from elastic_ext.base.settings import Settings
     from elastic_ext.own_etcd.attachment import Attachment
-
-    Handler = Callable[[RendezvousParameters, Settings], RendezvousHandler]
 
 
 def ext_c10d() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -36,55 +36,85 @@ def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     """Create the etcd rendezvous, and make torch's launcher construct our agent for it."""
-
     begun: list[Attachment] = []
 
     def begin(settings: Settings) -> None:
         from elastic_ext.base.helper_process import HelperFailed
         from elastic_ext.own_etcd import bring, endpoint
 
-        if not endpoint.is_job(params.endpoint):
-            return
-        try:
-            begun.append(bring.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
-        except HelperFailed as error:
-            from elastic_ext.agent import own_etcd
+        if endpoint.is_job(params.endpoint):
+            with _exits_to_try_again(settings, HelperFailed):
+                begun.append(bring.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
 
-            raise own_etcd.exit_for(error, settings) from error
-
-    def handler_class() -> Handler:
-        from elastic_ext.agent import own_etcd
+    def rendezvous(settings: Settings) -> RendezvousHandler:
         from elastic_ext.agent.resume import newest_checkpoint
+        from elastic_ext.base.helper_process import HelperFailed
+        from elastic_ext.own_etcd import bring
         from elastic_ext.rendezvous.connect import NoAnswer
+        from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
         from elastic_ext.rendezvous.handler import EtcdRendezvous
 
-        def make(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:
-            # Passed here, not by our agent, because `grow_at=checkpoint` holds under any agent.
-            def newest() -> str | None:
-                return newest_checkpoint(settings)
+        def newest() -> str | None:  # passed here, not by our agent, because `grow_at=checkpoint` holds under any agent
+            return newest_checkpoint(settings)
 
-            try:
-                if not begun:
-                    return EtcdRendezvous(params, settings, newest)
-                with own_etcd.brought(begun[0], params, settings) as (theirs, with_tls):
-                    return EtcdRendezvous(theirs, with_tls, newest, begun[0])
-            except NoAnswer as error:
-                raise own_etcd.exit_for(error, settings) from error
+        with _exits_to_try_again(settings, HelperFailed, NoAnswer), ExitStack() as undo:
+            if not begun:
+                return EtcdRendezvous(params, settings, newest)
+            (own,) = begun
+            undo.callback(own.close)
+            access = own.await_access(float(params.config.get("join_timeout", JOIN_TIMEOUT_S)))
+            theirs = copy.copy(params)
+            theirs.endpoint, theirs.local_addr = access.endpoints, params.local_addr or own.own_address
+            made = EtcdRendezvous(theirs, bring.with_access(settings, access), newest, own)
+            undo.pop_all()
+            return made
 
-        return make
-
-    return _create(params, handler_class, begin)
+    return _create(params, rendezvous, begin)
 
 
 def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous that needs no service, and make torch's launcher construct our agent for it."""
+    return _create(params, lambda settings: c10d_rendezvous(params, settings))
 
-    def handler_class() -> Handler:
-        from elastic_ext.agent import job_store
 
-        return job_store.rendezvous
+def c10d_rendezvous(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:
+    """Return a rendezvous: on one machine without a store, on several through the store that one of them hosts.
 
-    return _create(params, handler_class)
+    Raises:
+        UsageError: the endpoint or a setting cannot be used.
+        SystemExit: the store does not answer: the exit code says that it may be tried again.
+    """
+    from elastic_ext.agent.resume import newest_checkpoint
+    from elastic_ext.base.helper_process import HelperFailed
+    from elastic_ext.embedded.hosting import EmbeddedStore
+    from elastic_ext.embedded.one_machine import OneMachine
+    from elastic_ext.rendezvous.connect import NoAnswer
+    from elastic_ext.rendezvous.handler import EtcdRendezvous
+
+    if params.max_nodes == 1:
+        return OneMachine(params, settings)
+    with _exits_to_try_again(settings, HelperFailed), ExitStack() as undo:
+        store = EmbeddedStore(params, settings, os.environ)
+        undo.callback(store.close)
+        theirs, known = store.access()
+        try:
+            made = EtcdRendezvous(theirs, known, lambda: newest_checkpoint(known), store)
+        except NoAnswer as error:
+            raise HelperFailed(store.trouble(str(error))) from error
+        undo.pop_all()
+        return made
+
+
+@contextmanager
+def _exits_to_try_again(settings: Settings, *failures: type[Exception]) -> Iterator[None]:
+    """Report these failures of the store and end the command; its exit code says that it may be tried again."""
+    try:
+        yield
+    except failures as error:
+        from elastic_ext.failures.policy import EX_TRY_AGAIN, exit_code_for
+
+        log_records.say(f"elastic_ext: {error}")
+        raise SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes)) from error
 
 
 def check_host() -> None:
@@ -104,10 +134,12 @@ def check_host() -> None:
 
 
 def _create(
-    params: RendezvousParameters, handler_class: Callable[[], Handler], begin: Callable[[Settings], None] = lambda settings: None
+    params: RendezvousParameters,
+    rendezvous: Callable[[Settings], RendezvousHandler],
+    begin: Callable[[Settings], None] = lambda settings: None,
 ) -> RendezvousHandler:
     """begin: starts what takes its time while the rest is imported."""
-    descriptors.open_standard()
+    limits.open_standard()
     log_records.install()
     with usage_errors_exit():
         check_host()
@@ -117,11 +149,11 @@ def _create(
         known = settings.read(params.config, os.environ)
         log_records.set_node(run_id.host_name(known))
         begin(known)
-        from elastic_ext.agent import serving
+        from elastic_ext.agent import observation
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private
 
-        serving.check(known)
-        handler = handler_class()(params, known)
+        observation.check(known)
+        handler = rendezvous(known)
         torch_private.install_agent(Supervisor, handler)
         return handler

@@ -16,15 +16,12 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, launch, node_commands, notices, postmortem, report, resume, saves
+from elastic_ext.agent import exits, launch, leaving, resume, verdicts
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.observation import make_metrics
-from elastic_ext.agent.report import FailedWorker
+from elastic_ext.agent.metrics import make_metrics
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.round import RunningRound, StopLimit
-from elastic_ext.agent.start import RoundStart
-from elastic_ext.agent.verdicts import Verdicts
-from elastic_ext.agent.watch import RoundWatch
+from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound, StopLimit
+from elastic_ext.agent.verdicts import FailedWorker, Verdicts
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.settings import Settings
@@ -38,7 +35,7 @@ from elastic_ext.failures.sources import slurm
 from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 
 logger = logging.getLogger(__name__)
@@ -65,7 +62,7 @@ class Supervisor(TorchAgent):
             self._rules = user_rules.load(self._settings.rules)
             copier.claim_local_dir(self._settings)
             # Before the run, because an error during it closes the job for all nodes.
-            self._extras = launch.extras_fit(spec.local_world_size, descriptors.available())
+            self._extras = launch.extras_fit(spec.local_world_size, limits.files_left())
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
@@ -82,7 +79,7 @@ class Supervisor(TorchAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
-        with descriptors.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
+        with limits.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )
@@ -156,13 +153,13 @@ class Supervisor(TorchAgent):
                 self._metrics.restarted(families.MEMBERSHIP)
                 self.next_round()
                 continue
-            cause, others = postmortem.cause_and_others(self._failed_workers(result))
+            cause, others = verdicts.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
             logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
             if decision.action is Action.STOP:
-                return self._stop(verdict, decision, report.process_failures(cause, others))
+                return self._stop(verdict, decision, verdicts.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
             self._metrics.restarted(decision.kind)
             self.next_round()
@@ -173,7 +170,7 @@ class Supervisor(TorchAgent):
         """Gather the evidence of each worker that failed here, and classify it."""
         self._logs.stderr.flush()
         ended = self._running.ended(self._handler.host, self._companions.host.evidence(), self._logs.stderr, result)
-        return postmortem.failed_workers(ended, self._rules)
+        return verdicts.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: FailedWorker) -> JobVerdict:
         """Return the verdict of the whole job."""
@@ -202,12 +199,12 @@ class Supervisor(TorchAgent):
         self._stop_round()
         logger.error("%s", self._companions.journal.stopped(verdict))
         self._companions.observation.decided(verdict, verdict.decision)
-        return self._stop(verdict, verdict.decision, report.remote_failure(verdict))
+        return self._stop(verdict, verdict.decision, verdicts.remote_failure(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
-        notices.take_as_one(error.sigval, lambda: self._leave_by)  # first: asking for the time takes some
-        grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
+        leaving.take_as_one(error.sigval, lambda: self._leave_by)  # first: asking for the time takes some
+        grace_s = leaving.time_left_s(self._settings, self.shutdown_timeout_s)
         self._leave_by = self._companions.journal.told_to_leave(received(error), grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
@@ -221,7 +218,7 @@ class Supervisor(TorchAgent):
 
     def join_round(self) -> None:
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
-        node_commands.check_health(self._settings)
+        launch.check_health(self._settings)
         if first := self._resume is None:
             self._companions.warm_starts.await_first(self._handler)
         while True:

@@ -1,33 +1,295 @@
-"""The way from a verdict to the end of this agent: exit code, verdict file, and the result for torch."""
+"""From the end of workers to the end of the agent: evidence, diagnosis, the text for the user, verdict file, result for torch."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import signal
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, node_commands, report
+from elastic_ext.agent import exits, launch
+from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.base import kinds
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
-from elastic_ext.base.kinds import Kind, Response
-from elastic_ext.base.printable import cut, printable
+from elastic_ext.base.kinds import CASCADE, Kind, Response
+from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
 from elastic_ext.failures import ledger, policy
-from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.host import HostProbe
+from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
+from elastic_ext.failures.cuts import NO_RANK
+from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
+from elastic_ext.failures.host import HostEvidence, HostProbe
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.matching import STOP_REQUESTED
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.failures.user_rules import UserRule
+from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.rendezvous.drains import host_of
+from elastic_ext.workers.processes import Exit
+from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EndedRound:
+    """The workers of one node, all ended. Mappings and collections are by local rank, unless said otherwise.
+
+    Attributes:
+        node: the name of this host.
+        host: the evidence of this host from the time of the round.
+        stderr: the last lines that the workers wrote to stderr.
+        warm: workers whose processes were warm standbys.
+        hung: workers that the others waited for.
+        torch_failures: torch's record of failed processes of a function entrypoint, by global rank.
+        asked_to_end: count a worker that was asked to end as failed, however it ended, because none failed by itself.
+    """
+
+    node: str
+    host: HostEvidence
+    workers: LocalWorkers
+    stderr: StderrTails
+    warm: Collection[int]
+    hung: Mapping[int, Stuck]
+    torch_failures: Mapping[int, ProcessFailure]
+    asked_to_end: bool
+
+
+def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedWorker]:
+    """Judge each worker that did not end well, one by one."""
+    failed = []
+    for local_rank, pid in ended.workers.processes.pids.items():
+        exit_ = ended.workers.processes.exits.get(local_rank)
+        error_file = read_error_file(ended.workers.error_files.get(local_rank, ""))
+        exitcode = _failed_with(ended, local_rank, exit_, error_file)
+        if exitcode is None:
+            continue
+        if local_rank in ended.hung:
+            evidence = _of_hang(ended, local_rank)
+        else:
+            evidence = _of_exit(ended, local_rank, exitcode, exit_, error_file)
+        failed.append(FailedWorker(local_rank, pid, exitcode, error_file, classify(evidence, rules)))
+    return failed
+
+
+def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_file: ErrorFile) -> int | None:
+    """Return the exit code of a worker that failed; None if it did not fail."""
+    if exit_ is None:
+        return -signal.SIGKILL
+    asked_to_end = ended.asked_to_end and exit_.stop_sent_ns is not None
+    if not exit_.failed and not asked_to_end and local_rank not in ended.hung:
+        return None
+    if exit_.exitcode is not None:
+        return exit_.exitcode
+    # Torch or its forkserver has reaped the process of a function entrypoint; torch records those that failed.
+    failure = ended.torch_failures.get(ended.workers.ranks[local_rank])
+    if failure is not None:
+        return int(failure.exitcode)
+    return 1 if error_file.data is not None else None
+
+
+def cause_and_others(failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
+    """Return the worker that explains the failure on this node, and the others."""
+    diagnosis = root_cause([worker.diagnosis for worker in failed])
+    cause = next(worker for worker in failed if worker.diagnosis.evidence is diagnosis.evidence)
+    return cause, [worker for worker in failed if worker is not cause]
+
+
+def failed_by_itself(workers: LocalWorkers) -> bool:
+    """Return whether one of the workers that were told to end had failed before.
+
+    A worker that ends with an exception closes its connections. The others can fail because of that, and break the round, before
+    its process is gone. Their failures must not hide its failure.
+    """
+    return any(
+        exit_.exitcode is not None
+        and exit_.failed
+        and not exit_.ended_by_agent(read_error_file(workers.error_files.get(local_rank, "")).raised_ns)
+        for local_rank, exit_ in workers.processes.exits.items()
+    )
+
+
+def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile) -> Evidence:
+    code, signal_name = exit_status(exitcode)
+    host = ended.host
+    table = ended.workers.progress
+    progress = table.read(local_rank) if table is not None else None
+    return Evidence(
+        rank=ended.workers.ranks[local_rank],
+        exit_code=code,
+        signal=signal_name,
+        exception=error_file.exception,
+        stderr_tail=ended.stderr.tail(local_rank) or "",
+        # The count covers the whole memory cgroup: it says nothing about a worker that ended in another way.
+        oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
+        xids=host.xids,
+        gpu_recovery=host.gpu_recovery,
+        platform=host.platform,
+        node=ended.node,
+        step=progress.steps if progress and progress.pid else None,
+        first_step_done=progress.first_step_done if progress else None,
+        warm=local_rank in ended.warm,
+        stopped_by_agent=exit_ is None or exit_.ended_by_agent(error_file.raised_ns),
+        ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
+    )
+
+
+def _of_hang(ended: EndedRound, local_rank: int) -> Evidence:
+    """Return the evidence without how the worker ended, because this agent ended it."""
+    hung = ended.hung[local_rank]
+    return Evidence(
+        rank=hung.rank,
+        xids=ended.host.xids,
+        gpu_recovery=ended.host.gpu_recovery,
+        platform=ended.host.platform,
+        node=ended.node,
+        step=hung.steps,
+        first_step_done=hung.steps > 0,
+        warm=local_rank in ended.warm,
+        hang=True,
+        hang_reason=hung.reason,
+        hang_blame=hung.blame,
+        ended_ns=time.monotonic_ns(),
+    )
+
+
+@dataclass(frozen=True)
+class FailedWorker:
+    """One worker that failed. exitcode: as in subprocess, the negative signal number if a signal killed it."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: ErrorFile
+    diagnosis: Diagnosis
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        return self.diagnosis.evidence.rank
+
+
+def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
+    """Return the text for the log: all of it on one node, which `verdict` names; a line on the others.
+
+    The decision and the cause come first. On a stop, torch prints the traceback in its own text, which comes last.
+
+    Args:
+        cause, others: the workers that failed on this node.
+        verdict: the verdict of the job.
+        decision: the decision for this node.
+        node: id of this node.
+    """
+    if verdict.shown_by not in ("", node):
+        return line_elsewhere(verdict, decision, node, cause.diagnosis)
+    lines = [_line(decision)]
+    evidence = cause.diagnosis.evidence
+    if evidence.step is not None:
+        lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
+    if verdict.node not in ("", node):
+        lines.append(f"  the cause was on {verdict.host}; on this node: {cause.diagnosis.reason}")
+    if others:
+        lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
+    lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
+    if decision.action is not Action.STOP and (traceback := _traceback(cause.error_file)):
+        lines += ["  " + line.expandtabs() for line in traceback.rstrip().splitlines()]
+    return Block("\n".join(map(shown, lines)))
+
+
+def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Diagnosis | None = None) -> str:
+    """Return the one line for the log of a node that carries out the verdict on another one's failure.
+
+    Args:
+        decision: the decision for this node.
+        node: id of this node.
+        here: what failed on this node, if anything did; what only follows from another failure is not worth a word.
+    """
+    line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
+    if here is not None and here.kind != CASCADE:
+        line += f"; here: {describe(here.evidence)}"
+    if verdict.shown_by not in ("", node):
+        line += f"; more in the log of {host_of(verdict.shown_by)}"
+    return shown(line)
+
+
+def _line(decision: Decision, where: str = "") -> str:
+    line = f"elastic_ext: {decision.action.value}: {where}{decision.reason} (kind {decision.kind}, rule {decision.rule})"
+    if decision.action is Action.STOP and decision.exit_code is not None:
+        line += f"; exit code {decision.exit_code}"
+    return f"{line}; in {decision.delay_s:.1f} s" if decision.delay_s > 0 else line
+
+
+def remote_failure(verdict: JobVerdict) -> dict[int, ProcessFailure]:
+    """Return torch's record of a failure on another node: torch needs one to say that the job has failed."""
+    failure = ProcessFailure(local_rank=-1, pid=-1, exitcode=1, error_file="")
+    failure.error_file_data = dict(failure.error_file_data)
+    failure.message = shown(f"on {verdict.host}: {verdict.decision.reason}")
+    return {verdict.rank: failure}
+
+
+def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dict[int, ProcessFailure]:
+    """Return torch's record of the failures, by global rank.
+
+    Torch treats the failure with the earliest timestamp as the root cause, or the first among equals: the cause is both.
+    """
+    first = _process_failure(cause)
+    failures = {cause.rank: first}
+    for worker in others:
+        failure = _process_failure(worker)
+        failure.timestamp = max(failure.timestamp, first.timestamp)
+        if _traceback(worker.error_file):
+            failure.message = shown(f"{_short(worker)}; its traceback is in the error file")
+        failures[worker.rank] = failure
+    return failures
+
+
+def _process_failure(worker: FailedWorker) -> ProcessFailure:
+    failure = ProcessFailure(local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.exitcode, error_file="")
+    # Torch shares one dict among all failures without a file, and writes into it.
+    failure.error_file_data = dict(failure.error_file_data)
+    data = worker.error_file.data
+    if data is not None:
+        message = data["message"]
+        failure.error_file = worker.error_file.path
+        failure.error_file_data = data
+        failure.message = _safe_for_torch(message)
+        failure.timestamp = int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
+    elif worker.error_file.problem:
+        failure.message = f"{failure.message}\n  ({shown(worker.error_file.problem)})"
+    return failure
+
+
+def _safe_for_torch(message: Any) -> Any:
+    """Make the message of an error file safe for torch, which prints the text, or the traceback in the dict."""
+    if not isinstance(message, dict):
+        return shown_lines(str(message))
+    extra = message["extraInfo"]
+    fit = {name: shown_lines(str(extra[name])) for name in ("py_callstack",) if name in extra}
+    return {**message, "message": shown_lines(str(message.get("message", ""))), "extraInfo": {**extra, **fit}}
+
+
+def _traceback(error_file: ErrorFile) -> str:
+    message: Any = error_file.data["message"] if error_file.data else None
+    return str(message["extraInfo"].get("py_callstack", "")) if isinstance(message, dict) else ""
+
+
+def _short(worker: FailedWorker) -> str:
+    exception = worker.diagnosis.evidence.exception
+    if exception is not None:
+        text = cut(first_line(exception.message), 120)
+        return f"{exception.type}: {text}" if text else exception.type
+    signal = worker.diagnosis.evidence.signal
+    return signal if signal is not None else f"exit code {worker.exitcode}"
+
 
 PLATFORM_S = 2.0  # time for the platform to say why the agent was told to stop
 
@@ -101,7 +363,7 @@ class Verdicts:
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
         verdict = self._node_stop(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
-        return self.stop(verdict, verdict.decision, report.remote_failure(verdict))
+        return self.stop(verdict, verdict.decision, remote_failure(verdict))
 
     def publish_leaving(self, error: SignalException | NodeDrained, host: HostProbe) -> None:
         """Publish the verdict of what has this agent leave a job that goes on."""
@@ -134,7 +396,7 @@ class Verdicts:
         exits.set_verdict_code(code)
         exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
         if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
-            node_commands.tell_of_bad_node(self._settings, self._handler.host, decision.reason)
+            launch.tell_of_bad_node(self._settings, self._handler.host, decision.reason)
         return code
 
 

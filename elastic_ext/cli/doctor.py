@@ -34,7 +34,8 @@ from elastic_ext.failures import user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
 from elastic_ext.failures.sources import commands, kubernetes, slurm
 from elastic_ext.rendezvous import address
-from elastic_ext.workers.standby import memory, rules
+from elastic_ext.workers.limits import memory_left
+from elastic_ext.workers.standby import rules
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PROBE_S = 120.0  # importing torch from a cold network file system may take more than a minute
@@ -145,7 +146,7 @@ def _agent(answer: Answer) -> Finding:
 def _standbys(settings: Settings, site: Answer) -> Finding:
     if not settings.standby or not settings.bootstrap:
         return Finding("standbys", OK, "off, by the settings")
-    why = site.get("error") or site.get("found") or rules.memory_shortage(memory.available(), 1, server_runs=False)
+    why = site.get("error") or site.get("found") or rules.memory_shortage(memory_left(), 1, server_runs=False)
     if why:
         return Finding("standbys", WARN, f"not possible: {why}", "workers start cold, some seconds slower")
     return Finding("standbys", OK, "possible")
@@ -336,7 +337,7 @@ def check_limits(inputs: Inputs) -> list[Finding]:
     few = hard != resource.RLIM_INFINITY and hard < DESCRIPTORS
     advice = f"raise it to {DESCRIPTORS} or more: ulimit -n, LimitNOFILE=" if few else ""
     files = Finding("descriptors", WARN if few else OK, f"limit {soft}, hard limit {shown}", advice)
-    left = memory.available()
+    left = memory_left()
     little = "training needs more" if left < MEMORY_BYTES else ""
     return [files, _shm(), Finding("memory", WARN if little else OK, f"{left >> 20} MB are available", little)]
 

@@ -157,7 +157,7 @@ class Evidence:
         hang_reason: the detector's reason for this worker.
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
-        hang_blame: of all workers that hung, the one with the lowest value is the cause (see `workers.hangs.detector.Stuck`).
+        hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
         node: name of the node where it ran.

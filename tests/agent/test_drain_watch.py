@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic_ext.agent import drain
-from elastic_ext.agent.drain import DrainWatch, Published, is_new
+from elastic_ext.agent import leaving
+from elastic_ext.agent.leaving import DrainWatch, Published, is_new
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.round_records import Drain
 from tests.until import LIMIT_S
@@ -25,8 +25,8 @@ class Node:
         self.holds = Published("/c/0", 0, lies_there=frozenset({("/c/0", None)}))
         self.went: list[int | None] = []
         self._look = threading.Event()
-        monkeypatch.setattr(drain, "POLL_S", 0.001)
-        monkeypatch.setattr(drain, "published", lambda settings: self.holds)
+        monkeypatch.setattr(leaving, "POLL_S", 0.001)
+        monkeypatch.setattr(leaving, "published", lambda settings: self.holds)
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             on_event=self._look.set,
@@ -86,7 +86,7 @@ class Files:
         self._written = 0
 
     def look(self) -> Published:
-        return drain.published(self.settings)
+        return leaving.published(self.settings)
 
     def write(self, name: str) -> None:
         torch.save({"weight": torch.zeros(1)}, self.folder / f".{name}")

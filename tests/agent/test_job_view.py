@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from elastic_ext.agent.goodput import AccountedMetrics
-from elastic_ext.agent.job_view import CHANGES_PER_S, SETTLE_S, JobView, settle_s
+from elastic_ext.agent.metrics import AccountedMetrics
+from elastic_ext.agent.observation import CHANGES_PER_S, SETTLE_S, JobView, settle_s
 from tests.until import LIMIT_S
 
 

@@ -14,19 +14,18 @@ from typing import cast
 
 import pytest
 
-from elastic_ext.agent.companion import Companion
+from elastic_ext.agent.companion import END_S, LEAST_S, Companion, EndLimit
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.last_words import LAST_WORDS_S, LEAST_S, LastWords
 from tests.jobs import AGENT, Gate, Job, children, command_of
 from tests.observe.trainer_server import TrainerServer, make_certificates
 from tests.until import until
 
 
 def test_they_share_one_deadline():
-    words = LastWords()
-    assert words.left_s() == LAST_WORDS_S
+    words = EndLimit()
+    assert words.left_s() == END_S
     words.begin(600.0)
-    assert LAST_WORDS_S < words.left_s() <= 600.0
+    assert END_S < words.left_s() <= 600.0
     words.begin(-1.0)
     assert words.left_s() == LEAST_S
 
@@ -106,7 +105,7 @@ def test_who_hangs_delays_the_end_once(tmp_path, trainer):
     assert done.returncode == 0, done.all
     waits = re.findall(r"(last TrainJob status|last spans|last events).* within ([0-9.]+) s", done.err)
     assert {what for what, _ in waits} == {"last TrainJob status", "last spans", "last events"}, done.err
-    assert sum(float(seconds) for _, seconds in waits) <= LAST_WORDS_S + 2 * LEAST_S + 0.01
+    assert sum(float(seconds) for _, seconds in waits) <= END_S + 2 * LEAST_S + 0.01
 
 
 class Told(Exception):
@@ -140,7 +139,7 @@ def test_a_signal_skips_none_of_them_and_then_does_what_it_would_have_done(when,
 
     goodput = SimpleNamespace(end=lambda: said.append("end"), close=lambda limit_s: said.append("goodput"))
     companions = SimpleNamespace(
-        journal=SimpleNamespace(last_words=LastWords()),
+        journal=SimpleNamespace(end_limit=EndLimit()),
         warm_starts=SimpleNamespace(close=lambda: None),
         copier=SimpleNamespace(close=copies),
         reaper=SimpleNamespace(close=lambda clean: said.append("reaper")),
@@ -148,7 +147,7 @@ def test_a_signal_skips_none_of_them_and_then_does_what_it_would_have_done(when,
         observation=SimpleNamespace(goodput=goodput, show_last=lambda left_s: said.append("shown")),
     )
     companions._end_starts_and_copies = lambda *of: JobCompanions._end_starts_and_copies(cast("JobCompanions", companions), *of)
-    companions._say_last_words = lambda *of: JobCompanions._say_last_words(cast("JobCompanions", companions), *of)
+    companions._report_end = lambda *of: JobCompanions._report_end(cast("JobCompanions", companions), *of)
     before = signal.signal(signal.SIGTERM, raises)
     try:
         with pytest.raises(Told):

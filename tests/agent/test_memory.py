@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_ext.agent import launch, resume
-from elastic_ext.agent.memory import MemoryCopies, remove_orphans, split_address
-from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans, split_address
 from elastic_ext.base import checkpoint_variables, kinds, settings
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.exchange import SingleNode
@@ -123,7 +122,7 @@ def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_work
 
 OWNER = """
 import signal, sys
-from elastic_ext.agent.memory import MemoryCopies
+from elastic_ext.agent.resume import MemoryCopies
 from elastic_ext.base.settings import Settings
 
 copies = MemoryCopies(Settings(checkpoint_dir=sys.argv[1]), sys.argv[2], lambda: "127.0.0.1", None)

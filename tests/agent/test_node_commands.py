@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from elastic_ext.agent.node_commands import Ended, run, unfit
+from elastic_ext.agent.launch import CommandEnd, run_command, unfit
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, wait_gone
 from tests.jobs import run as run_job
 from tests.until import until
@@ -28,7 +28,7 @@ SCRIPT = SCRIPTS / "elastic_job.py"
     ],
 )
 def test_what_makes_a_node_unfit(code, why):
-    assert unfit(Ended(code, ""), 60) == why
+    assert unfit(CommandEnd(code, ""), 60) == why
 
 
 @pytest.mark.full
@@ -40,15 +40,15 @@ def test_a_command_is_killed_with_what_it_started(tmp_path, monkeypatch):
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_late)  # its time begins once it has come so far
-    ended = run(f"echo before; sleep 100 & echo $! $$ > {pids}; wait", 0.1, os.environ)
-    assert ended == Ended(None, "before")
+    ended = run_command(f"echo before; sleep 100 & echo $! $$ > {pids}; wait", 0.1, os.environ)
+    assert ended == CommandEnd(None, "before")
     assert not wait_gone([int(pid) for pid in pids.read_text().split()])
 
 
 @pytest.mark.seam
 def test_what_outlives_a_command_is_not_waited_for(tmp_path):
     pid = tmp_path / "pid"
-    ended = run(f"sleep 1000 & echo $! > {pid}; seq 100000", 600, os.environ)
+    ended = run_command(f"sleep 1000 & echo $! > {pid}; seq 100000", 600, os.environ)
     os.kill(int(pid.read_text()), signal.SIGKILL)
     assert ended.code == 0
     assert ended.output.endswith("99999\n100000")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from elastic_ext.agent.goodput import AccountedMetrics
-from elastic_ext.agent.own_node import MAX_POINTS, POINT_S, Place, Points, after, own_report
+from elastic_ext.agent.metrics import AccountedMetrics
+from elastic_ext.agent.observation import MAX_POINTS, POINT_S, Place, Points, after, own_report
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.observe import families, status_records
 from elastic_ext.observe.metrics import WorkerProgress

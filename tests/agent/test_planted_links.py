@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent import exits
+from elastic_ext.agent.hangs import DUMP_FILES, FlightRecorder
 from elastic_ext.embedded.one_machine import JobFile
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.workers.bootstrap import error_file
-from elastic_ext.workers.hangs.flight_recorder import DUMP_FILES, FlightRecorder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the planted links must be another user's, which takes root")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ext.agent import report
+from elastic_ext.agent import verdicts
 from elastic_ext.base import kinds
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import ErrorFile, Evidence, RaisedException
@@ -14,16 +14,16 @@ from elastic_ext.failures.policy import Action, Decision
 SPENT = Decision(Action.STOP, kinds.UNKNOWN, "rank 3 was killed by SIGKILL; all 3 restarts of the budget are spent", 1, "budget")
 
 
-def failed(**evidence) -> report.FailedWorker:
+def failed(**evidence) -> verdicts.FailedWorker:
     raised = RaisedException("RuntimeError", "Connection closed by peer", ("job.py:3",)) if not evidence else None
     diagnosis = classify(Evidence(rank=1, exit_code=1, exception=raised, step=7, **evidence))
     data = {"message": {"message": "it", "extraInfo": {"py_callstack": "Traceback: all of it", "timestamp": "1"}}}
-    return report.FailedWorker(0, 11, 1, ErrorFile("error.json", data), diagnosis)
+    return verdicts.FailedWorker(0, 11, 1, ErrorFile("error.json", data), diagnosis)
 
 
 def text_on(node: str, decision: Decision, **evidence) -> str:
     verdict = JobVerdict(decision, 4, "n2-17-a3b2c1", "n2", 3, shown_by="n2-17-a3b2c1")
-    return report.failure_text(failed(**evidence), [failed(hang=True, hang_reason="it waits")], verdict, decision, node)
+    return verdicts.failure_text(failed(**evidence), [failed(hang=True, hang_reason="it waits")], verdict, decision, node)
 
 
 def test_one_node_logs_a_failure_in_full_and_each_other_one_a_line():
@@ -41,11 +41,11 @@ def test_one_node_logs_a_failure_in_full_and_each_other_one_a_line():
 
 def test_where_the_cause_was_comes_before_what_is_decided():
     verdict = JobVerdict(SPENT, 4, "n2-17-a3b2c1", "n2", 3, shown_by="n2-17-a3b2c1")
-    text = report.line_elsewhere(verdict, SPENT, "n3-18-d4e5f6")
+    text = verdicts.line_elsewhere(verdict, SPENT, "n3-18-d4e5f6")
     assert text == f"elastic_ext: stop: on n2: {SPENT.reason} (kind unknown, rule budget); exit code 1; more in the log of n2"
 
 
 def test_what_no_worker_has_caused_is_a_line_on_each_node():
     """As of a node that cannot go on itself: the reason says where, and no log has more."""
-    text = report.line_elsewhere(JobVerdict(SPENT, 4, "n3-18-d4e5f6", "n3"), SPENT, "n3-18-d4e5f6")
+    text = verdicts.line_elsewhere(JobVerdict(SPENT, 4, "n3-18-d4e5f6", "n3"), SPENT, "n3-18-d4e5f6")
     assert text == f"elastic_ext: stop: {SPENT.reason} (kind unknown, rule budget); exit code 1"

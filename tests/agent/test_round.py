@@ -10,11 +10,10 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.agent.postmortem import failed_workers
-from elastic_ext.agent.progress_rows import progress_rows
+from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.round import RunningRound
-from elastic_ext.agent.start import RoundStart
+from elastic_ext.agent.round import RoundStart, RunningRound
+from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.failures.evidence import Platform
@@ -22,8 +21,7 @@ from elastic_ext.failures.host import HostEvidence
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
-from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
-from elastic_ext.workers.wake_pipe import WakePipe
+from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable, WakePipe
 from tests.until import LIMIT_S
 
 

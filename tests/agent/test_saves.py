@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import notices, saves
+from elastic_ext.agent import leaving
 from elastic_ext.base import held_signals, torch_private
 from elastic_ext.failures import host
 from elastic_ext.failures.sources import kubernetes
@@ -50,7 +50,7 @@ def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float
     ],
 )
 def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
-    plan = saves.plan(grace_s, stop_s, workers)
+    plan = leaving.plan_save(grace_s, stop_s, workers)
     assert plan.wait_s == wait_s
     assert said in plan.reason
 
@@ -72,7 +72,7 @@ def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
     ],
 )
 def test_until_when(platform_grace_s, pod_grace_s, environ, expected):
-    assert saves.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
+    assert leaving.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
 
 
 @pytest.mark.full
@@ -187,11 +187,11 @@ def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     workers = SimpleNamespace(ranks={0: 0})
     progress = SimpleNamespace(want_save=lambda local_rank, number: None, read_all=lambda: [])
-    files = {saves.__file__, held_signals.__file__}
+    files = {leaving.__file__, held_signals.__file__}
 
     def interrupted(line: int) -> bool:
         job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))
-        on_demand = saves.SaveOnDemand(job, progress, 1, ("localhost", store.port))
+        on_demand = leaving.SaveOnDemand(job, progress, 1, ("localhost", store.port))
         with suppress(KeyboardInterrupt), told_at_line(line, files, signal.SIGINT) as told:
             on_demand.update(workers)
         on_demand.workers_ended(workers)
@@ -213,7 +213,7 @@ def test_told_again_after_its_time_an_agent_ends_at_once():
     before, leave_by = signal.getsignal(signal.SIGUSR1), None
     try:
         with torch_private.taken_for_sigterm([signal.SIGUSR1]):
-            notices.take_as_one(signal.SIGUSR1, lambda: leave_by)
+            leaving.take_as_one(signal.SIGUSR1, lambda: leave_by)
             os.kill(os.getpid(), signal.SIGUSR1)  # the platform has not said yet how much time there is
             leave_by = time.monotonic() + 100
             os.kill(os.getpid(), signal.SIGUSR1)

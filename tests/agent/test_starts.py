@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from elastic_ext.agent import start
+from elastic_ext.agent import round
 from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import HostName
-from elastic_ext.workers import descriptors
+from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.reaper.client import END_TIMEOUT_S
 from tests import refusing
@@ -145,7 +145,7 @@ def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_
     assert job.returncode == 0, job.all
     assert "signal.pause" in job.err or "hangs.py" in job.err  # its stacks were asked for, which takes a descriptor above 1,023
     assert re.findall(r"limit (\d+)", job.out) == ["2500", "2500"]
-    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, descriptors.MAX_FILES))}
+    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, limits.MAX_FILES))}
 
 
 @pytest.mark.full
@@ -240,11 +240,11 @@ def test_gloo_is_told_the_interface_where_the_host_name_leads_to_the_loopback(mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if given:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-    monkeypatch.setattr(start, "look_up", lambda address: found)
-    start.gloo_interface.cache_clear()
-    assert start.gloo_interface("10.0.0.5") == start.gloo_interface("10.0.0.5") == expected
-    assert start.gloo_interface("127.0.0.1") == {}, "all nodes are on this machine"
-    start.gloo_interface.cache_clear()
+    monkeypatch.setattr(round, "look_up", lambda address: found)
+    round.gloo_interface.cache_clear()
+    assert round.gloo_interface("10.0.0.5") == round.gloo_interface("10.0.0.5") == expected
+    assert round.gloo_interface("127.0.0.1") == {}, "all nodes are on this machine"
+    round.gloo_interface.cache_clear()
     assert [record.getMessage().startswith(f"the host name {said}") for record in caplog.records] == [True] * bool(said)
 
 

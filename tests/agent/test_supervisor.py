@@ -193,7 +193,7 @@ def test_what_the_start_line_says(conf, metrics, resumed, end):
 
 @pytest.mark.full
 def test_a_survivor_that_ignores_sigterm_is_gone_within_the_grace(tmp_path):
-    torchrun = "from elastic_ext.workers.hangs import stacks\nstacks.WAIT_S = 60\nfrom torch.distributed.run import main\nmain()"
+    torchrun = "from elastic_ext.hangs import stacks\nstacks.WAIT_S = 60\nfrom torch.distributed.run import main\nmain()"
     options = ["--rdzv-conf=stop_grace=0.5", "--nproc-per-node=2", "--max-restarts=1"]
     command = [sys.executable, "-c", torchrun, *EXT[len(TORCHRUN) :], *options, GLOO, "ignore:0", "kill:1"]
     with Job(command, tmp_path) as job:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.trainjob import training_of
+from elastic_ext.agent.companions import training_of
 from elastic_ext.observe.trainjob import Training
 from elastic_ext.workers.progress import Progress
 from tests.jobs import AGENT, SCRIPTS, Gate, Job

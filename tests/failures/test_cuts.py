@@ -21,7 +21,7 @@ from elastic_ext.failures.ledger import (
     encode_report,
     encode_verdict,
 )
-from elastic_ext.workers.hangs import detector
+from elastic_ext.hangs import detector
 
 ORDER = {"a": 0, "b": 2, "c": 4, "d": 6}
 HOSTS = {id_: f"host-{id_}" for id_ in ORDER}

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from elastic_ext.agent.drain import Plan, Seen, Step, plan
-from elastic_ext.agent.saves import SaveResult
+from elastic_ext.agent.leaving import DrainPlan, SaveResult, Seen, Step, plan_drain
 from elastic_ext.rendezvous import drains, requests
 from elastic_ext.rendezvous.drains import Answer, Request, admit
 from elastic_ext.rendezvous.requests import DrainAsked, Ending, drain_outcome
@@ -98,8 +97,8 @@ def test_as_many_are_released_as_can_be_spared():
     ],
 )
 def test_when_the_node_can_go(seen, expected):
-    found = plan(seen)
-    assert isinstance(found, Plan)
+    found = plan_drain(seen)
+    assert isinstance(found, DrainPlan)
     assert found.step is expected
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
-from elastic_ext.agent import job_store, plugin
+from elastic_ext.agent import plugin
 from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.one_machine import OneMachine
@@ -88,7 +88,7 @@ def test_nodes_join_and_etcd_notices_one_that_is_lost(server, tmp_path):
 
 @contextmanager
 def two(backend: str, endpoint: str) -> Iterator[list[Any]]:
-    create = EtcdRendezvous if backend == "ext_etcd" else job_store.rendezvous
+    create = EtcdRendezvous if backend == "ext_etcd" else plugin.c10d_rendezvous
     params = RendezvousParameters(backend, endpoint, "job", 2, 2, "127.0.0.1")
     handlers = [create(params, Settings(last_call=0.1)) for _ in range(2)]
     try:

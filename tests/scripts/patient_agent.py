@@ -3,7 +3,7 @@
 import sys
 
 from elastic_ext.agent.__main__ import main
-from elastic_ext.workers.hangs import stacks
+from elastic_ext.hangs import stacks
 from elastic_ext.workers.standby import client, pool
 
 client.PARK_S = client.RELEASE_S = pool.AWAIT_S = stacks.WAIT_S = 3600.0

@@ -2,10 +2,10 @@
 
 import sys
 
-from elastic_ext.agent import job_view, own_node
+from elastic_ext.agent import observation
 from elastic_ext.agent.__main__ import main
 
-own_node.POINT_S = job_view.REPORT_S = 1.0
+observation.POINT_S = observation.REPORT_S = 1.0
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,7 @@ from elastic_ext.base.errors import RanksMissing, UsageError
 from elastic_ext.training import saves, worker
 from elastic_ext.training.progress import doing
 from elastic_ext.workers import progress_layout, worker_env
-from elastic_ext.workers.progress import ProgressTable
-from elastic_ext.workers.wake_pipe import WakePipe
+from elastic_ext.workers.progress import ProgressTable, WakePipe
 
 
 class Store:

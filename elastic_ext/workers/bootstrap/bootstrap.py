@@ -2,8 +2,8 @@
 
 It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. These files do the work:
 
-    runner.py                runs the script, counts its optimizer steps, reports to the agent, dumps stacks on a signal
-    main_script.py           finds, reads and compiles the script as the interpreter does
+    runner.py                finds and runs the script as the interpreter does, counts its optimizer steps, reports to the agent,
+                             dumps stacks on a signal
     error_file.py            writes the exception that ends the script into the error file
     ../worker_env.py         the agent's message to the worker
     ../progress_layout.py    the memory that the worker shares with the agent

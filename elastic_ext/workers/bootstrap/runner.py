@@ -9,20 +9,22 @@ Importing this module has no side effects.
 """
 
 import _signal  # type: ignore[import-not-found]
+import marshal
 import os
 import sys
 import time
-from _frozen_importlib_external import SourceFileLoader
+from _frozen_importlib import BuiltinImporter
+from _frozen_importlib_external import MAGIC_NUMBER, SourceFileLoader, SourcelessFileLoader
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType, ModuleType, TracebackType
+    from types import CodeType, FrameType, ModuleType, TracebackType
     from typing import Any
 
     from elastic_ext.workers import progress_layout as layout
     from elastic_ext.workers import worker_env
-    from elastic_ext.workers.bootstrap import error_file, main_script
+    from elastic_ext.workers.bootstrap import error_file
     from elastic_ext.workers.worker_env import WorkerMessage
 
     def _load(name: str, folder: str = "") -> Any: ...
@@ -38,10 +40,9 @@ else:
     layout = _load("progress_layout", os.pardir)
     worker_env = _load("worker_env", os.pardir)
     error_file = _load("error_file")
-    main_script = _load("main_script")
 
-_OURS = (globals(), main_script.__dict__)
-"""Namespaces of the frames between the interpreter and the script."""
+_SAFE_PATH = getattr(sys.flags, "safe_path", sys.flags.isolated)  # Python 3.10 has only -I
+_PY_FILE_INPUT = 257  # Py_file_input
 
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 # torch.distributed.checkpoint.state_dict steps a new optimizer once to allocate its state. That is not a training step.
@@ -59,10 +60,10 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     pid, row = os.getpid(), _arm(message)
     _reports.begin(row, message)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
-    namespace = main_script.fresh_main()
+    namespace = fresh_main()
     run: Callable[..., object] | None = None
     try:
-        run, arguments = main_script.resolve(argv, namespace)
+        run, arguments = resolve(argv, namespace)
         run(*arguments)
     except BaseException as error:
         ended_ns = time.monotonic_ns()  # before the error file is written, which takes time
@@ -79,7 +80,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
             layout.note_sign(row, now := time.monotonic_ns())
             layout.end(row, now)
     if run is exec:
-        main_script.forget_file(namespace)
+        forget_file(namespace)
 
 
 def worker_message() -> "WorkerMessage":
@@ -235,7 +236,7 @@ def _without_our_frames(trace: "TracebackType | None") -> "TracebackType | None"
 
 
 def _is_ours(trace: "TracebackType") -> bool:
-    return any(trace.tb_frame.f_globals is namespace for namespace in _OURS)
+    return trace.tb_frame.f_globals is globals()
 
 
 def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
@@ -260,11 +261,11 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
             raise
         except BaseException as broken:  # noqa: BLE001 - printed here as the interpreter would, but without this frame
             own = _without_our_frames(broken.__traceback__)
-            main_script.say("Error in sys.excepthook:")
+            say("Error in sys.excepthook:")
             sys.__excepthook__(type(broken), BaseException.with_traceback(broken, own), own)
-            main_script.say("\nOriginal exception was:")
+            say("\nOriginal exception was:")
             sys.__excepthook__(kind, error, trace)
-        main_script.forget_file(namespace)
+        forget_file(namespace)
 
     sys.excepthook = excepthook
 
@@ -439,3 +440,103 @@ def _import_stdlib(name: str) -> "Any":
         sys.modules.pop(name, None)
         if before is not None:
             sys.modules[name] = before
+
+
+# The script, found, read and compiled as `python [-m] SCRIPT` does (CPython 3.10 to 3.13: Modules/main.c, pythonrun.c).
+
+
+def fresh_main() -> "dict[str, Any]":
+    """Put a new `__main__` into sys.modules and return its namespace as the interpreter would initialize it."""
+    main: ModuleType = type(sys)("__main__")
+    main.__dict__.update(__loader__=BuiltinImporter, __annotations__={}, __builtins__=sys.modules["builtins"])
+    sys.modules["__main__"] = main
+    return main.__dict__
+
+
+def forget_file(namespace: "dict[str, Any]") -> None:
+    """Remove the names that atexit handlers and remaining threads do not see after the script ends (PyRun_SimpleFile)."""
+    namespace.pop("__file__", None)
+    namespace.pop("__cached__", None)
+
+
+def resolve(argv: "list[str]", namespace: "dict[str, Any]") -> "tuple[Callable[..., object], tuple[Any, ...]]":
+    """Set sys.path[0] and return the function that runs the script, with its arguments (pymain_run_python).
+
+    argv: [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS]. namespace: that of `__main__`.
+    """
+    if not argv or argv == ["-m"]:
+        say("usage: bootstrap.py [-m] SCRIPT ARGS...")
+        raise SystemExit(2)
+    if argv[0] == "-m":
+        if not _SAFE_PATH:
+            sys.path.insert(0, os.getcwd())
+        import runpy
+
+        return runpy._run_module_as_main, (argv[1], True)  # type: ignore[attr-defined]
+    filename = argv[0]
+    if not os.path.isabs(filename):  # _Py_abspath, which normalises nothing
+        filename = os.getcwd() if filename == "." and sys.version_info >= (3, 11) else f"{os.getcwd()}/{filename}"
+    if _has_importer(filename):  # a directory or a zip file
+        sys.path.insert(0, filename)
+        import runpy
+
+        return runpy._run_module_as_main, ("__main__", False)  # type: ignore[attr-defined]
+    if not _SAFE_PATH:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
+    return exec, (_load_script(filename, namespace), namespace)
+
+
+def _has_importer(path: str) -> bool:
+    """Return whether PyImport_GetImporter would find an importer for the path."""
+    for hook in sys.path_hooks:
+        try:
+            hook(path)
+        except ImportError:
+            continue
+        return True
+    return False
+
+
+def _load_script(filename: str, namespace: "dict[str, Any]") -> "CodeType":
+    """Return the script's code and set `__file__`, `__cached__` and `__loader__` (pymain_run_file, PyRun_SimpleFile)."""
+    try:
+        with open(filename, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        say(f"{sys.orig_argv[0]}: can't open file {filename!r}: [Errno {error.errno}] {error.strerror}")
+        raise SystemExit(2) from None
+    compiled = filename.endswith(".pyc") or data[:2] == MAGIC_NUMBER[:2]
+    loader = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", filename)
+    namespace.update(__file__=filename, __cached__=None, __loader__=loader)
+    if not compiled:
+        return _compile(data, filename, namespace)
+    if data[:4] != MAGIC_NUMBER:
+        raise RuntimeError("Bad magic number in .pyc file")
+    code: CodeType = marshal.loads(data[16:])  # skips the magic number, the flags and two words about the source
+    return code
+
+
+def _compile(data: bytes, filename: str, namespace: "dict[str, Any]") -> "CodeType":
+    """Compile with the errors of CPython's file parser. They differ for encodings, null bytes and an unexpected end."""
+    try:
+        return compile(data, filename, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        pass  # handled outside this block, or it would become the context of the same error
+    try:
+        import ctypes
+
+        fopen, run_file = ctypes.CDLL(None).fopen, ctypes.pythonapi.PyRun_FileExFlags
+    except (ImportError, OSError, AttributeError):
+        return compile(data, filename, "exec", dont_inherit=True)
+    fopen.restype, fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
+    run_file.restype = ctypes.py_object
+    run_file.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, *[ctypes.py_object] * 2, ctypes.c_int, ctypes.c_void_p]
+    path = os.fsencode(filename)
+    run_file(fopen(path, b"rb"), path, _PY_FILE_INPUT, namespace, namespace, 1, None)
+    return compile("", filename, "exec")  # a valid file has just replaced this one, and run_file has run it
+
+
+def say(text: str) -> None:
+    """Print what the interpreter itself would print."""
+    if sys.stderr is not None:
+        print(text, file=sys.stderr)

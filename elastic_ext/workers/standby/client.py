@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import descriptors as limits
+from elastic_ext.workers import limits as limits
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.standby import protocol
+from elastic_ext.workers.standby import server
 
 if TYPE_CHECKING:
-    from elastic_ext.workers.standby.protocol import Ready, Release
+    from elastic_ext.workers.standby.server import Ready, Release
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Standby:
             if pidfds.state(self.pid) in ("T", "t"):
                 raise ConnectionError(f"standby {self.pid} was stopped from outside")
             self._waiting.settimeout(RELEASE_S)
-            socket.send_fds(self._waiting, [len(text).to_bytes(protocol.HEADER_BYTES, "big")], list(descriptors))
+            socket.send_fds(self._waiting, [len(text).to_bytes(server.HEADER_BYTES, "big")], list(descriptors))
             self._waiting.sendall(text)
             if not self._waiting.recv(1):
                 raise ConnectionError(f"standby {self.pid} has ended")
@@ -162,7 +162,7 @@ class ServerProcess:
         return self._control.fileno()
 
     def preload(self, path: str) -> None:
-        """Ask it to import. path: a file that holds a `protocol.PreloadRequest`. `receive_ready` returns when that is done."""
+        """Ask it to import. path: a file that holds a `server.PreloadRequest`. `receive_ready` returns when that is done."""
         self.importing = True
         try:
             self._send({"preload": path})
@@ -244,7 +244,7 @@ class ServerProcess:
         return ServerEnd(code, printed)
 
     def _send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
-        text = json.dumps({"version": protocol.VERSION, **message})
+        text = json.dumps({"version": server.VERSION, **message})
         socket.send_fds(self._control, [text.encode()], list(descriptors))
 
 

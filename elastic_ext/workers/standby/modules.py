@@ -1,23 +1,128 @@
-"""Chooses the modules that the servers of one pool import. Learns about them from workers and from each server's imports."""
+"""What the standbys of one agent import, chosen from reports of workers and from imports of each server; what they inherit."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Mapping
+import resource
+import stat
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
 from elastic_ext.base.printable import masked
-from elastic_ext.workers.standby import facts, rules
+from elastic_ext.workers.standby import rules
+from elastic_ext.workers.standby.import_checks import PER_WORKER
 from elastic_ext.workers.standby.rules import DEFAULT_MODULES, Learned
-from elastic_ext.workers.standby.spec import StandbySpec
 
 if TYPE_CHECKING:
-    from elastic_ext.workers.standby.protocol import PreloadRequest, Ready
+    from elastic_ext.workers.standby.server import PreloadRequest, Ready
+
 
 logger = logging.getLogger(__name__)
+
+
+_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+_SOURCE_BYTES = 1 << 20
+
+
+def surroundings(environ: Mapping[str, str]) -> dict[str, object]:
+    """Return what a process inherits now, as a standby did when its server started; keys are names for messages."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        umask = next((line.split()[1] for line in lines if line.startswith("Umask:")), None)
+    return {
+        **{f"the variable {name}": value for name, value in environ.items() if name not in PER_WORKER},
+        "the current directory": os.getcwd(),
+        "the umask": umask,
+        "the set of allowed processors": tuple(sorted(os.sched_getaffinity(0))),
+        "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        **{f"the limit {name}": _limit(number) for name, number in _LIMITS.items()},
+    }
+
+
+def _limit(number: int) -> tuple[int, int] | None:
+    try:
+        return resource.getrlimit(number)
+    except OSError:  # refused
+        return None
+
+
+def listed(folder: str) -> list[tuple[str, bool]]:
+    """Return the names in a folder, each with whether it is a package."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.is_dir()) for entry in entries]
+    except OSError:
+        return []
+    return [(name, _is_package(os.path.join(folder, name)) if is_folder else False) for name, is_folder in found]
+
+
+def _is_package(folder: str) -> bool:
+    try:
+        return any(name.startswith("__init__.") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def source(program: Sequence[str], folder: str) -> str:
+    """Return the text of the script, "" if it has none. folder: where to look for modules first."""
+    path = program[0] if program[0] != "-m" else _file_of(program[1], folder)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return ""
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_SOURCE_BYTES)
+    except (OSError, ValueError):
+        return ""
+
+
+def _file_of(module: str, folder: str) -> str:
+    """Return the file that `python -m module` runs, without importing anything; "" if there is none."""
+    search: Sequence[str] | None = [folder, *sys.path]
+    spec = None
+    for part in (*module.split("."), "__main__"):
+        if search is None:
+            break
+        found = PathFinder.find_spec(part if spec is None else f"{spec.name}.{part}", search)
+        if found is None:
+            return ""
+        spec, search = found, found.submodule_search_locations
+    return spec.origin or "" if spec is not None else ""
+
+
+@dataclass(frozen=True)
+class StandbySpec:
+    """The program that standbys are kept ready for.
+
+    Attributes:
+        python: the interpreter and its options.
+        bootstrap: the file that a cold start runs with the interpreter.
+        program: [SCRIPT, ...] or ["-m", MODULE, ...].
+        workers: number of workers of this agent.
+        preload, exclude: modules that the user names.
+        environ: returns the environment of the workers, without the variables that differ between them.
+        token: the agent's token, by which the reaper finds what the agent has started.
+    """
+
+    python: tuple[str, ...]
+    bootstrap: str
+    program: tuple[str, ...]
+    workers: int
+    preload: tuple[str, ...]
+    exclude: tuple[str, ...]
+    environ: Callable[[], dict[str, str]]
+    token: str
+
+    @property
+    def folder(self) -> str:
+        """Return the folder that the interpreter puts first on sys.path."""
+        if self.program[0] == "-m":
+            return os.getcwd()
+        path = os.path.realpath(self.program[0])
+        return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 @dataclass(frozen=True)
@@ -104,7 +209,7 @@ class PreloadedModules:
 
     def _read_too_early(self, ready: Ready) -> dict[str, str]:
         changed = self._learned.changed if self._learned is not None else frozenset()
-        changed |= rules.variables_set(facts.source(self._spec.program, self._spec.folder))
+        changed |= rules.variables_set(source(self._spec.program, self._spec.folder))
         found = rules.read_too_early(changed, ready["read"], ready["changed"])
         return {module: f"it reads {name} when it is imported, which the script sets later" for module, name in found.items()}
 

@@ -7,22 +7,471 @@ all workers would have to import again.
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
+import select
+import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ext.workers.standby import rules
-from elastic_ext.workers.standby.client import WarmPopen
-from elastic_ext.workers.standby.cold_starts import NOT_READY, ColdStarts
-from elastic_ext.workers.standby.modules import PreloadedModules
-from elastic_ext.workers.standby.pool_thread import PoolThread, ServerStarter
+from elastic_ext.base.printable import Block, masked
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers.reaper import reaper
+from elastic_ext.workers.standby import modules, rules
+from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
+from elastic_ext.workers.standby.import_checks import PER_WORKER
+from elastic_ext.workers.standby.modules import PreloadedModules, StandbySpec
 from elastic_ext.workers.standby.rules import Cold, ColdReason
-from elastic_ext.workers.standby.spec import StandbySpec
-from elastic_ext.workers.standby.waiting import WaitingStandbys
+from elastic_ext.workers.standby.server import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
+
+
+MEMORY_CHECK_S = 5.0  # not every kernel and cgroup reports memory pressure
+REFILL_AFTER_S = 0.3  # for this long, newly started workers have the processors to themselves
+MAX_SERVERS = 8  # per job: after this many failures, another server would fail too
+TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+
+
+class ServerStarter:
+    """Starts one server after another for a pool and tells each what to import.
+
+    Attributes:
+        spec: what the workers are.
+        started: number of servers.
+    """
+
+    def __init__(self, spec: StandbySpec, run_dir: str, modules: PreloadedModules) -> None:
+        """Start no server yet. run_dir: a directory for small files."""
+        self.spec = spec
+        self._output = os.path.join(run_dir, "standby.out")
+        self._request = os.path.join(run_dir, "standby.modules")
+        self._modules = modules
+        self.started = 0
+
+    def start(self, environ: dict[str, str]) -> ServerProcess:
+        """Start a server. Raises OSError."""
+        server = ServerProcess(self.spec.python, {**environ, TOKEN_ENV: self.spec.token}, self._output)
+        self.started += 1
+        return server
+
+    def preload(self, server: ServerProcess) -> None:
+        """Tell it what to import."""
+        with open(self._request, "w", encoding="utf-8") as file:
+            json.dump(self._modules.request(), file)
+        server.preload(self._request)
+
+
+class Arrival:
+    """Lets another thread wait while missing standbys are on their way. The pool's thread answers at the end of each step."""
+
+    def __init__(self) -> None:
+        self.asked = 0  # questions so far
+        self._answered = 0  # those that a step has seen from its beginning
+        self._coming = False  # the last answer
+        self._changed = threading.Condition()
+
+    def wait(self, wake: Callable[[], None], timeout_s: float) -> bool:
+        """Wait until a step that begins now says that none is coming; return False if that takes longer than timeout_s.
+
+        wake: makes the thread begin a step.
+        """
+        with self._changed:
+            self.asked = asked = self.asked + 1
+            wake()
+            return self._changed.wait_for(lambda: self._answered >= asked and not self._coming, timeout_s)
+
+    def answer(self, asked: int, coming: bool) -> None:
+        """Answer the first `asked` questions."""
+        with self._changed:
+            self._answered, self._coming = asked, coming
+            self._changed.notify_all()
+
+
+class PoolThread:
+    """Keeps standbys ready from construction to `close`, unless `cold` holds a reason not to.
+
+    `round_started`, `await_standbys`, `wake` and `close` are for other threads. They share `_busy` and `_refill_at` with the
+    thread, which are set by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
+    """
+
+    def __init__(
+        self,
+        starter: ServerStarter,
+        modules: PreloadedModules,
+        waiting: WaitingStandbys,
+        cold: ColdStarts,
+        shown: Callable[[int, int], None],
+    ) -> None:
+        """Start the thread. shown: called with the number of waiting standbys and the bytes that they and their server use."""
+        self._starter = starter
+        self._modules = modules
+        self._waiting = waiting
+        self._cold = cold
+        self._shown = shown
+        self._server: ServerProcess | None = None
+        self._busy = False  # workers run
+        self._refill_at = 0.0  # monotonic
+        self._closing = False
+        self._arrival = Arrival()
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="elastic_ext_standbys", daemon=True)
+        self._thread.start()
+
+    # For other threads.
+
+    def round_started(self) -> None:
+        """Replace the standbys that a new round's workers have taken, after leaving them the processors for REFILL_AFTER_S."""
+        self._refill_at = time.monotonic() + REFILL_AFTER_S
+        self._busy = True
+        self._cold.retry_within(REFILL_AFTER_S)
+        self.wake()
+
+    def await_standbys(self, timeout_s: float) -> bool:
+        """Wait while missing standbys are on their way; return False if they still are after timeout_s."""
+        self._busy, self._refill_at = False, 0.0
+        return self._arrival.wait(self.wake, timeout_s)
+
+    def wake(self) -> None:
+        """Make the thread look at `modules` and `waiting` again."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """End the server, all waiting standbys and the thread."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+        self._wakeup.__exit__()
+
+    # The thread.
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for these
+        try:
+            while not self._closing:
+                try:
+                    self._step()
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                    if getattr(error, "errno", errno.EAGAIN) not in TEMPORARY_ERRORS:
+                        raise
+                    self._pause(error)
+        except Exception:
+            logger.exception("warm standbys are off: their thread has failed")
+            self._give_up("the standbys' thread has failed")
+        finally:
+            try:
+                self._end_all()
+            finally:
+                self._arrival.answer(self._arrival.asked, False)
+
+    def _step(self) -> None:
+        asked = self._arrival.asked
+        retry_s = self._cold.retry()
+        if self._waiting.take_stale():
+            self._end_all()
+        if self._server is not None:
+            if self._busy:
+                self._server.yield_to_workers()
+            if self._modules.can_choose and not self._server.importing:
+                if self._modules.choose():  # else the waiting ones are good until better ones replace them
+                    self._waiting.end()
+                self._starter.preload(self._server)
+        if self._server is None and self._cold.off is None:
+            self._start_server()
+        refill_s = self._refill_due()
+        if refill_s == 0:
+            self._refill()
+            refill_s = None
+        if self._server is not None:
+            pidfds.resume(self._server.pid, "standby server")
+            if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
+                self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
+        self._arrival.answer(asked, self._standbys_are_coming())
+        check_s = retry_s if self._server is None else MEMORY_CHECK_S
+        self._wait(min((each for each in (refill_s, check_s) if each is not None), default=None))
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait until the server answers, a standby ends, another thread wakes this one, or the timeout expires."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if self._server is not None:
+            poll.register(self._server, select.POLLIN)
+        # A standby that is taken in the meantime closes its descriptor: at worst this wakes for nothing.
+        for standby in self._waiting.all():
+            poll.register(standby.pidfd, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)}
+        self._wakeup.clear()
+        if self._server is not None and self._server.fileno() in ready:
+            self._receive_ready(self._server)
+        dead = self._waiting.remove_dead()
+        if dead:
+            self._refill_at = time.monotonic() + REFILL_AFTER_S
+        for standby in dead:
+            logger.info("a standby (pid %s) was killed from outside", standby.pid)
+            standby.end()
+
+    # The server.
+
+    def _start_server(self) -> None:
+        reason = rules.memory_shortage(limits.memory_left(), self._starter.spec.workers, server_runs=False)
+        if reason is not None:
+            self._give_up(reason, ColdReason.MEMORY)
+            return
+        if self._starter.started >= MAX_SERVERS:
+            self._give_up(f"{MAX_SERVERS} standby servers have failed")
+            return
+        environ = {name: value for name, value in self._starter.spec.environ().items() if name not in PER_WORKER}
+        self._waiting.start_in(environ)
+        try:
+            self._server = self._starter.start(environ)
+        except OSError as error:
+            if error.errno in TEMPORARY_ERRORS:
+                raise
+            self._give_up(f"{self._starter.spec.python[0]} cannot be started: {error}")
+            return
+        self._starter.preload(self._server)
+
+    def _receive_ready(self, server: ServerProcess) -> None:
+        ready = server.receive_ready()
+        if ready is None:
+            self._server_ended(server)
+            return
+        outcome = self._modules.check(ready)
+        if outcome.hopeless is not None:
+            self._give_up(outcome.hopeless, ColdReason.UNSAFE_IMPORT)
+            return
+        if outcome.unsafe:
+            self._end_server()  # the next one leaves them out; the waiting standbys are as good as before
+            return
+        beside = rules.shadowing_file(modules.listed(self._starter.spec.folder), ready["names"])
+        hides = f"{beside} beside the script would shadow a module that the standby server has imported"
+        self._cold.unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
+        self._refill_at = 0.0
+        self._waiting.end()
+        if self._cold.unfit:
+            self._cold.log(self._cold.unfit)
+        logger.info("warm standbys are ready after %.2g s of imports", ready["seconds"])
+
+    def _server_ended(self, server: ServerProcess) -> None:
+        ended = server.how_it_ended()
+        reason = masked(str(ended), self._starter.spec.environ())
+        logger.warning("the standby server (pid %s) has ended: %s", server.pid, Block(reason))
+        self._end_all()
+        if not ended.killed:  # another server would end the same way
+            self._give_up(f"the standby server ended with {reason}")
+
+    # The standbys.
+
+    def _standbys_are_coming(self) -> bool:
+        importing = self._server is not None and self._server.importing and len(self._waiting) < self._starter.spec.workers
+        return importing and self._cold.off is None and self._cold.unfit is None
+
+    def _refill_due(self) -> float | None:
+        """Return the seconds until standbys are due to be forked; None if none are missing or none can be forked."""
+        missing = self._starter.spec.workers - len(self._waiting)
+        if self._server is None or self._server.importing or self._cold.unfit or self._cold.off or missing <= 0:
+            return None
+        return max(0.0, self._refill_at - time.monotonic())
+
+    def _refill(self) -> None:
+        assert self._server is not None
+        missing = self._starter.spec.workers - len(self._waiting)
+        reason = rules.memory_shortage(limits.memory_left(), missing, server_runs=True)
+        if reason is not None:
+            self._give_up(reason, ColdReason.MEMORY)
+            return
+        forked = self._server.park(missing)
+        self._waiting.add(forked)
+        if len(forked) < missing:
+            self._refill_at = time.monotonic() + 10 * REFILL_AFTER_S
+        standbys = self._waiting.all()
+        used = limits.proportional_set_size([self._server.pid, *(each.pid for each in standbys)])
+        self._shown(len(standbys), used)
+        logger.info("%s warm standbys wait; with their server they use %s MB", len(standbys), used >> 20)
+        if len(forked) == missing:
+            self._cold.recovered()
+
+    # Stopping.
+
+    def _pause(self, error: Exception) -> None:
+        """End everything for a while, because standbys lack a resource."""
+        if self._server is not None:
+            self._starter.started -= 1  # this server does not count as failed
+        self._end_all()
+        self._cold.pause(getattr(error, "strerror", None) or str(error))
+
+    def _give_up(self, text: str, reason: ColdReason = ColdReason.SERVER_FAILED) -> None:
+        self._cold.give_up(Cold(reason, text))
+        self._end_all()
+
+    def _end_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.end()
+
+    def _end_all(self) -> None:
+        self._end_server()
+        self._waiting.end()
+        self._shown(0, 0)
+
+
+class WaitingStandbys:
+    """The waiting standbys. Any thread may call this. A standby outlives its server, so standbys of several servers may wait.
+
+    Invariant: all of them were started in the same surroundings.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._standbys: list[Standby] = []
+        self._surroundings: dict[str, object] = {}
+        self._stale = False
+
+    def __len__(self) -> int:
+        return len(self._standbys)
+
+    def all(self) -> list[Standby]:
+        with self._lock:
+            return list(self._standbys)
+
+    def take(self) -> Standby | None:
+        """Remove and return one; None if there is none."""
+        with self._lock:
+            return self._standbys.pop(0) if self._standbys else None
+
+    def add(self, standbys: Iterable[Standby]) -> None:
+        with self._lock:
+            self._standbys += standbys
+
+    def remove_dead(self) -> list[Standby]:
+        """Remove and return the standbys whose process has ended."""
+        with self._lock:
+            dead = [each for each in self._standbys if not each.alive]
+            self._standbys = [each for each in self._standbys if each not in dead]
+        return dead
+
+    def end(self) -> None:
+        """Kill all of them."""
+        with self._lock:
+            standbys, self._standbys = self._standbys, []
+        for each in standbys:
+            each.end()
+
+    def start_in(self, environ: Mapping[str, str]) -> None:
+        """Record that a server starts with this environment; end standbys that were started in other surroundings."""
+        surroundings = modules.surroundings(environ)
+        with self._lock:
+            changed, self._surroundings = surroundings != self._surroundings, surroundings
+        if changed:
+            self.end()
+
+    def differs(self, environ: Mapping[str, str]) -> str | None:
+        """Return in words what a worker that starts now would inherit differently; None if nothing. See `take_stale`."""
+        now = modules.surroundings(environ)
+        with self._lock:
+            changed = rules.differs(now, self._surroundings)
+            self._stale = self._stale or changed is not None
+        return changed
+
+    def take_stale(self) -> bool:
+        """Return whether `differs` has found a difference since the last call."""
+        with self._lock:
+            stale, self._stale = self._stale, False
+        return stale
+
+
+RETRY_S = 5.0  # pause after a temporary shortage of descriptors, processes or memory; doubles each time
+RETRY_MAX_S = 300.0  # the longest pause
+NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
+
+
+class ColdStarts:
+    """The reasons for the cold starts of one pool. Any thread may call this.
+
+    Attributes:
+        off: why there are no standbys until `retry` clears this; None: there may be some.
+        unfit: why the waiting standbys cannot be used.
+        next_round: why the next round starts cold.
+    """
+
+    def __init__(self, started: Callable[[str, str], None]) -> None:
+        """Start without reasons. started: called for each worker start with "warm" or "cold", and the reason."""
+        self.off: Cold | None = None
+        self.unfit: Cold | None = None
+        self.next_round: Cold | None = None
+        self._started = started
+        self._lock = threading.Lock()  # guards the attributes below
+        self._logged: set[str] = set()
+        self._retry_at: float | None = None  # monotonic; set only while `off` is a temporary shortage
+        self._pause_s = RETRY_S
+
+    @property
+    def reason(self) -> Cold | None:
+        """Return why a start would be cold now even if standbys wait, or None."""
+        return self.off or self.unfit or self.next_round
+
+    def count_warm(self) -> None:
+        self._started("warm", "")
+
+    def count_cold(self, cold: Cold) -> None:
+        self._started("cold", cold.reason.value)
+        self.log(cold)
+
+    def log(self, cold: Cold) -> None:
+        """Log a reason, once."""
+        with self._lock:
+            logged = cold.text in self._logged
+            self._logged.add(cold.text)
+        if not logged:
+            level = logging.INFO if cold.reason is ColdReason.NOT_READY else logging.WARNING
+            logger.log(level, "workers are started without a warm standby: %s", cold.text)
+
+    def give_up(self, cold: Cold) -> None:
+        """Do without standbys for good."""
+        self.off = cold
+        self.log(cold)
+
+    # A temporary shortage: the pool tries again after a pause.
+
+    def pause(self, lacking: str) -> None:
+        """Do without standbys for a while, at most until the next round has started."""
+        with self._lock:
+            self.off = Cold(ColdReason.LACKING, f"a resource has run out: {lacking}")
+            self._retry_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+        self.log(self.off)
+
+    def retry_within(self, seconds: float) -> None:
+        """If there is a pause, let it end after this time."""
+        with self._lock:
+            if self._retry_at is not None:
+                self._retry_at = time.monotonic() + seconds
+
+    def retry(self) -> float | None:
+        """End the pause if its time is over; return how many seconds are left, None if there is no pause."""
+        with self._lock:
+            if self._retry_at is None:
+                return None
+            left_s = self._retry_at - time.monotonic()
+            if left_s > 0:
+                return left_s
+            self.off = self._retry_at = None
+        logger.info("trying warm standbys again")
+        return None
+
+    def recovered(self) -> None:
+        """Reset the pause, because all standbys wait."""
+        with self._lock:
+            paused, self._pause_s = self._pause_s > RETRY_S, RETRY_S
+        if paused:
+            logger.warning("warm standbys are ready again")
+
 
 AWAIT_S = 30.0  # for standbys that are on their way; imports that take longer may be stuck, and are not waited for again
 

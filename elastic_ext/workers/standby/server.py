@@ -1,7 +1,5 @@
 """The program that imports what workers import and forks warm standbys: processes that wait before the script's first line.
 
-The agent starts it and talks to it as `protocol.py` describes.
-
 A standby is a child of the agent, not of this process: the process that forks it ends at once, while the agent adopts orphans
 (PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads its own session and process group.
 
@@ -11,6 +9,23 @@ starts a server without it. A server never has a CUDA context: opening a device 
 
 A worker can notice two things of not having been started by exec: modules are already imported, and all standbys of one server
 share the seed of hash(), as with PYTHONHASHSEED.
+
+Wire protocol, version 1. The agent starts the server (`python -u server.py CONTROL`, with the interpreter, options, environment
+and folder of the workers) and talks to it over the socket CONTROL (SOCK_SEQPACKET). Each message from the agent is a JSON object:
+
+    {"version": 1, "preload": PATH}         import what the file at PATH names: a `PreloadRequest` as JSON
+    {"version": 1, "park": AGENT} + socket  fork a standby that waits at that socket; AGENT is the pid of the agent
+    end of file                             the agent is gone or no longer needs the server: end
+
+The server answers each preload with a packet of one byte and the descriptor of a file that holds a `Ready` as JSON. A server that
+gets a message with another version prints that and ends.
+
+Each standby uses its own socket (SOCK_STREAM). In this order:
+
+    standby  its pid in decimal digits: it waits
+    agent    HEADER_BYTES with the length of what follows, big-endian, together with the descriptors for the numbers in "open"
+    agent    a `Release` as JSON, of that length
+    standby  one byte: it runs from here on. An agent that does not get this byte takes another standby.
 """
 
 import sys
@@ -45,11 +60,73 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from types import ModuleType
+    from typing import TypedDict
 
     from elastic_ext.workers.bootstrap import runner as _runner
     from elastic_ext.workers.standby import import_checks as _import_checks
-    from elastic_ext.workers.standby import protocol as _protocol
-    from elastic_ext.workers.standby.protocol import PreloadRequest, Ready, Release
+
+    class PreloadRequest(TypedDict):
+        """
+        modules: modules to import, in this order.
+        wanted: modules to import after those; the user named them, and they may lie beside the script.
+        excluded: modules that other imports must not bring in.
+        script_dir: the folder that the workers' interpreter puts first on sys.path.
+        program: what the workers run, [SCRIPT, ...] or ["-m", MODULE, ...], for modules that look at sys.argv.
+        origins: files of the modules that the workers have imported, by module.
+        """
+
+        modules: list[str]
+        wanted: list[str]
+        excluded: list[str]
+        script_dir: str
+        program: list[str]
+        origins: dict[str, str]
+
+    class Ready(TypedDict):
+        """
+        seconds: how long the imports took.
+        unsafe: modules that must not be imported before the fork, each with the reason; "" stands for libraries.
+        absent: modules that cannot be imported, each with the error as "TypeName: message".
+        threads: number of threads of the server.
+        names: top-level modules that the server has imported, not those of every interpreter or from the script's folder.
+        read: variables that were read at import, by requested module.
+        changed: variables that imports have set.
+        """
+
+        seconds: float
+        unsafe: dict[str, str]
+        absent: dict[str, str]
+        threads: int
+        names: list[str]
+        read: dict[str, list[str]]
+        changed: list[str]
+
+    class Release(TypedDict):
+        """
+        argv: [SCRIPT, ...] or ["-m", MODULE, ...], to run as `__main__`.
+        orig_argv: sys.orig_argv of a cold start.
+        shown: the command line to show in /proc.
+        env: the worker's environment.
+        open: which of 0, 1 and 2 are open in the worker; one descriptor comes for each, in this order.
+        processors: the processors to run on; empty: those of the server.
+        ignored: mask of ignored signals, like SigIgn in /proc. blocked: numbers of blocked signals.
+        """
+
+        argv: list[str]
+        orig_argv: list[str]
+        shown: list[str]
+        env: dict[str, str]
+        open: list[int]
+        processors: list[int]
+        ignored: int
+        blocked: list[int]
+
+
+VERSION = 1
+HEADER_BYTES = 4
+
+TOKEN_ENV = "_ELASTIC_EXT_AGENT"
+"""A variable of the server and its standbys, not of workers. It holds the agent's token, by which the reaper finds them."""
 
 MEMORY_KILL_FIRST = 1000  # oom_score_adj: losing a standby costs only time
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14  # linux/prctl.h
@@ -77,8 +154,8 @@ class StandbyServer:
             if not data:
                 return None
             message = json.loads(data)
-            if message.get("version") != _protocol.VERSION:
-                sys.exit(f"expected version {_protocol.VERSION} of the standby protocol, got version {message.get('version')!r}")
+            if message.get("version") != VERSION:
+                sys.exit(f"expected version {VERSION} of the standby protocol, got version {message.get('version')!r}")
             if "preload" in message:
                 with open(message["preload"], encoding="utf-8") as file:
                     request: PreloadRequest = json.load(file)
@@ -195,10 +272,10 @@ class StandbyServer:
         os.setsid()
         try:
             waiting.send(b"%d" % os.getpid())
-            header, descriptors, _, _ = socket.recv_fds(waiting, _protocol.HEADER_BYTES, 3)
-            while 0 < len(header) < _protocol.HEADER_BYTES and (more := waiting.recv(_protocol.HEADER_BYTES - len(header))):
+            header, descriptors, _, _ = socket.recv_fds(waiting, HEADER_BYTES, 3)
+            while 0 < len(header) < HEADER_BYTES and (more := waiting.recv(HEADER_BYTES - len(header))):
                 header += more
-            if len(header) < _protocol.HEADER_BYTES:
+            if len(header) < HEADER_BYTES:
                 return None
             text = bytearray()
             while len(text) < int.from_bytes(header, "big"):
@@ -220,9 +297,9 @@ class StandbyServer:
         if self._oom_score:
             _exchange_oom_score(self._oom_score)
         _connect(release["open"], descriptors)
-        os.environ.pop(_protocol.TOKEN_ENV, None)
+        os.environ.pop(TOKEN_ENV, None)
         set_here = {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
-        removed_here = self._environ.keys() - os.environ.keys() - {_protocol.TOKEN_ENV}
+        removed_here = self._environ.keys() - os.environ.keys() - {TOKEN_ENV}
         os.environ.clear()
         os.environ.update({name: value for name, value in {**release["env"], **set_here}.items() if name not in removed_here})
         if release["processors"]:
@@ -341,7 +418,6 @@ def _load(name: str, *folder: str) -> "ModuleType":
 if __name__ == "__main__":
     _runner = _load("runner", os.pardir, "bootstrap")
     _import_checks = _load("import_checks")
-    _protocol = _load("protocol")
     sys.path[:] = _WORKERS_PATH
     atexit.register(_runner.exit_handlers_are_done)  # the first handler registered is the last to run
     _control = socket.socket(fileno=int(sys.argv[1]))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.checkpoints.memory.interval import FIRST_EVERY, SHARE, Timing, choose, hold_limit_s
 from elastic_ext.checkpoints.memory.pace import StepTimes
-from elastic_ext.workers.hangs.detector import IDLE_FLOOR_S
+from elastic_ext.hangs.detector import IDLE_FLOOR_S
 
 
 @pytest.mark.parametrize(

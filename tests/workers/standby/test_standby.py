@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch
+from elastic_ext.agent import hangs, launch
 from elastic_ext.base.settings import Settings
-from elastic_ext.workers import pidfds
-from elastic_ext.workers.hangs import flight_recorder
-from elastic_ext.workers.standby import client, import_checks, memory, protocol, rules
+from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers.standby import client, import_checks, rules
+from elastic_ext.workers.standby import server as server_program
 from elastic_ext.workers.standby.client import ServerProcess
-from elastic_ext.workers.standby.modules import PreloadedModules
+from elastic_ext.workers.standby.modules import PreloadedModules, StandbySpec
 from elastic_ext.workers.standby.rules import ColdReason, Learned
-from elastic_ext.workers.standby.spec import StandbySpec
 from tests import jobs
 from tests.embedded_server import EmbeddedServer
 from tests.failures.test_sources import memory_group
@@ -126,7 +125,7 @@ def test_a_standby_is_bound_to_processors_as_numactl_does_it(tmp_path, numactl):
 
 OF_A_JOB = frozenset({
     *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER"),
-    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", flight_recorder.PIPE_FILE, *flight_recorder.DUMP_FILES),
+    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", hangs.PIPE_FILE, *hangs.DUMP_FILES),
 })  # fmt: skip
 """Variables whose values no two jobs have in common."""
 
@@ -140,7 +139,7 @@ def comparable(state: "dict") -> "dict":
 
 
 def test_what_a_build_with_nccl_adds_is_of_the_job_and_read_by_no_import(tmp_path):
-    added = [flight_recorder.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
+    added = [hangs.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
     assert len(added[0].variables) == 3
     assert added[0].variables.keys() <= import_checks.PER_WORKER
     on, off = (comparable({"env": {"A": "b", **each.variables}, "shown": each.variables}) for each in added)
@@ -750,7 +749,7 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
 
 @pytest.mark.seam
 def test_a_server_refuses_another_version_of_the_protocol(tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)  # of this process only
+    monkeypatch.setattr(server_program, "VERSION", server_program.VERSION + 1)  # of this process only
     server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(tmp_path / "modules"))
     assert server.receive_ready() is None
@@ -850,7 +849,7 @@ def test_shared_pages_are_counted_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert 64 << 20 < memory.proportional_set_size(pids) < 110 << 20
+        assert 64 << 20 < limits.proportional_set_size(pids) < 110 << 20
         process.communicate(b"")
-    assert memory.proportional_set_size(pids) == 0
-    assert memory.available() > 0
+    assert limits.proportional_set_size(pids) == 0
+    assert limits.memory_left() > 0

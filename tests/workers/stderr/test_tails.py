@@ -15,7 +15,7 @@ import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.stderr import client, relay
+from elastic_ext.workers.stderr import relay
 from elastic_ext.workers.stderr import tails as stderr_tails
 from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
 from tests.jobs import EXT, STOCK, Job, children, command_of, environment, run, wait_gone
@@ -30,8 +30,8 @@ HOUR_S = 3600.0  # who waits for it, times out
 def patience(monkeypatch):
     """A busy machine may need longer than a recovery waits. These tests are about the answer, not the time."""
     monkeypatch.setattr(stderr_tails, "FLUSH_S", LIMIT_S)
-    monkeypatch.setattr(client, "RETRY_S", LIMIT_S)
-    monkeypatch.setattr(client, "END_S", LIMIT_S)
+    monkeypatch.setattr(stderr_tails, "RETRY_S", LIMIT_S)
+    monkeypatch.setattr(stderr_tails, "END_S", LIMIT_S)
 
 
 class Console:
@@ -276,7 +276,7 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     assert process.wait(LIMIT_S) == 0
     assert tails.tail(0) == "worker ends"
     with monkeypatch.context() as patch:
-        patch.setattr(client, "END_S", HOUR_S)  # so long close() waits for a relay that is about to end
+        patch.setattr(stderr_tails, "END_S", HOUR_S)  # so long close() waits for a relay that is about to end
         tails.close()
     assert wait_gone([helper], 0) == [helper]
     os.write(held_open, b"\n")
@@ -291,7 +291,7 @@ def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(
     process = worker(f"os.write(2, b'a' * {MUCH} + b'the end')")  # nobody reads
     until(lambda: console.full)
     with monkeypatch.context() as patch:
-        patch.setattr(client, "END_S", HOUR_S)  # what the end of a job waits for, and the tail does not
+        patch.setattr(stderr_tails, "END_S", HOUR_S)  # what the end of a job waits for, and the tail does not
         assert tails.tail(0) is not None
         patch.setattr(stderr_tails, "FLUSH_S", HOUR_S)  # it waits for this console once, and not again
         until(lambda: tails.tail(0).endswith("athe end"))  # the relay was asked for all of it; a busy machine lets it wait

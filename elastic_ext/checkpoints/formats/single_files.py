@@ -1,0 +1,302 @@
+"""Checkpoints of a single file: of `torch.save`, in its two forms, and of safetensors.
+
+torch.save writes an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors. The zip directory is
+written last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
+torch.serialization.set_crc32_options(False) was called. Lightning's `.ckpt` files have the same format.
+
+Before torch 1.6, or with `_use_new_zipfile_serialization=False` ("legacy" below), it wrote five pickles in a row (a magic number,
+a version, the machine, the object, the keys of the storages), then the storages of the tensors. That has no checksums, and
+nothing marks its end, but the pickles say how many bytes must follow them (`_legacy_save` in torch/serialization.py: each storage
+is its number of elements in 8 bytes, and its bytes).
+
+A safetensors file (https://huggingface.co/docs/safetensors/index#format) is 8 bytes, little endian, with the size of the header;
+the header, JSON: dtype and shape of each tensor, and its offsets in the bytes after the header; and the tensors. It has no
+checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import IO
+
+from elastic_ext.checkpoints.formats.inspection import (
+    LIGHTNING,
+    NO_OPTIMIZER,
+    SAFETENSORS,
+    TORCH_SAVE,
+    UNKNOWN,
+    Content,
+    Inspection,
+)
+from elastic_ext.checkpoints.formats.peek import MAX_BYTES, Peeked, PeekError, StandIn, number, peek, peek_first
+from elastic_ext.checkpoints.storage import Entry
+
+ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: the first bytes of every torch.save file since torch 1.6
+LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every Lightning checkpoint
+STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # where scripts keep the step, best first
+EPOCH_KEYS = ("epoch",)
+_OPTIMIZER_KEYS = {"state", "param_groups"}  # of torch.optim.Optimizer.state_dict
+
+SAFETENSORS_SUFFIX = ".safetensors"
+MAX_HEADER = 100_000_000  # bytes of safetensors; MAX_HEADER_SIZE of its library
+MAX_PICKLE = 4 << 20  # bytes; a larger data.pkl is not searched for the step
+MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
+_BLOCK = 512 << 10  # bytes per read of a record
+_BLANK = 4096  # zero bytes at its begin: the file was never written
+
+# zipfile raises these for bytes that are not a zip archive. The caller reports OSError: the file cannot be read.
+_NOT_A_ZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OverflowError, IndexError, struct.error)
+_DAMAGED = (RuntimeError, zlib.error, *_NOT_A_ZIP)  # RuntimeError: a flag claims that the record is encrypted
+
+# Signature, size of the rest, versions, two disks, two counts, size, start. Then the locator: signature, disk, offset, disks.
+_END = struct.Struct("<4sQHHIIQQQQ4sIQI")
+_END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
+_FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-8
+
+
+def check(entry: Entry, file: IO[bytes]) -> Inspection:
+    """Check a file without reading its tensors. What another program may have written is of format UNKNOWN.
+
+    `file` must be seekable. Raises OSError if it cannot be read.
+    """
+    if entry.name.endswith(SAFETENSORS_SUFFIX):
+        fault = _safetensors_fault(entry.size, file)
+        if fault:
+            return Inspection(False, SAFETENSORS, fault)
+        reason = f"header intact, size as expected, weights only: {NO_OPTIMIZER}"
+        return Inspection(True, SAFETENSORS, reason, entry.mtime, size=entry.size, training=False)
+    try:
+        archive = _open_zip(file)
+    except _NOT_A_ZIP:
+        return _check_other(entry, file)
+    names = archive.namelist()
+    pickled = next((info for info in archive.infolist() if info.filename.endswith("/data.pkl")), None)
+    if pickled is None:
+        return Inspection(False, UNKNOWN, f"a zip archive of {len(names)} entries without data.pkl: not written by torch.save")
+    try:
+        values = _saved(archive, pickled)
+    except _DAMAGED as error:
+        return Inspection(False, TORCH_SAVE, f"its data.pkl is damaged: {error}")
+    return _whole(entry, f"zip directory intact, {len(names)} entries", values)
+
+
+def _check_other(entry: Entry, file: IO[bytes]) -> Inspection:
+    """Check a file that cannot be opened as a zip archive."""
+    file.seek(0)
+    start = file.read(LEGACY_START)
+    if start.startswith(ZIP_MAGIC):
+        return Inspection(False, TORCH_SAVE, f"its zip directory, at the end of {entry.size} bytes, is missing or damaged")
+    if not is_legacy(start):
+        never_written = not any(start + file.read(_BLANK)) or ZIP_MAGIC.startswith(start)
+        format = TORCH_SAVE if never_written else UNKNOWN
+        return Inspection(False, format, "not a zip archive: damaged, or not written by torch.save")
+    fault, saved = _read_legacy(file, entry.size)
+    if fault:
+        return Inspection(False, TORCH_SAVE, fault)
+    return _whole(entry, "all tensors are there, in the format before torch 1.6", saved)
+
+
+def _whole(entry: Entry, reason: str, saved: object) -> Inspection:
+    """Return the result for an intact file. saved: its plain values; None if they are not known."""
+    values = saved if isinstance(saved, Mapping) else {}
+    format = LIGHTNING if LIGHTNING_VERSION in values else TORCH_SAVE
+    training = None if saved is None else holds_optimizer(values)
+    if training is False:
+        reason += ", the state of an optimizer alone" if values.keys() >= _OPTIMIZER_KEYS else f", {NO_OPTIMIZER}"
+    step, epoch = number(values, *STEP_KEYS), number(values, *EPOCH_KEYS)
+    return Inspection(True, format, reason, entry.mtime, step, epoch, entry.size, training=training)
+
+
+def holds_optimizer(values: Mapping[object, object]) -> bool:
+    """Return whether a saved dict holds an optimizer's state, beside what it trains."""
+    if values.keys() >= _OPTIMIZER_KEYS:  # of an optimizer alone
+        return False
+    optimizers = {key for key in values if "optim" in str(key).lower() or str(key).lower() in ("opt", "opt_state")}
+    rest = [value for key, value in values.items() if key not in optimizers]
+    if optimizers:
+        return any(isinstance(value, (Mapping, StandIn, list)) for value in rest)
+    return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
+
+
+def read_safetensors(size: int, file: IO[bytes]) -> Content:
+    """Check the header and size of a file of `size` bytes. The tensors cannot be verified. Raises OSError."""
+    return Content(_safetensors_fault(size, file), "safetensors has no checksums: only header and size were checked")
+
+
+def read_torch_save(file: IO[bytes]) -> Content:
+    """Read all records of a file of torch.save and check their CRCs. Raises OSError."""
+    unchecked = 0
+    file.seek(0)
+    if is_legacy(file.read(LEGACY_START)):
+        fault, _ = _read_legacy(file, file.seek(0, os.SEEK_END))
+        note = "a file of torch.save before 1.6 has no checksums: only its size was checked"
+        return Content(f"damaged: {fault}" if fault else "", note)
+    file.seek(0)
+    try:
+        with _open_zip(file) as archive:
+            if not any(info.filename.endswith("/data.pkl") for info in archive.infolist()):  # another program's
+                damaged = archive.testzip()
+                return Content(f"damaged: {damaged[:100]!r}" if damaged else "")
+            for info in archive.infolist():
+                fault = _entry_fault(info) or _record_fault(archive, info)
+                if fault:
+                    return Content(f"damaged: {info.filename[:100]!r}: {fault}")
+                unchecked += info.CRC == 0 and info.file_size > 0
+            fault = _end_fault(file, archive)
+    except _DAMAGED as error:
+        return Content(f"damaged: {error}")
+    note = f"{unchecked} records were written without a CRC" if unchecked else ""
+    return Content(f"damaged: {fault}" if fault else "", note)
+
+
+class _BoundedReads:
+    """A file that refuses reads larger than MAX_DIRECTORY, because a damaged archive may claim any size."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MAX_DIRECTORY:
+            raise zipfile.BadZipFile(f"a zip directory of {size} bytes")
+        return self._file.read(size if size >= 0 else MAX_DIRECTORY)  # no size given: the rest of the file, after the directory
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
+    """Open a zip archive for reading. Raises _NOT_A_ZIP, OSError."""
+    return zipfile.ZipFile(_BoundedReads(file))
+
+
+def _open_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
+    record = archive.open(info)
+    if info.CRC == 0:  # torch.serialization.set_crc32_options(False) writes no CRC
+        record._expected_crc = None  # type: ignore[attr-defined]
+    return record
+
+
+def _is_stored(info: zipfile.ZipInfo) -> bool:
+    return info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+
+
+def _saved(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> object:
+    """Return what was saved, with stand-ins for all objects; None if it is too large to read."""
+    if info.file_size > MAX_PICKLE or not _is_stored(info):
+        return None
+    with _open_record(archive, info) as content:
+        data = content.read()
+    try:
+        return peek(data)
+    except PeekError:  # the CRC is right, so the pickle is intact but does more than a stand-in can follow
+        return None
+
+
+def _entry_fault(info: zipfile.ZipInfo) -> str:
+    """Return a fault if torch never writes such a directory entry. Python's zipfile ignores it, but torch.load fails."""
+    if not _is_stored(info):
+        return f"{info.compress_size} bytes stored for {info.file_size}, expected no compression"
+    if info.flag_bits & ~_FLAGS or info.comment or info.volume or info.external_attr:
+        return "torch never writes such an entry in the zip directory"
+    return ""
+
+
+def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
+    count = 0
+    with _open_record(archive, info) as record:
+        while block := record.read(_BLOCK):
+            count += len(block)
+    return "" if count == info.file_size else f"only {count} of {info.file_size} bytes"
+
+
+def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
+    """Check the zip64 end of the directory, APPNOTE.TXT 4.3.14 and 4.3.15. torch writes it; zipfile reads only part of it."""
+    start = archive.start_dir
+    file.seek(start)
+    tail = file.read(MAX_DIRECTORY)
+    size = tail.rfind(_END_64)
+    if size < 0 or len(tail) - size < _END.size:
+        return ""
+    count = len(archive.infolist())
+    found = _END.unpack_from(tail, size)
+    disks, entries, end_size, end_start, locator, end_place = found[4:6], found[6:8], *found[8:11], found[12]
+    same = disks == (0, 0) and entries == (count, count) and (end_size, end_start) == (size, start)
+    located = locator == _LOCATOR and end_place == start + size and found[11::2] == (0, 1)
+    return "" if same and located and found[1] == _END_64_SIZE else "the end of its zip directory does not match the rest"
+
+
+# The form of torch.save before torch 1.6.
+
+LEGACY_START = 32  # bytes of the file that `is_legacy` needs
+_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_BEGIN = b"\x80\x02\x8a\x0a" + _MAGIC
+_FIRST_READ = 1 << 20  # bytes
+
+# Bytes of an element; 1 for all others, which are quantized or untyped.
+_ELEMENT = {
+    **{"ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "DoubleStorage": 8, "LongStorage": 8, "FloatStorage": 4},
+    **{"IntStorage": 4, "QInt32Storage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "ShortStorage": 2},
+}
+
+
+def is_legacy(start: bytes) -> bool:
+    """Return whether a file that begins with these bytes is of this form, whole or cut short."""
+    return start[:1] == b"\x80" and (_MAGIC in start or _BEGIN.startswith(start))
+
+
+def _read_legacy(file: IO[bytes], size: int) -> tuple[str, object]:
+    """Check the pickles and the size of a file. Return what is damaged ("" if nothing is), and what was saved. Raises OSError."""
+    try:
+        pickles = _pickles(file, size)
+    except PeekError as error:
+        return f"damaged or cut short: {error}", None
+    saved, keys = pickles[3], pickles[4].value
+    if not isinstance(keys, list) or not all(str(key) in saved.storages for key in keys):
+        return "the list of its tensors does not match what was saved", None
+    sizes = (saved.storages[str(key)] for key in keys)
+    expected = sum(each.length for each in pickles) + sum(8 + _ELEMENT.get(kind, 1) * count for kind, count in sizes)
+    if size != expected:
+        return f"{size} bytes, expected {expected}: truncated or damaged", None
+    return "", saved.value
+
+
+def _pickles(file: IO[bytes], size: int) -> list[Peeked]:
+    """Return the five pickles. Reads as much of the file as they take. Raises PeekError, OSError."""
+    length = _FIRST_READ
+    while True:
+        file.seek(0)
+        data, found, at = file.read(length), [], 0
+        try:
+            for _ in range(5):
+                found.append(peek_first(data[at:]))
+                at += found[-1].length
+        except PeekError:
+            if length >= min(size, MAX_BYTES):
+                raise
+            length *= 4
+        else:
+            return found
+
+
+# safetensors.
+
+
+def _safetensors_fault(size: int, file: IO[bytes]) -> str:
+    file.seek(0)
+    header_size = int.from_bytes(file.read(8), "little")
+    if size < 8 or header_size > min(MAX_HEADER, size - 8):
+        return f"a header of {header_size} bytes does not fit into {size} bytes: truncated or damaged"
+    try:
+        header = json.loads(file.read(header_size))
+        ends = [value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"]
+        expected = header_size + 8 + max(ends, default=0)
+        whole = expected == size
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        return f"its header is damaged: {type(error).__name__}: {error}"
+    return "" if whole else f"{size} bytes, expected {expected}: truncated or damaged"

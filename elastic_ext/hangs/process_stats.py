@@ -1,0 +1,356 @@
+"""Reads from the kernel what a worker without progress does: does it work, sleep, wait for a processor, or is it stopped?
+
+This is the I/O for `detector`. Everything comes from /proc (see proc(5)) except sockets (see `sockets`). None stands for what
+cannot be read.
+
+A worker's family is the worker, every process that it has started, and what those have started. Members are found by parent,
+which covers a helper in its own session, and by process group and session, which covers a process whose parent has ended. Only a
+daemon, which has left both its parent and its session, is missed. (Its environment would identify it. But reading the memory of
+another process can block, and the watch must never wait for the processes that it watches.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from elastic_ext.hangs import sockets
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+ASLEEP_IN_KERNEL = "D"
+_ENDED = ("Z", "X", "x")
+
+# The system calls in which an interactive debugger waits for its user (Linux asm/unistd_64.h, asm-generic/unistd.h).
+_READ = {"x86_64": 0, "aarch64": 63}.get(platform.machine())
+_SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  # readline waits here, for stdin only
+_EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit waits here
+_EPOLLIN = 0x1
+
+# The system calls that any handled signal ends, whatever its handler does: pause and rt_sigsuspend. Where there is none,
+# libc calls ppoll without descriptors and timeout. (The same sources.)
+_SIGNAL_WAITS = {"x86_64": (34, 130), "aarch64": (133,)}.get(platform.machine(), ())
+_HAS_PAUSE = platform.machine() == "x86_64"
+_PPOLL = {"x86_64": 271, "aarch64": 73}.get(platform.machine())
+
+
+@dataclass(frozen=True)
+class ProcessStats:
+    """A snapshot of a worker. Its processes are counted from their start.
+
+    Attributes:
+        state: state of the main thread, a letter from proc(5).
+        cpu_s: processor time of the family, including members that have ended and were waited for.
+        own_cpu_s, main_cpu_s: the worker's own part of that, and its main thread's part.
+        waited_s: the time that the worker's own threads were ready to run but had no processor.
+        io_bytes: bytes that the family has moved by read(2) and write(2); None: not known for a member.
+        sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
+        own_sockets: inodes of those that the worker itself has open; None: not known.
+        asleep_in_kernel: a thread of the family is in state D, which no signal ends: it waits for a disk or a file server.
+        wchan: where in the kernel the main thread sleeps; "": not known.
+        debugged: a debugger holds it, or waits for its user at a terminal.
+        awaits_signal: its main thread waits for a signal, such as in signal.pause(), and goes on after any; None: not known.
+    """
+
+    state: str
+    cpu_s: float = 0.0
+    waited_s: float = 0.0
+    io_bytes: int | None = 0
+    sockets: Mapping[int, int] | None = field(default_factory=dict)
+    own_sockets: frozenset[int] | None = frozenset()
+    asleep_in_kernel: bool = False
+    wchan: str = ""
+    debugged: bool = False
+    own_cpu_s: float = 0.0
+    main_cpu_s: float = 0.0
+    awaits_signal: bool | None = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A worker's activity between two checks.
+
+    Attributes:
+        cpu_share: the share of a processor that its family used; None: not known.
+        waiting_share: the share of the time that its threads waited for a processor; None: not known.
+        bytes_s: bytes per second that its family moved through files and sockets; None: not known.
+        children_share: the part of cpu_share that other processes used. threads_share: the part of its other threads.
+    """
+
+    cpu_share: float | None = None
+    waiting_share: float | None = None
+    bytes_s: float | None = None
+    children_share: float | None = None
+    threads_share: float | None = None
+
+
+def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
+    """Return the rates of one worker over `took_s` seconds.
+
+    A sum shrinks when a family member has ended and nobody waited for it. Its rate is then not known.
+    """
+    cpu_s, own_s, main_s = now.cpu_s - before.cpu_s, now.own_cpu_s - before.own_cpu_s, now.main_cpu_s - before.main_cpu_s
+    moved = _moved(before, now)
+    return Rates(
+        cpu_share=cpu_s / took_s if cpu_s >= 0 else None,
+        waiting_share=max(0.0, now.waited_s - before.waited_s) / took_s,  # a thread that has ended takes its time with it
+        bytes_s=moved / took_s if moved is not None else None,
+        children_share=max(0.0, cpu_s - own_s) / took_s if cpu_s >= 0 else None,  # they are not read at the same moment
+        threads_share=max(0.0, own_s - main_s) / took_s,
+    )
+
+
+def _moved(before: ProcessStats, now: ProcessStats) -> int | None:
+    if before.io_bytes is None or now.io_bytes is None or now.io_bytes < before.io_bytes:
+        return None
+    if before.sockets is None or now.sockets is None:
+        return None
+    return now.io_bytes - before.io_bytes + sockets.bytes_moved(before.sockets, now.sockets)
+
+
+def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
+    """Return the stats of these workers, by pid, without those that cannot be read. Each must lead its process group."""
+    wanted = set(pids)
+    processes = _processes()
+    families = members(processes, wanted)
+    moved = sockets.moved_by_inode()
+    found = {}
+    for pid in wanted & processes.keys():  # without its family it would seem to do nothing
+        try:
+            own = _read_process(pid)
+        except (OSError, ValueError, IndexError):  # it has just ended, or this /proc differs from proc(5)
+            continue
+        family = families[pid]
+        living = [each for each in family if processes[each].state not in _ENDED]
+        found[pid] = replace(
+            own,
+            cpu_s=sum(processes[each].cpu_s for each in family),
+            io_bytes=_io_bytes(living),
+            sockets=_open_sockets(living, moved) if moved is not None else None,
+            own_sockets=_own_sockets(pid, moved) if moved is not None else None,
+            asleep_in_kernel=any(state == ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
+        )
+    return found
+
+
+def open_sockets(pids: Iterable[int]) -> dict[int, set[int]]:
+    """Return the inodes of all open sockets of each worker's family that may be read, by pid."""
+    processes = _processes()
+    return {pid: _socket_inodes(family) for pid, family in members(processes, set(pids)).items()}
+
+
+def _socket_inodes(family: Iterable[int]) -> set[int]:
+    found: set[int] = set()
+    for pid in family:
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            found |= sockets.inodes_of(pid)
+    return found
+
+
+# Families.
+
+
+@dataclass(frozen=True)
+class Process:
+    """A parsed /proc/PID/stat. cpu_s: includes children that have ended and were waited for."""
+
+    parent: int
+    group: int
+    session: int
+    state: str = "S"
+    cpu_s: float = 0.0
+
+
+def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[int, list[int]]:
+    """Return the pids of each worker's family, including its own. processes: all processes of this machine, by pid."""
+    found: dict[int, list[int]] = {worker: [] for worker in workers}
+    for pid in processes:
+        worker = _worker_of(pid, processes, found.keys())
+        if worker is not None:
+            found[worker].append(pid)
+    return found
+
+
+def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[int]) -> int | None:
+    seen = set()  # the processes were read one after the other, so reused pids could form a cycle
+    while pid in processes and pid not in seen:
+        one = processes[pid]
+        mine = next((each for each in (pid, one.group, one.session) if each in workers), None)
+        if mine is not None:
+            return mine
+        seen.add(pid)
+        pid = one.parent
+    return None
+
+
+def _processes() -> dict[int, Process]:
+    """Return all processes of this machine, by pid; none if not all can be read, as when no descriptor is left for a while."""
+    found: dict[int, Process] = {}
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return found
+    for entry in entries:
+        if not entry.isdecimal():
+            continue
+        try:
+            state, parent, group, session, *rest = _stat(entry)
+            ticks = sum(map(int, rest[7:11]))  # utime, stime, cutime, cstime
+        except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):  # it has just ended, or is not to be seen
+            continue
+        except OSError:
+            return {}
+        found[int(entry)] = Process(int(parent), int(group), int(session), state, ticks / _TICKS)
+    return found
+
+
+# One process.
+
+
+def _read_process(pid: int) -> ProcessStats:
+    status = dict(line.split(":", 1) for line in _text(pid, "status").splitlines() if ":" in line)
+    tracer = int(status.get("TracerPid", "0")) != 0
+    wchan = _optional(pid, "wchan").strip("\0\n ")
+    fields, main = _stat(pid), _optional(pid, f"task/{pid}/stat").rpartition(")")[2].split()
+    return ProcessStats(
+        state=fields[0],
+        waited_s=_waited_s(pid),
+        wchan="" if wchan == "0" else wchan,
+        debugged=tracer or _reads_terminal(pid),
+        own_cpu_s=_cpu_s(fields),
+        main_cpu_s=_cpu_s(main) if main else 0.0,
+        awaits_signal=_awaits_signal(pid, fields[0], wchan),
+    )
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on. The second is a name, which may contain anything."""
+    return _text(pid, "stat").rpartition(")")[2].split()
+
+
+def _cpu_s(fields: list[str]) -> float:
+    """Return the processor time of a process, or of a thread, without its children."""
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _io_bytes(family: Iterable[int]) -> int | None:
+    """Return the bytes moved by the living members. The counts of the others went to whoever waited for them."""
+    total = 0
+    for pid in family:
+        try:
+            counts = dict(line.split(":") for line in _text(pid, "io").splitlines())
+            total += int(counts["rchar"]) + int(counts["wchar"])
+        except (OSError, ValueError, KeyError):
+            if _lives(pid):
+                return None  # it belongs to another user, or this kernel does not count
+    return total
+
+
+def _open_sockets(family: Iterable[int], moved: Mapping[int, int]) -> dict[int, int] | None:
+    inodes: set[int] = set()
+    for pid in family:
+        try:
+            inodes |= sockets.inodes_of(pid)
+        except OSError:
+            if _lives(pid):
+                return None
+    return {inode: moved[inode] for inode in inodes if inode in moved}
+
+
+def _own_sockets(pid: int, moved: Mapping[int, int]) -> frozenset[int] | None:
+    try:
+        return frozenset(sockets.inodes_of(pid)) & moved.keys()
+    except OSError:
+        return None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] not in _ENDED
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return False
+    except OSError:
+        return True  # for all that can be seen
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for thread in _threads(pid):
+        yield _optional(pid, f"task/{thread}/stat").rpartition(")")[2].strip()[:1]
+
+
+def _waited_s(pid: int) -> float:
+    waited_ns = 0
+    for thread in _threads(pid):
+        fields = _optional(pid, f"task/{thread}/schedstat").split()
+        waited_ns += int(fields[1]) if len(fields) > 1 else 0
+    return waited_ns / 1e9
+
+
+def _awaits_signal(pid: int, state: str, wchan: str) -> bool | None:
+    call = _optional(pid, "syscall").split()  # "running" if it is in none; not readable without the right to trace
+    if call and _SIGNAL_WAITS:
+        if not call[0].isdecimal():
+            return False
+        number, arguments = int(call[0]), [int(each, 16) for each in call[1:4]]
+        return number in _SIGNAL_WAITS or (number == _PPOLL and arguments[1:] == [0, 0])
+    if state == "R":
+        return False
+    if "poll" in wchan and not _HAS_PAUSE:
+        return None
+    return any(name in wchan for name in ("pause", "sigsuspend")) if wchan not in ("", "0") else None
+
+
+# Debuggers.
+
+
+def _reads_terminal(pid: int) -> bool:
+    """Return whether a thread waits for input from a terminal, as pdb does at a breakpoint and ipdb in its own thread."""
+    return any(_is_terminal(pid, descriptor) for thread in _threads(pid) for descriptor in _awaited_descriptors(pid, thread))
+
+
+def _awaited_descriptors(pid: int, thread: str) -> list[int]:
+    """Return the descriptors that the thread waits to read from, according to the arguments of its system call."""
+    call = _optional(pid, f"task/{thread}/syscall").split()
+    if len(call) < 2 or not call[0].isdecimal():
+        return []
+    number, first = int(call[0]), int(call[1], 16)
+    if number == _READ:
+        return [first]
+    if number in _SELECT:
+        return [first - 1]
+    return _watched(pid, first) if number in _EPOLL else []
+
+
+def _watched(pid: int, epoll: int) -> list[int]:
+    """Return the descriptors that this epoll instance watches for input: lines `tfd: N events: HEX ...`, see proc(5)."""
+    lines = [line.split() for line in _optional(pid, f"fdinfo/{epoll}").splitlines() if line.startswith("tfd:")]
+    return [int(fields[1]) for fields in lines if int(fields[3], 16) & _EPOLLIN]
+
+
+def _is_terminal(pid: int, descriptor: int) -> bool:
+    try:
+        return descriptor >= 0 and os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
+def _text(pid: int | str, name: str) -> str:
+    with open(f"/proc/{pid}/{name}", errors="replace") as file:
+        return file.read()
+
+
+def _optional(pid: int | str, name: str) -> str:
+    try:
+        return _text(pid, name)
+    except OSError:
+        return ""

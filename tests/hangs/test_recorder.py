@@ -1,0 +1,157 @@
+"""Collectives that do not complete, by torch's flight recorder. The counts are those of NCCL 2.28 and gloo in real deadlocks."""
+
+import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_ext.hangs import stacks
+from elastic_ext.hangs.process_stats import ProcessStats
+from elastic_ext.hangs.stacks import Stay, without_our_thread
+from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.watch import collective_in
+from elastic_ext.workers.bootstrap import recorder
+from elastic_ext.workers.bootstrap.recorder import Outstanding
+from elastic_ext.workers.progress import Progress
+
+S = 10**9
+WORLD, OTHERS = "nccl 0", "nccl 1"
+
+
+def since(*seen: tuple[int, dict[str, tuple[int, int]]]) -> int:
+    """Return what the last of these looks finds. seen: (seconds, counts)."""
+    outstanding, found = Outstanding(), 0
+    for at_s, counts in seen:
+        found = outstanding.since_ns(counts, at_s * S)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected_s"),
+    [
+        ([(100, {})], 0),
+        ([(100, {WORLD: (5, 5)}), (102, {WORLD: (5, 5)})], 0),
+        ([(100, {WORLD: (5, 5)}), (102, {WORLD: (6, 5)})], 102),
+        ([(100, {WORLD: (5, 5)}), (102, {WORLD: (6, 5)}), (104, {WORLD: (299, 5)})], 102),  # FSDP runs far ahead
+        ([(100, {WORLD: (6, 5)}), (102, {WORLD: (7, 6)}), (104, {WORLD: (7, 6)})], 102),  # one has completed since
+        ([(100, {WORLD: (6, 5)}), (102, {WORLD: (6, 6)}), (104, {WORLD: (7, 6)})], 104),
+        ([(100, {WORLD: (6, 5), OTHERS: (1, 1)}), (102, {WORLD: (6, 5), OTHERS: (2, 2)})], 102),  # in another group
+        ([(100, {WORLD: (6, 5)}), (102, {WORLD: (6, 5), OTHERS: (1, -1)}), (104, {WORLD: (6, 5), OTHERS: (1, -1)})], 102),
+    ],
+)
+def test_since_when_none_completes(seen, expected_s):
+    assert since(*seen) == expected_s * S
+
+
+def test_all_recorders_are_read(monkeypatch):
+    def dump(includeCollectives, onlyActive):
+        assert not includeCollectives
+        status = {"last_enqueued_collective": "6", "last_started_collective": "-1", "last_completed_collective": "5"}
+        return json.dumps({"version": "2.10", "pg_config": {}, "pg_status": {"0": status}}).encode()
+
+    module = SimpleNamespace(_dump_nccl_trace_json=dump, _dump_fr_trace_json=lambda **_: b'{"version": "2.10"}')
+    monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
+    assert recorder.read() == {"_dump_nccl_trace_json 0": (6, 5)}
+    monkeypatch.delitem(recorder.sys.modules, "torch._C._distributed_c10d")
+    assert recorder.read() == {}
+
+
+def entry(operation: str, number: int, created_ns: int, **more: object) -> dict[str, object]:
+    """As NCCL's recorder shows a collective of a real deadlock, without what nobody reads."""
+    found = {"process_group": ["0", "default_pg"], "collective_seq_id": number, "profiling_name": f"nccl:{operation}"}
+    found |= {"state": "scheduled", "retired": False, "is_p2p": False, "thread_id": str(threading.main_thread().ident)}
+    return {**found, "time_created_ns": created_ns, **more}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([entry("all_gather", 87, 5)], "all_gather 87 of group default_pg"),
+        ([entry("all_gather", 88, 6), entry("all_reduce", 87, 5)], "all_reduce 87 of group default_pg"),
+        ([entry("all_reduce", 4, 1, retired=True), entry("all_reduce", 5, 9)], "all_reduce 5 of group default_pg"),
+        ([entry("all_reduce", 4, 1, state="completed"), entry("all_reduce", 5, 9)], "all_reduce 5 of group default_pg"),
+        ([entry("recv", 0, 1, is_p2p=True), entry("barrier", 5, 9, process_group=["3", "undefined"])], "barrier 5 of group 3"),
+        ([entry("all_reduce", 5, 9, thread_id="1")], "all_reduce 5 of group default_pg"),  # of the backward pass
+        ([entry("all_reduce", 5, 9, process_group=["1", "gone"])], ""),  # its end was never recorded
+        ([entry("all_reduce", 4, 1, retired=True)], ""),  # as gloo shows all that have ended, whatever the counts say
+        ([], ""),
+    ],
+)
+def test_the_oldest_collective_is_named(monkeypatch, tmp_path, entries, expected):
+    dumped(monkeypatch, entries)
+    found = recorder.oldest()
+    (tmp_path / "stacks.collective").write_text(json.dumps(found))
+    assert collective_in(str(tmp_path / "stacks")) == expected
+    assert bool(found) == bool(expected)
+    assert collective_in(str(tmp_path / "other")) == ""
+
+
+def test_what_a_thread_of_the_script_waits_for_does_not_count(monkeypatch):
+    """Another thread may do this rank's part meanwhile: a save beside training, say."""
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait)
+    beside.start()
+    dumped(monkeypatch, [entry("all_reduce", 5, 9, thread_id=str(beside.ident))])
+    assert recorder.oldest() == {}
+    over.set()
+    beside.join()
+
+
+def dumped(monkeypatch, entries):
+    dump = json.dumps({"version": "2.10", "entries": entries}).encode()
+    module = SimpleNamespace(_dump_nccl_trace_json=lambda includeCollectives, onlyActive: dump)
+    monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
+    world = SimpleNamespace(pg_names={object(): "0", object(): "3"})
+    monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+
+
+ROW = Progress(1, 30, 1, 1, True, answers=2, outstanding_ns=100 * S, outstanding_at_ns=110 * S)
+STATS = ProcessStats("R")
+STAY = Stay(100.0, Wait.COLLECTIVE, 0, True, STATS, outstanding_ns=100 * S)
+
+
+def test_a_worker_whose_recorder_is_silent_is_not_known_to_wait():
+    """Its main thread holds the interpreter's lock: it computes."""
+    assert stacks.is_outstanding(ROW, 110.0 + stacks.RECORDED_S)
+    assert not stacks.is_outstanding(ROW, 110.1 + stacks.RECORDED_S)
+    assert not stacks.is_outstanding(replace(ROW, outstanding_ns=0), 110.0)
+
+
+def test_a_stay_ends_when_a_collective_completes(monkeypatch):
+    monkeypatch.setattr(stacks, "RATES_S", 100.0)
+    assert stacks.continues(STAY, ROW, STATS, 111.0)
+    assert stacks.continues(STAY, replace(ROW, answers=3), STATS, 111.0)  # its main thread may run
+    assert not stacks.continues(STAY, replace(ROW, outstanding_ns=101 * S), STATS, 111.0)
+    assert not stacks.continues(STAY, ROW, replace(STATS, state="T"), 111.0)
+
+
+STACKS = """Thread 0x1 (most recent call first):
+  File "{}", line 1 in {}
+  File "/usr/lib/python3.12/threading.py", line 1 in run
+
+Current thread 0x2 (most recent call first):
+  File "/train.py", line 53 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "waits"),
+    [
+        ("/usr/lib/python3.12/threading.py", "wait", True),
+        ("/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_reduce", True),
+        ("/train.py", "compute", False),
+    ],
+)
+def test_no_other_thread_may_compute(path, function, waits):
+    assert stacks.still_waits(STAY, STACKS.format(path, function)) == waits
+    assert not stacks.still_waits(STAY, "")
+
+
+def test_stacks_do_not_show_our_own_thread():
+    script = STACKS.format("/train.py", "compute")
+    ours = STACKS.format("/elastic_ext/workers/bootstrap/recorder.py", "run")
+    assert without_our_thread(script) == script
+    assert without_our_thread(ours) == ours[ours.index("Current") :]
+    assert without_our_thread("") == ""

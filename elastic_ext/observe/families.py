@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, cast
 
 from prometheus_client.core import (
@@ -45,32 +46,53 @@ DECISIONS = ("stop", "confirm", "restart", "restart_free", "replace_node", "requ
 # torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
 MAX_TORCHELASTIC_NAMES = 500
 
-_PER_WORKER = "one per worker of the agent"
+UNITS = ("seconds", "bytes", "ratio")
+ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family.
+    """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it.
 
     Attributes:
-        unit: the end of the name; OpenMetrics shows it.
         known: label values that are shown as 0 before anything happens.
         most: how many series one agent has, for people.
     """
 
     kind: type[Metric]
     help: str
-    labels: Labels = ()
-    unit: str = ""
-    known: tuple[Labels, ...] = ()
-    most: str = "1"
+    labels: Labels
+    known: tuple[Labels, ...]
+    most: str
+    unit: str
+
+    @classmethod
+    def of(
+        cls, kind: type[Metric], help: str, *labels: str, known: tuple[Labels, ...] = (), most: str = "", unit: str = ""
+    ) -> Family:
+        usually = str(len(known)) if known else "one histogram" if kind is HistogramMetricFamily else "1"
+        return cls(kind, help, labels, known, most or usually, unit)
 
     def new(self, name: str) -> Metric:
         """Return the family without values."""
         if self.kind is InfoMetricFamily:
             return InfoMetricFamily(name, self.help, labels=self.labels)
         make: Callable[..., Metric] = self.kind
-        return make(name, self.help, labels=self.labels, unit=self.unit)
+        ending = name.rpartition("_")[2]
+        return make(name, self.help, labels=self.labels, unit=self.unit or (ending if ending in UNITS else ""))
+
+
+counter, gauge, info = (partial(Family.of, kind) for kind in (CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily))
+summary, histogram = (partial(Family.of, kind) for kind in (SummaryMetricFamily, HistogramMetricFamily))
+
+
+def _per_worker(found: Mapping[str, Family]) -> dict[str, Family]:
+    """Return the families of workers, given by the ends of their names: one series per worker unless they say more."""
+    most = {name: family.most if family.most != "1" else "one per worker of the agent" for name, family in found.items()}
+    return {
+        f"elastic_ext_worker{name}": replace(family, labels=("local_rank", *family.labels), most=most[name])
+        for name, family in found.items()
+    }
 
 
 class Histogram:
@@ -145,104 +167,64 @@ def _known(*values: str) -> tuple[Labels, ...]:
 
 # The name of a counter is shown with the suffix _total, that of an info with _info.
 JOB = {
-    "elastic_ext_restarts": Family(
-        CounterMetricFamily,
-        "Restarts of the workers, by kind of cause.",
-        ("kind",),
-        known=_known(*KINDS, MEMBERSHIP, OTHER),
-        most="one per kind",
+    "elastic_ext_restarts": counter(
+        "Restarts of the workers, by kind of cause.", "kind", known=_known(*KINDS, MEMBERSHIP, OTHER), most="one per kind"
     ),
-    "elastic_ext_failures": Family(
-        CounterMetricFamily, "Failures, by kind.", ("kind",), known=_known(*KINDS, OTHER), most="one per kind"
+    "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*KINDS, OTHER), most="one per kind"),
+    "elastic_ext_restarts_charged": gauge(
+        "Restarts charged to the budget of the job, by the last verdict; absent before the first."
     ),
-    "elastic_ext_restarts_charged": Family(
-        GaugeMetricFamily, "Restarts charged to the budget of the job, by the last verdict; absent before the first."
+    "elastic_ext_max_restarts": gauge(
+        "Restarts that the job may have, by the last verdict; absent before the first, and without a limit."
     ),
-    "elastic_ext_max_restarts": Family(
-        GaugeMetricFamily, "Restarts that the job may have, by the last verdict; absent before the first, and without a limit."
+    "elastic_ext_last_recovery_seconds": gauge("How long the last finished recovery took."),
+    "elastic_ext_last_recovery_timestamp_seconds": gauge("When the last finished recovery ended."),
+    "elastic_ext_round": gauge("The rendezvous round.", known=ZERO),
+    "elastic_ext_world_size": gauge("Workers in this round, over all nodes.", known=ZERO),
+    "elastic_ext_workers": gauge("Workers of this agent, by state.", "state", known=_known(*WORKER_STATES)),
+    "elastic_ext_agent_state": gauge(
+        "What the agent does now (1): a phase of a recovery, or running, backoff, ended.", "state", known=_known(*STATES)
     ),
-    "elastic_ext_last_recovery_seconds": Family(GaugeMetricFamily, "How long the last finished recovery took.", unit="seconds"),
-    "elastic_ext_last_recovery_timestamp_seconds": Family(
-        GaugeMetricFamily, "When the last finished recovery ended.", unit="seconds"
-    ),
-    "elastic_ext_round": Family(GaugeMetricFamily, "The rendezvous round.", known=((),)),
-    "elastic_ext_world_size": Family(GaugeMetricFamily, "Workers in this round, over all nodes.", known=((),)),
-    "elastic_ext_workers": Family(
-        GaugeMetricFamily,
-        "Workers of this agent, by state.",
-        ("state",),
-        known=_known(*WORKER_STATES),
-        most=str(len(WORKER_STATES)),
-    ),
-    "elastic_ext_agent_state": Family(
-        GaugeMetricFamily,
-        "What the agent does now (1): a phase of a recovery, or running, backoff, ended.",
-        ("state",),
-        known=_known(*STATES),
-        most=str(len(STATES)),
-    ),
-    "elastic_ext_ended_timestamp_seconds": Family(
-        GaugeMetricFamily, "When the agent's part of the job ended; absent before that.", unit="seconds"
-    ),
-    "elastic_ext_worker_starts": Family(
-        CounterMetricFamily,
+    "elastic_ext_ended_timestamp_seconds": gauge("When the agent's part of the job ended; absent before that."),
+    "elastic_ext_worker_starts": counter(
         "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
-        ("how", "reason"),
+        "how",
+        "reason",
         most="one per reason",
     ),
-    "elastic_ext_standbys": Family(GaugeMetricFamily, "Warm standbys that are ready.", known=((),)),
-    "elastic_ext_standby_memory_bytes": Family(
-        GaugeMetricFamily,
-        "Memory of the warm standbys and their server; shared pages count once.",
-        unit="bytes",
-        known=((),),
+    "elastic_ext_standbys": gauge("Warm standbys that are ready.", known=ZERO),
+    "elastic_ext_standby_memory_bytes": gauge(
+        "Memory of the warm standbys and their server; shared pages count once.", known=ZERO
     ),
-    "elastic_ext_checkpoint_copied_bytes": Family(
-        CounterMetricFamily, "Bytes copied from local_dir to checkpoint_dir.", unit="bytes", known=((),)
-    ),
-    "elastic_ext_checkpoint_copies": Family(
-        CounterMetricFamily,
+    "elastic_ext_checkpoint_copied_bytes": counter("Bytes copied from local_dir to checkpoint_dir.", known=ZERO),
+    "elastic_ext_checkpoint_copies": counter(
         "Checkpoints that are complete in checkpoint_dir (copied), and attempts to copy that failed.",
-        ("outcome",),
+        "outcome",
         known=_known(COPIED, FAILED),
-        most="2",
     ),
-    "elastic_ext_checkpoint_last_copy_timestamp_seconds": Family(
-        GaugeMetricFamily, "When a checkpoint was last completed in checkpoint_dir.", unit="seconds"
+    "elastic_ext_checkpoint_last_copy_timestamp_seconds": gauge("When a checkpoint was last completed in checkpoint_dir."),
+    "elastic_ext_checkpoint_uncopied_since_timestamp_seconds": gauge(
+        "Since when the oldest checkpoint that is not copied has waited; absent: all are."
     ),
-    "elastic_ext_checkpoint_uncopied_since_timestamp_seconds": Family(
-        GaugeMetricFamily, "Since when the oldest checkpoint that is not copied has waited; absent: all are.", unit="seconds"
+    "elastic_ext_checkpoint_copy_lag_steps": gauge(
+        "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
     ),
-    "elastic_ext_checkpoint_copy_lag_steps": Family(
-        GaugeMetricFamily, "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
-    ),
-    "elastic_ext_memory_copies_lost": Family(
-        CounterMetricFamily,
+    "elastic_ext_memory_copies_lost": counter(
         "Rounds that resume from an older checkpoint because no node has some part of the newest copy in memory, on the "
         "node of rank 0.",
-        known=((),),
+        known=ZERO,
     ),
-    "elastic_ext_memory_parts": Family(
-        CounterMetricFamily,
+    "elastic_ext_memory_parts": counter(
         "Parts of copies in memory that another node has as well (copied), and that it does not have (failed).",
-        ("outcome",),
+        "outcome",
         known=_known(COPIED, FAILED),
-        most="2",
     ),
-    "elastic_ext_memory_sent_bytes": Family(
-        CounterMetricFamily, "Bytes of copies in memory sent to the node that keeps them as well.", unit="bytes", known=((),)
+    "elastic_ext_memory_sent_bytes": counter("Bytes of copies in memory sent to the node that keeps them as well.", known=ZERO),
+    "elastic_ext_torchelastic_last_value": gauge(
+        "Last value passed to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
     ),
-    "elastic_ext_torchelastic_last_value": Family(
-        GaugeMetricFamily,
-        "Last value passed to put_metric of torch.distributed.elastic.metrics.",
-        ("group", "name"),
-        most=str(MAX_TORCHELASTIC_NAMES),
-    ),
-    "elastic_ext_torchelastic_values": Family(
-        CounterMetricFamily,
-        "Calls to put_metric of torch.distributed.elastic.metrics.",
-        ("group", "name"),
-        most=str(MAX_TORCHELASTIC_NAMES),
+    "elastic_ext_torchelastic_values": counter(
+        "Calls to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
     ),
 }
 RECOVERY = "elastic_ext_recovery_seconds"
@@ -250,45 +232,33 @@ WHOLE_RECOVERY = "elastic_ext_recovery_whole_seconds"
 COPY = "elastic_ext_checkpoint_copy_seconds"
 INFO = "elastic_ext"
 OTHERS = {
-    RECOVERY: Family(
-        HistogramMetricFamily,
+    RECOVERY: histogram(
         "Duration of the phases of a recovery. detect: from the end of a worker here, or the last progress before a hang, until "
         "the agent acts; load: the script's load of its checkpoint, a part of first_step.",
-        ("phase",),
-        unit="seconds",
+        "phase",
         most="one histogram per phase",
     ),
-    WHOLE_RECOVERY: Family(
-        HistogramMetricFamily,
-        "Time from a failure, or a change of members, until all workers of this node have made a step again.",
-        unit="seconds",
-        most="one histogram",
+    WHOLE_RECOVERY: histogram(
+        "Time from a failure, or a change of members, until all workers of this node have made a step again."
     ),
-    COPY: Family(
-        HistogramMetricFamily,
-        "Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there.",
-        unit="seconds",
-        most="one histogram",
-    ),
-    INFO: Family(InfoMetricFamily, "Versions, run id and node of this agent."),
+    COPY: histogram("Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there."),
+    INFO: info("Versions, run id and node of this agent."),
 }
 # Of failures and what the job has decided; see `collectors`.
 INCIDENTS = {
-    "elastic_ext_decisions": Family(
-        CounterMetricFamily,
+    "elastic_ext_decisions": counter(
         "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
-        ("decision", "kind"),
+        "decision",
+        "kind",
         known=tuple((decision, kind) for decision in DECISIONS for kind in (*KINDS, OTHER)),
         most="one per decision and kind",
     ),
-    "elastic_ext_hangs": Family(
-        CounterMetricFamily, "Rounds that ended because no worker of the job made progress.", known=((),)
+    "elastic_ext_hangs": counter("Rounds that ended because no worker of the job made progress.", known=ZERO),
+    "elastic_ext_node_strikes": gauge(
+        "Failures that verdicts of the job have put on this node, since its agent started.", known=ZERO
     ),
-    "elastic_ext_node_strikes": Family(
-        GaugeMetricFamily, "Failures that verdicts of the job have put on this node, since its agent started.", known=((),)
-    ),
-    "elastic_ext_refused_nodes": Family(
-        GaugeMetricFamily, "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=((),)
+    "elastic_ext_refused_nodes": gauge(
+        "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=ZERO
     ),
 }
 # With ext_etcd only; see `collectors`.
@@ -297,149 +267,74 @@ ETCD_CALLS = "elastic_ext_etcd_calls"
 ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
 ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
 ETCD = {
-    ETCD_CALL: Family(
-        HistogramMetricFamily,
-        "ext_etcd: time of calls to etcd, each attempt for itself, answered or not.",
-        unit="seconds",
-        most="one histogram",
-    ),
-    ETCD_CALLS: Family(
-        CounterMetricFamily,
+    ETCD_CALL: histogram("ext_etcd: time of calls to etcd, each attempt for itself, answered or not."),
+    ETCD_CALLS: counter(
         "ext_etcd: attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
-        ("outcome",),
+        "outcome",
         known=_known(OK, FAILED),
-        most="2",
     ),
-    ETCD_RECONNECTS: Family(
-        CounterMetricFamily,
-        "ext_etcd: how often the stream of all watches had to be opened again: its connection was lost.",
-        known=((),),
+    ETCD_RECONNECTS: counter(
+        "ext_etcd: how often the stream of all watches had to be opened again: its connection was lost.", known=ZERO
     ),
-    ETCD_LEASE: Family(
-        GaugeMetricFamily,
-        "ext_etcd: until when etcd certainly keeps this node in the job; absent before and after that.",
-        unit="seconds",
-    ),
+    ETCD_LEASE: gauge("ext_etcd: until when etcd certainly keeps this node in the job; absent before and after that."),
 }
-WORKERS = {
-    "elastic_ext_worker": Family(
-        InfoMetricFamily,
-        "A worker's ranks, node and device. gpu_uuid joins DCGM's series; empty without NVML.",
-        ("local_rank", "rank", "node", "gpu_uuid"),
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_steps": Family(
-        CounterMetricFamily, "Optimizer steps of the worker since its start.", ("local_rank",), most=_PER_WORKER
-    ),
-    "elastic_ext_worker_step_seconds": Family(
-        SummaryMetricFamily,
-        "Time from one optimizer step to the next, with all that the script does between them.",
-        ("local_rank",),
-        unit="seconds",
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_last_step_timestamp_seconds": Family(
-        GaugeMetricFamily, "When the worker did its last optimizer step.", ("local_rank",), unit="seconds", most=_PER_WORKER
-    ),
-    "elastic_ext_worker_step_skew_ratio": Family(
-        GaugeMetricFamily,
-        "Recent time per optimizer step, relative to the median of this agent's workers.",
-        ("local_rank",),
-        unit="ratio",
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_saved_step": Family(
-        GaugeMetricFamily, "Step of the last checkpoint that this worker saw committed.", ("local_rank",), most=_PER_WORKER
-    ),
-    "elastic_ext_worker_last_save_timestamp_seconds": Family(
-        GaugeMetricFamily, "When the worker last saw a checkpoint committed.", ("local_rank",), unit="seconds", most=_PER_WORKER
-    ),
-    "elastic_ext_worker_checkpoint_saves": Family(
-        CounterMetricFamily,
-        "Checkpoints that the worker has saved with the others since its start: committed (saved), or not (failed).",
-        ("local_rank", "outcome"),
-        most="two per worker of the agent",
-    ),
-    "elastic_ext_worker_checkpoint_save_seconds": Family(
-        SummaryMetricFamily,
-        "Time of a save, from the request to the commit. Training goes on for most of it.",
-        ("local_rank",),
-        unit="seconds",
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_checkpoint_load_seconds": Family(
-        SummaryMetricFamily,
-        "Time of the worker's loads of a checkpoint by elastic_ext.Checkpointer since its start, with the check of the files.",
-        ("local_rank",),
-        unit="seconds",
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_checkpoint_verify_seconds": Family(
-        SummaryMetricFamily,
-        "Time in which the worker, with the others, has checked the files of checkpoints for damage before a load.",
-        ("local_rank",),
-        unit="seconds",
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_memory_copies": Family(
-        CounterMetricFamily,
-        "Copies of the worker's state in memory since its start: committed (saved), not made (failed), or not loaded, as damaged "
-        "or not fitting (unusable).",
-        ("local_rank", "outcome"),
-        most="three per worker of the agent",
-    ),
-    "elastic_ext_worker_memory_stall_seconds": Family(
-        SummaryMetricFamily,
-        "Time for which copies in memory have stalled the worker's training.",
-        ("local_rank",),
-        unit="seconds",
-        most=_PER_WORKER,
-    ),
-    "elastic_ext_worker_memory_step": Family(
-        GaugeMetricFamily, "Step of the last committed copy in memory.", ("local_rank",), most=_PER_WORKER
-    ),
-    "elastic_ext_worker_memory_every_steps": Family(
-        GaugeMetricFamily, "Steps from one copy in memory to the next.", ("local_rank",), unit="steps", most=_PER_WORKER
-    ),
-}
+WORKERS = _per_worker(
+    {
+        "": info(
+            "A worker's ranks, node and device. gpu_uuid joins DCGM's series; empty without NVML.", "rank", "node", "gpu_uuid"
+        ),
+        "_steps": counter("Optimizer steps of the worker since its start."),
+        "_step_seconds": summary("Time from one optimizer step to the next, with all that the script does between them."),
+        "_last_step_timestamp_seconds": gauge("When the worker did its last optimizer step."),
+        "_step_skew_ratio": gauge("Recent time per optimizer step, relative to the median of this agent's workers."),
+        "_saved_step": gauge("Step of the last checkpoint that this worker saw committed."),
+        "_last_save_timestamp_seconds": gauge("When the worker last saw a checkpoint committed."),
+        "_checkpoint_saves": counter(
+            "Checkpoints that the worker has saved with the others since its start: committed (saved), or not (failed).",
+            "outcome",
+            most="two per worker of the agent",
+        ),
+        "_checkpoint_save_seconds": summary("Time of a save, from the request to the commit. Training goes on for most of it."),
+        "_checkpoint_load_seconds": summary(
+            "Time of the worker's loads of a checkpoint by elastic_ext.Checkpointer since its start, with the check of the files."
+        ),
+        "_checkpoint_verify_seconds": summary(
+            "Time in which the worker, with the others, has checked the files of checkpoints for damage before a load."
+        ),
+        "_memory_copies": counter(
+            "Copies of the worker's state in memory since its start: committed (saved), not made (failed), or not loaded, as "
+            "damaged or not fitting (unusable).",
+            "outcome",
+            most="three per worker of the agent",
+        ),
+        "_memory_stall_seconds": summary("Time for which copies in memory have stalled the worker's training."),
+        "_memory_step": gauge("Step of the last committed copy in memory."),
+        "_memory_every_steps": gauge("Steps from one copy in memory to the next.", unit="steps"),
+    }
+)
 
 # See `collectors`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
 GOODPUT = {
-    "elastic_ext_goodput_seconds": Family(
-        CounterMetricFamily,
+    "elastic_ext_goodput_seconds": counter(
         "Time of this agent, by state. Every second is in exactly one state; running workers count with the mean over them.",
-        ("state",),
-        unit="seconds",
+        "state",
         known=_known(*goodput.STATES),
-        most=str(len(goodput.STATES)),
     ),
-    "elastic_ext_goodput_unsettled_seconds": Family(
-        GaugeMetricFamily,
-        "Time of this agent whose state is not known yet: the step that runs now. The counters and it are all time of the agent.",
-        unit="seconds",
+    "elastic_ext_goodput_unsettled_seconds": gauge(
+        "Time of this agent whose state is not known yet: the step that runs now. The counters and it are all time of the agent."
     ),
-    "elastic_ext_goodput_ratio": Family(GaugeMetricFamily, "The productive part of the job's time.", unit="ratio"),
-    "elastic_ext_effective_training_time_ratio": Family(
-        GaugeMetricFamily,
-        "The part of the job's time that failures and starts did not take: productive, data_wait and checkpoint_save.",
-        unit="ratio",
+    "elastic_ext_goodput_ratio": gauge("The productive part of the job's time."),
+    "elastic_ext_effective_training_time_ratio": gauge(
+        "The part of the job's time that failures and starts did not take: productive, data_wait and checkpoint_save."
     ),
-    "elastic_ext_tokens": Family(CounterMetricFamily, "Tokens that the script has reported to this agent, by report_tokens()."),
-    "elastic_ext_floating_point_operations": Family(
-        CounterMetricFamily, "Operations that the script has reported to this agent, by report_flops()."
+    "elastic_ext_tokens": counter("Tokens that the script has reported to this agent, by report_tokens()."),
+    "elastic_ext_floating_point_operations": counter("Operations that the script has reported to this agent, by report_flops()."),
+    "elastic_ext_checkpoint_interval_advised_seconds": gauge(
+        "Advised time between checkpoints, by Daly; absent before 3 interruptions and 3 saves."
     ),
-    "elastic_ext_checkpoint_interval_advised_seconds": Family(
-        GaugeMetricFamily,
-        "Advised time between checkpoints, by Daly; absent before 3 interruptions and 3 saves.",
-        unit="seconds",
-    ),
-    "elastic_ext_checkpoint_stall_mean_seconds": Family(
-        GaugeMetricFamily, "Mean stall of training by a save; the advice comes from it.", unit="seconds"
-    ),
-    "elastic_ext_restart_mean_seconds": Family(
-        GaugeMetricFamily, "Mean time of a start or restart until the job runs, shown with the advice.", unit="seconds"
-    ),
-    "elastic_ext_interruption_interval_mean_seconds": Family(
-        GaugeMetricFamily, "Mean time in which the job runs between two interruptions; the advice comes from it.", unit="seconds"
+    "elastic_ext_checkpoint_stall_mean_seconds": gauge("Mean stall of training by a save; the advice comes from it."),
+    "elastic_ext_restart_mean_seconds": gauge("Mean time of a start or restart until the job runs, shown with the advice."),
+    "elastic_ext_interruption_interval_mean_seconds": gauge(
+        "Mean time in which the job runs between two interruptions; the advice comes from it."
     ),
 }

@@ -44,7 +44,11 @@ class Event:
     """An event. what: when it is written."""
 
     what: str
-    fields: tuple[Field, ...] = ()
+    fields: tuple[Field, ...]
+
+
+def _event(what: str, *fields: Field) -> Event:
+    return Event(what, fields)
 
 
 COMMON = (
@@ -62,188 +66,152 @@ _REASON = Field("reason", TEXT, "why, in one line for people")
 _SECONDS = "s"
 
 EVENTS: dict[str, Event] = {
-    "agent_started": Event(
+    "agent_started": _event(
         "The agent begins to supervise this node.",
-        (
-            Field("version", TEXT, "version of elastic_ext"),
-            Field("torch", TEXT, "version of torch"),
-            Field("backend", TEXT, "--rdzv-backend"),
-            Field("workers", INTEGER, "workers of this node"),
-            Field("max_restarts", INTEGER, "budget of the job; -1: no limit"),
-            Field("settings", ANY, "settings that are not at their default, as texts; no secrets"),
-        ),
+        Field("version", TEXT, "version of elastic_ext"),
+        Field("torch", TEXT, "version of torch"),
+        Field("backend", TEXT, "--rdzv-backend"),
+        Field("workers", INTEGER, "workers of this node"),
+        Field("max_restarts", INTEGER, "budget of the job; -1: no limit"),
+        Field("settings", ANY, "settings that are not at their default, as texts; no secrets"),
     ),
-    "node_refused": Event("The job does not take this node back yet.", (_REASON,)),
-    "node_drained": Event(
+    "node_refused": _event("The job does not take this node back yet.", _REASON),
+    "node_drained": _event(
         "This node leaves the job because an operator has told it to.",
-        (
-            _REASON,
-            Field(
-                "step",
-                INTEGER,
-                "step of the checkpoint that was saved before; null: unknown, or none was",
-                "steps",
-                optional=True,
-            ),
+        _REASON,
+        Field(
+            "step",
+            INTEGER,
+            "step of the checkpoint that was saved before; null: unknown, or none was",
+            "steps",
+            optional=True,
         ),
     ),
-    "round_started": Event(
+    "round_started": _event(
         "This node has joined a round and knows the checkpoint to resume from.",
-        (
-            Field("nodes", INTEGER, "nodes of the round"),
-            Field("node_rank", INTEGER, "rank of this node"),
-            Field("world_size", INTEGER, "workers of the round, on all nodes"),
-            Field("ranks", INTEGERS, "ranks of this node's workers"),
-            Field("cause", TEXT, "kind of what ended the round before; `membership` without a failure, `start` for the first"),
-        ),
+        Field("nodes", INTEGER, "nodes of the round"),
+        Field("node_rank", INTEGER, "rank of this node"),
+        Field("world_size", INTEGER, "workers of the round, on all nodes"),
+        Field("ranks", INTEGERS, "ranks of this node's workers"),
+        Field("cause", TEXT, "kind of what ended the round before; `membership` without a failure, `start` for the first"),
     ),
-    "membership_changed": Event(
+    "membership_changed": _event(
         "The round has other members, by number, than the last one that this agent was in.",
-        (
-            Field("nodes_before", INTEGER, "nodes of the round before"),
-            Field("nodes", INTEGER, "nodes of this round"),
-            Field("world_size_before", INTEGER, "workers of the round before"),
-            Field("world_size", INTEGER, "workers of this round"),
-        ),
+        Field("nodes_before", INTEGER, "nodes of the round before"),
+        Field("nodes", INTEGER, "nodes of this round"),
+        Field("world_size_before", INTEGER, "workers of the round before"),
+        Field("world_size", INTEGER, "workers of this round"),
     ),
-    "checkpoint_chosen": Event(
+    "checkpoint_chosen": _event(
         "The nodes have agreed on what this round resumes from; only with `checkpoint_dir`.",
-        (
-            Field("path", TEXT, "path or URL of the checkpoint; null: from nothing", optional=True),
-            Field("step", INTEGER, "its step; null: unknown", optional=True),
-            _REASON,
-        ),
+        Field("path", TEXT, "path or URL of the checkpoint; null: from nothing", optional=True),
+        Field("step", INTEGER, "its step; null: unknown", optional=True),
+        _REASON,
     ),
-    "workers_started": Event(
+    "workers_started": _event(
         "All workers of this node run.",
-        (
-            Field("pids", INTEGERS, "their process ids, by local rank"),
-            Field("warm", INTEGER, "those that were warm standbys"),
-            Field("cold", INTEGER, "the others"),
-            Field("seconds", NUMBER, "time of the start", _SECONDS),
-        ),
+        Field("pids", INTEGERS, "their process ids, by local rank"),
+        Field("warm", INTEGER, "those that were warm standbys"),
+        Field("cold", INTEGER, "the others"),
+        Field("seconds", NUMBER, "time of the start", _SECONDS),
     ),
-    "first_step": Event(
+    "first_step": _event(
         "All workers of this node have made an optimizer step in this round.",
-        (Field("seconds", NUMBER, "from the workers' start to the first step of the last of them", _SECONDS),),
+        Field("seconds", NUMBER, "from the workers' start to the first step of the last of them", _SECONDS),
     ),
-    "recovered": Event(
+    "recovered": _event(
         "A recovery is over: all workers of this node have made a step again.",
-        (
-            Field("cause", TEXT, "kind of what ended the training; `membership` without a failure"),
-            _REASON,
-            Field("seconds", NUMBER, "from the end of training on this node to the first step of the last worker", _SECONDS),
-            Field("phases", NUMBERS, "time by phase: those of `elastic_ext_recovery_seconds`, and `backoff`", _SECONDS),
-        ),
+        Field("cause", TEXT, "kind of what ended the training; `membership` without a failure"),
+        _REASON,
+        Field("seconds", NUMBER, "from the end of training on this node to the first step of the last worker", _SECONDS),
+        Field("phases", NUMBERS, "time by phase: those of `elastic_ext_recovery_seconds`, and `backoff`", _SECONDS),
     ),
-    "checkpoint_saved": Event(
+    "checkpoint_saved": _event(
         "The workers have seen a checkpoint of theirs committed.",
-        (
-            Field("step", INTEGER, "its step"),
-            Field("seconds", NUMBER, "from the request to the commit; null: unknown", _SECONDS, optional=True),
-        ),
+        Field("step", INTEGER, "its step"),
+        Field("seconds", NUMBER, "from the request to the commit; null: unknown", _SECONDS, optional=True),
     ),
-    "checkpoint_copied": Event(
+    "checkpoint_copied": _event(
         "A checkpoint is complete in `checkpoint_dir`, copied from `local_dir`.",
-        (Field("lag_steps", INTEGER, "steps by which the newest local one is ahead; null: unknown", "steps", optional=True),),
+        Field("lag_steps", INTEGER, "steps by which the newest local one is ahead; null: unknown", "steps", optional=True),
     ),
-    "round_over": Event(
+    "round_over": _event(
         "The workers of this node must stop, though none of them has failed.",
-        (
-            Field(
-                "cause",
-                TEXT,
-                "`stalled`: the job hangs; `broken`: another node failed, left or joined; `cut_off`: this node may be taken for "
-                "dead; `closed`: the job is over",
-            ),
-            _REASON,
+        Field(
+            "cause",
+            TEXT,
+            "`stalled`: the job hangs; `broken`: another node failed, left or joined; `cut_off`: this node may be taken for "
+            "dead; `closed`: the job is over",
         ),
+        _REASON,
     ),
-    "etcd_unavailable": Event(
+    "etcd_unavailable": _event(
         "`ext_etcd`: no member of etcd has answered for half of `lease_ttl`. Training goes on.",
-        (
-            Field("endpoint", TEXT, "address of the member that was asked last"),
-            Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
-        ),
+        Field("endpoint", TEXT, "address of the member that was asked last"),
+        Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
     ),
-    "etcd_available": Event(
+    "etcd_available": _event(
         "`ext_etcd`: etcd answers again; only after `etcd_unavailable`.",
-        (
-            Field("endpoint", TEXT, "address of the member that answers"),
-            Field("seconds", NUMBER, "how long none did", _SECONDS),
-        ),
+        Field("endpoint", TEXT, "address of the member that answers"),
+        Field("seconds", NUMBER, "how long none did", _SECONDS),
     ),
-    "hang": Event(
+    "hang": _event(
         "The job hangs, and this agent has looked at its workers.",
-        (
-            Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
-            Field("reasons", TEXTS, "what each of them does"),
-            Field(
-                "seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True
-            ),
-        ),
+        Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
+        Field("reasons", TEXTS, "what each of them does"),
+        Field("seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True),
     ),
-    "failure": Event(
+    "failure": _event(
         "Workers of this node have failed; the fields are those of the one that explains the others.",
-        (
-            Field("rank", INTEGER, "its rank"),
-            Field("local_rank", INTEGER, "its local rank"),
-            Field("worker_pid", INTEGER, "its process id"),
-            Field("exit_code", INTEGER, "its exit code; null: a signal ended it", optional=True),
-            Field("signal", TEXT, "the signal that ended it", optional=True),
-            Field("exception", TEXT, "type of the exception that it raised", optional=True),
-            Field("step", INTEGER, "optimizer steps that it had done since it started; null: unknown", "steps", optional=True),
-            Field("kind", TEXT, "kind of the failure by this worker alone"),
-            Field("rule", TEXT, "the rule that says so"),
-            Field("fingerprint", TEXT, "equal for failures that are the same"),
-            _REASON,
-            Field("others", INTEGERS, "ranks of the other workers of this node that did not end well"),
-        ),
+        Field("rank", INTEGER, "its rank"),
+        Field("local_rank", INTEGER, "its local rank"),
+        Field("worker_pid", INTEGER, "its process id"),
+        Field("exit_code", INTEGER, "its exit code; null: a signal ended it", optional=True),
+        Field("signal", TEXT, "the signal that ended it", optional=True),
+        Field("exception", TEXT, "type of the exception that it raised", optional=True),
+        Field("step", INTEGER, "optimizer steps that it had done since it started; null: unknown", "steps", optional=True),
+        Field("kind", TEXT, "kind of the failure by this worker alone"),
+        Field("rule", TEXT, "the rule that says so"),
+        Field("fingerprint", TEXT, "equal for failures that are the same"),
+        _REASON,
+        Field("others", INTEGERS, "ranks of the other workers of this node that did not end well"),
     ),
-    "decision": Event(
+    "decision": _event(
         "The verdict of the job about the end of a round, as this agent carries it out.",
-        (
-            Field("decision", TEXT, "answer of the job: stop, confirm, restart, restart_free, replace_node or requeue"),
-            Field("action", TEXT, "what this agent does: restart or stop"),
-            Field("kind", TEXT, "kind of the failure"),
-            Field("rule", TEXT, "the rule that decided"),
-            _REASON,
-            Field("culprit_rank", INTEGER, "rank of the cause; -1: none"),
-            Field("culprit_host", TEXT, "host of the cause; empty: unknown"),
-            Field("charged", BOOLEAN, "whether the restart counts against the budget"),
-            Field("restarts", INTEGER, "restarts charged so far, with this one"),
-            Field("max_restarts", INTEGER, "budget of the job; -1: no limit, or not known to this verdict"),
-            Field("delay", NUMBER, "wait before the restart", _SECONDS),
-            Field("phases", NUMBERS, "time by phase since the end of training on this node, as in `recovered`", _SECONDS),
-            Field("exit_code", INTEGER, "exit code of this agent; null: it goes on", optional=True),
-        ),
+        Field("decision", TEXT, "answer of the job: stop, confirm, restart, restart_free, replace_node or requeue"),
+        Field("action", TEXT, "what this agent does: restart or stop"),
+        Field("kind", TEXT, "kind of the failure"),
+        Field("rule", TEXT, "the rule that decided"),
+        _REASON,
+        Field("culprit_rank", INTEGER, "rank of the cause; -1: none"),
+        Field("culprit_host", TEXT, "host of the cause; empty: unknown"),
+        Field("charged", BOOLEAN, "whether the restart counts against the budget"),
+        Field("restarts", INTEGER, "restarts charged so far, with this one"),
+        Field("max_restarts", INTEGER, "budget of the job; -1: no limit, or not known to this verdict"),
+        Field("delay", NUMBER, "wait before the restart", _SECONDS),
+        Field("phases", NUMBERS, "time by phase since the end of training on this node, as in `recovered`", _SECONDS),
+        Field("exit_code", INTEGER, "exit code of this agent; null: it goes on", optional=True),
     ),
-    "workers_stopped": Event(
+    "workers_stopped": _event(
         "No worker of the round runs on this node any more.",
-        (
-            Field("exit_codes", ANY, "exit code of each worker by its rank, negative for a signal; null: unknown"),
-            Field("seconds", NUMBER, "how long they ran", _SECONDS),
-        ),
+        Field("exit_codes", ANY, "exit code of each worker by its rank, negative for a signal; null: unknown"),
+        Field("seconds", NUMBER, "how long they ran", _SECONDS),
     ),
-    "preemption_noticed": Event(
+    "preemption_noticed": _event(
         "The platform has told the agent to end, by a signal.",
-        (
-            Field("signal", TEXT, "name of the signal"),
-            Field("grace", NUMBER, "time until the platform kills it", _SECONDS),
-        ),
+        Field("signal", TEXT, "name of the signal"),
+        Field("grace", NUMBER, "time until the platform kills it", _SECONDS),
     ),
-    "interrupted": Event("The user has told the agent to end, by a signal.", (Field("signal", TEXT, "name of the signal"),)),
-    "events_dropped": Event(
+    "interrupted": _event("The user has told the agent to end, by a signal.", Field("signal", TEXT, "name of the signal")),
+    "events_dropped": _event(
         "Events before this one are missing: they could not be written, or came faster than they could be.",
-        (Field("count", INTEGER, "how many"),),
+        Field("count", INTEGER, "how many"),
     ),
-    "agent_ended": Event(
+    "agent_ended": _event(
         "The agent ends; after a signal, copies of checkpoints that are still under way may follow.",
-        (
-            Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
-            Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),
-            Field("error", TEXT, "the exception that ended it", optional=True),
-        ),
+        Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
+        Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),
+        Field("error", TEXT, "the exception that ended it", optional=True),
     ),
 }
 

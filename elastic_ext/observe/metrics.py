@@ -183,19 +183,18 @@ class AgentMetrics(FamilyCollector):
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
-        self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
+        self._add("restarts", kind if kind in RESTART_KINDS else OTHER)
 
     def failed(self, kind: str) -> None:
         """Count a failure. kind: of the diagnosis."""
-        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
+        self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
         """Set what a verdict says of the job's budget of restarts. A negative limit is none."""
-        with self._lock:
-            if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
-                self._values["elastic_ext_restarts_charged"][()] = charged
-            if limit >= 0:
-                self._values["elastic_ext_max_restarts"][()] = limit
+        if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
+            self._set(restarts_charged=charged)
+        if limit >= 0:
+            self._set(max_restarts=limit)
 
     def recovered(self, recovery: Recovery, load_s: float = 0.0) -> None:
         """Record a recovery that is over. load_s: the longest load of a checkpoint by its workers; 0: none."""
@@ -205,14 +204,11 @@ class AgentMetrics(FamilyCollector):
             self._spans[families.WHOLE_RECOVERY].observe(whole_s)
             if load_s > 0:
                 self._phases[families.LOAD].observe(load_s)
-            self._values["elastic_ext_last_recovery_seconds"][()] = whole_s
-            self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(recovery.end)
+            self._set(last_recovery_seconds=whole_s, last_recovery_timestamp_seconds=self._clock.at(recovery.end))
 
     def round_started(self, round: int, world_size: int) -> None:
         """Record a new round. world_size: number of workers on all nodes."""
-        with self._lock:
-            self._values["elastic_ext_round"][()] = round
-            self._values["elastic_ext_world_size"][()] = world_size
+        self._set(round=round, world_size=world_size)
 
     def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
         """Set the number of this agent's workers in each state."""
@@ -227,13 +223,11 @@ class AgentMetrics(FamilyCollector):
             how: "warm" or "cold".
             reason: reason of a cold start, from a fixed set, because each one creates a permanent time series.
         """
-        self._add("elastic_ext_worker_starts", (_label(how), _label(reason)))
+        self._add("worker_starts", _label(how), _label(reason))
 
     def standbys(self, count: int, used_bytes: int) -> None:
         """Set the number of ready warm standbys, and the memory of the standbys and their server."""
-        with self._lock:
-            self._values["elastic_ext_standbys"][()] = count
-            self._values["elastic_ext_standby_memory_bytes"][()] = used_bytes
+        self._set(standbys=count, standby_memory_bytes=used_bytes)
 
     def phase(self, name: str, seconds: float) -> None:
         """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in PHASES."""
@@ -252,14 +246,13 @@ class AgentMetrics(FamilyCollector):
         """
         now = time.monotonic()
         with self._lock:
-            self._add("elastic_ext_checkpoint_copied_bytes", (), size)
-            self._add("elastic_ext_checkpoint_copies", (COPIED,), int(complete))
-            self._add("elastic_ext_checkpoint_copies", (FAILED,), int(failed))
-            self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
-            waits: dict[Labels, float] = {(): self._clock.at(now - lag_s)} if lag_s > 0 else {}
-            self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"] = waits
+            self._add("checkpoint_copied_bytes", by=size)
+            self._add("checkpoint_copies", COPIED, by=int(complete))
+            self._add("checkpoint_copies", FAILED, by=int(failed))
+            waits_since = self._clock.at(now - lag_s) if lag_s > 0 else None
+            self._set(checkpoint_copy_lag_steps=lag_steps, checkpoint_uncopied_since_timestamp_seconds=waits_since)
             if complete:
-                self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)
+                self._set(checkpoint_last_copy_timestamp_seconds=self._clock.at(now))
 
     def copy_took(self, seconds: float) -> None:
         """Record how long it took to copy a checkpoint."""
@@ -268,16 +261,16 @@ class AgentMetrics(FamilyCollector):
 
     def copies_lost(self) -> None:
         """Count a round that does not resume from the newest copy in memory."""
-        self._add("elastic_ext_memory_copies_lost", ())
+        self._add("memory_copies_lost")
 
     def part_sent(self, size: int | None) -> None:
         """Count a part of a copy in memory, of so many bytes, that another node has, too; None: it does not have it."""
-        self._add("elastic_ext_memory_parts", (FAILED if size is None else COPIED,))
-        self._add("elastic_ext_memory_sent_bytes", (), size or 0)
+        self._add("memory_parts", FAILED if size is None else COPIED)
+        self._add("memory_sent_bytes", by=size or 0)
 
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
-        self._add("elastic_ext_checkpoint_copies", (FAILED,))
+        self._add("checkpoint_copies", FAILED)
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
@@ -293,7 +286,7 @@ class AgentMetrics(FamilyCollector):
             last_values = self._values["elastic_ext_torchelastic_last_value"]
             if labels in last_values or len(last_values) < MAX_TORCHELASTIC_NAMES:
                 last_values[labels] = number
-                self._add("elastic_ext_torchelastic_values", labels)
+                self._add("torchelastic_values", *labels)
                 return
             warned, self._full = self._full, True
         if not warned:
@@ -304,10 +297,16 @@ class AgentMetrics(FamilyCollector):
                 *labels,
             )
 
-    def _add(self, name: str, labels: Labels, count: int = 1) -> None:
+    def _set(self, **values: float | None) -> None:
+        """Set families without labels, by the ends of their names. None: absent."""
         with self._lock:
-            values = self._values[name]
-            values[labels] = values.get(labels, 0) + count
+            for name, value in values.items():
+                self._values[f"elastic_ext_{name}"] = {(): value} if value is not None else {}
+
+    def _add(self, name: str, *labels: str, by: int = 1) -> None:
+        with self._lock:
+            values = self._values[f"elastic_ext_{name}"]
+            values[labels] = values.get(labels, 0) + by
 
     def values(self) -> Values:
         workers = self.progress()

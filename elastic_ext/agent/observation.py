@@ -28,18 +28,20 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import families, gate, job_status, pages, prometheus_files, status_records
-from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage
-from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_status import Own, ReportAges, Sources
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.pages import LastScrape, Pages
-from elastic_ext.observe.prometheus_files import TextFile
-from elastic_ext.observe.script_metrics import ScriptMetrics
-from elastic_ext.observe.server import MetricsServer
-from elastic_ext.observe.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.http import gate, pages, prometheus_files
+from elastic_ext.http.gate import Gate
+from elastic_ext.http.pages import LastScrape, Pages
+from elastic_ext.http.prometheus_files import TextFile
+from elastic_ext.http.server import MetricsServer
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.status import job_status, status_records
+from elastic_ext.status.job_status import Own, ReportAges, Sources
+from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from elastic_ext.telemetry.collectors import EtcdHealth, Incidents, Outage
+from elastic_ext.telemetry.script_metrics import ScriptMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error
-from elastic_ext.observe import families, status_records
-from elastic_ext.observe.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
 from elastic_ext.rendezvous.job_status import NoSuchJob
+from elastic_ext.status import status_records
+from elastic_ext.status.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
+from elastic_ext.telemetry import families
 
 WATCH_S = 2.0  # between two looks
 LOST_S = 60.0  # without an answer, after which `--watch` gives up: longer than an election in etcd

@@ -13,9 +13,9 @@ from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error, print_line
-from elastic_ext.observe.timeline import builder, events
-from elastic_ext.observe.timeline.events import Event, Fault
-from elastic_ext.observe.timeline.model import Timeline
+from elastic_ext.timeline import builder, events
+from elastic_ext.timeline.events import Event, Fault
+from elastic_ext.timeline.model import Timeline
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
 STDIN = "-"
@@ -115,7 +115,7 @@ def _drawing(output: str) -> Callable[[Timeline], bytes]:
         import matplotlib  # noqa: F401 - nothing else needs it
     except ImportError as error:
         raise UsageError(MISSING) from error
-    from elastic_ext.observe.timeline import picture
+    from elastic_ext.timeline import picture
 
     return {
         ".png": picture.png,

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from elastic_ext.cli import job_source, main, timeline
-from elastic_ext.observe.timeline import builder, events, model
+from elastic_ext.timeline import builder, events, model
 from tests.jobs import ROOT
-from tests.observe.pages_in_chromium import HTML, PHONE, chromium, document, served
+from tests.status.pages_in_chromium import HTML, PHONE, chromium, document, served
 from tests.until import LIMIT_S
 
 EVENTS = ROOT / "tests" / "data" / "timeline_events.jsonl"  # made by test_timeline_job.py
@@ -105,7 +105,7 @@ def test_the_page_in_a_browser(job, tmp_path, capsys):
 
 
 def test_512_nodes_and_60_failures_are_one_image_with_a_title_for_each_node(job):
-    from elastic_ext.observe.timeline import picture
+    from elastic_ext.timeline import picture
 
     rows = tuple(model.Row(f"node-{number:03}", job.rows[number % 3].spans) for number in range(512))
     times = [job.length * number / 61 for number in range(60)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.cli import main
-from elastic_ext.observe.timeline import builder, events
+from elastic_ext.timeline import builder, events
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, ROOT, SCRIPTS, Job
 from tests.until import until

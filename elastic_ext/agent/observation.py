@@ -28,10 +28,9 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.http import gate, pages, prometheus_files
+from elastic_ext.http import gate, pages, server
 from elastic_ext.http.gate import Gate
-from elastic_ext.http.pages import LastScrape, Pages
-from elastic_ext.http.prometheus_files import TextFile
+from elastic_ext.http.pages import LastScrape, Pages, TextFile
 from elastic_ext.http.server import MetricsServer
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
@@ -347,7 +346,7 @@ class Serving:
         self.url = self._server.url
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
-            self._unannounce = prometheus_files.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
+            self._unannounce = server.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
 
     def ended(self) -> None:
         """Note that what is served from now on is the last."""

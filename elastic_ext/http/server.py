@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
+import os
+import re
 import selectors
 import socket
 import ssl
@@ -19,13 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from http import HTTPStatus
+from pathlib import Path
 
+from elastic_ext.base.files import write_whole
 from elastic_ext.http.gate import Gate, Verdict, warning
 from elastic_ext.http.pages import MAX_REQUEST, CpuBudget, Page, Pages, Request, parse, text
-from elastic_ext.http.prometheus_files import target
 
 logger = logging.getLogger(__name__)
-
 
 LOOPBACK = "127.0.0.1"
 MAX_CLIENTS = 16  # connections at once; each scraper needs one
@@ -35,14 +38,13 @@ CPU_BURST_S = 0.5
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
 RETRY_ACCEPT_S = 1.0  # pause when there is no descriptor or memory for another connection
 
+WILDCARDS = ("0.0.0.0", "::")
+_DISCOVERY_NAME = re.compile(r"elastic_ext_.*_(?P<where>[^_]*)_(?P<pid>\d+)\.json")
+
 # With these errors only the port is the problem: try another port of the host. With any other error the host is the problem.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-_OUT_OF_RESOURCES = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOBUFS,
-    errno.ENOMEM,
-)  # the connection stays in the backlog, and poll keeps reporting it
+# With these the connection stays in the backlog, and poll keeps reporting it.
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 _REFUSALS = {
     Verdict.REFUSED: text(HTTPStatus.UNAUTHORIZED, "expected a user and password", 'WWW-Authenticate: Basic realm="elastic_ext"'),
@@ -374,3 +376,55 @@ class _Server:
         level = logging.DEBUG if self._failure_shown else logging.WARNING
         logger.log(level, "metrics: %s: %r; later failures are shown at DEBUG only", what, error, exc_info=error)
         self._failure_shown = True
+
+
+# The file by which Prometheus finds this agent: file-based service discovery (file_sd_configs), one file per agent. It names the
+# port that was really taken, so several agents on a host need no agreement on ports.
+
+
+def target(address: str, port: int, host: str) -> str:
+    """Return the endpoint as Prometheus writes it. address: what the server is bound to. host: this host's name to others."""
+    reachable = host if address in WILDCARDS else address
+    return f"[{reachable}]:{port}" if ":" in reachable else f"{reachable}:{port}"
+
+
+def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) -> Callable[[], None]:
+    """Write the file of this agent; return what removes it. Also removes those that killed agents of this host have left.
+
+    Args:
+        directory: made if it is absent; Prometheus reads `*.json` in it, at once after a change.
+        endpoint: address and port of the server.
+        labels: of the target; they name the job and the node. Without them two jobs would mix.
+    """
+    folder = Path(directory)
+    run_id = re.sub(r"[^A-Za-z0-9.-]", "-", labels.get("run_id", ""))[:100]
+    path = folder / f"elastic_ext_{run_id}_{_where()}_{os.getpid()}.json"
+    try:
+        host = socket.getfqdn() if endpoint[0] in WILDCARDS else ""  # may ask a name server
+        text = json.dumps([{"targets": [target(*endpoint, host)], "labels": labels}])
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_dead(folder)
+        write_whole(path, text)  # Prometheus must never read half a file
+    except (OSError, UnicodeError) as error:
+        logger.warning("metrics: Prometheus will not find this agent in %s: %s", directory, error)
+        return lambda: None
+    return lambda: _remove(path)
+
+
+def _where() -> str:
+    """Return what tells apart the places in which the same pid may be another process: this host and its pid namespace."""
+    return f"{socket.gethostname().replace('_', '-')}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _remove_dead(folder: Path) -> None:
+    for path in folder.iterdir():
+        found = _DISCOVERY_NAME.fullmatch(path.name)
+        if found is not None and found["where"] == _where() and not os.path.exists(f"/proc/{found['pid']}"):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("metrics: cannot remove %s: %s", path, error)

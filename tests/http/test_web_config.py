@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.agent import plugin
 from elastic_ext.base.errors import UsageError
-from elastic_ext.http import gate, web_config
+from elastic_ext.http import gate
 from tests.etcd_server import Certificates
 from tests.jobs import ROOT
 
@@ -59,7 +59,7 @@ def test_the_file_in_the_reference_is_accepted(certificates: Certificates) -> No
 
 def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "web.yml").touch()
-    assert web_config.read(str(tmp_path / "web.yml")) == web_config.WebConfig(None, {})
+    assert gate.read(str(tmp_path / "web.yml")) == gate.WebConfig(None, {})
 
 
 @pytest.mark.seam

@@ -39,7 +39,7 @@ from elastic_ext.status.job_status import Own, ReportAges, Sources
 from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
-from elastic_ext.telemetry.collectors import EtcdHealth, Incidents, Outage
+from elastic_ext.telemetry.collectors import EtcdHealth, Outage, VerdictMetrics
 from elastic_ext.telemetry.script_metrics import ScriptMetrics
 
 logger = logging.getLogger(__name__)
@@ -384,8 +384,8 @@ class Observation(Companion):
         self._metrics, self._settings, self._handler = metrics, settings, handler
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
-        self._incidents = Incidents(handler.host, settings.refuse_node)
-        metrics.registry.register(self._incidents)
+        self._verdicts = VerdictMetrics(handler.host, settings.refuse_node)
+        metrics.registry.register(self._verdicts)
         handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
@@ -470,7 +470,7 @@ class Observation(Companion):
         self._decided = verdict.round
         self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
-        self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)
+        self._verdicts.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
     def acts(self, since: float | None) -> None:
         """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
@@ -479,7 +479,7 @@ class Observation(Companion):
 
     def hung(self) -> None:
         """Count a hang of the job."""
-        self._incidents.hung()
+        self._verdicts.hung()
 
     def linger_at_close(self) -> None:
         """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""

@@ -40,7 +40,7 @@ MAX_PASSWORD_FILE = 4096  # bytes
 
 
 class _SamePage(urllib.request.HTTPRedirectHandler):
-    """Follows nobody: a password is for this agent only."""
+    """Follows no redirect: a password is for this agent only."""
 
     def redirect_request(self, *args: object) -> None:
         return None

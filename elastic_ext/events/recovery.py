@@ -1,6 +1,6 @@
 """A recovery, phase by phase: from the moment an agent stops running workers until all of them have made a step.
 
-If the workers fail again before their first step, the recovery goes on. Metrics, events and spans tell of what is measured here.
+If the workers fail again before their first step, the recovery goes on. Metrics, events and spans report what is measured here.
 Pure.
 """
 

@@ -384,7 +384,7 @@ class Login:
 
     Attributes:
         client: whose login it is.
-        hashed: of this user; of another one if this user does not exist, so that nobody can tell by the time that a check takes.
+        hashed: of this user, or of another one: the time of a check must not reveal which users exist.
         exists: whether the user does.
     """
 
@@ -431,7 +431,7 @@ class Verified:
 
 
 class Checks:
-    """The thread and its queue. Its results wake whoever polls `fileno()`. The thread starts with the first login.
+    """The thread and its queue. Its results make `fileno()` readable. The thread starts with the first login.
 
     Args:
         check: whether a password has a hash: bcrypt.checkpw, which does not hold the GIL meanwhile.

@@ -263,7 +263,7 @@ class LastScrape:
             wakeup.set()
 
     def wait(self, timeout_s: float, wakeup: Wakeup) -> Sequence[int]:
-        """Wait until it has come, for timeout_s at most, or until a signal tells this process to end.
+        """Wait until it has come, for timeout_s at most, or until a signal asks this process to end.
 
         wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
         """
@@ -271,7 +271,7 @@ class LastScrape:
 
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
-        with held() as told:
+        with held() as signals:
             if not self._seen.is_set():  # shown, because the agent seems to hang
                 logger.warning(
                     "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
@@ -279,14 +279,14 @@ class LastScrape:
             while not self._seen.is_set() and (left_s := deadline - time.monotonic()) > 0:
                 readable(wakeup, left_s)
                 wakeup.clear()
-                if told:
-                    logger.info("metrics: %s ends the wait for a last scrape", signal.Signals(told[0]).name)
+                if signals:
+                    logger.info("metrics: %s ends the wait for a last scrape", signal.Signals(signals[0]).name)
                     break
             else:
                 if not self._seen.is_set():
                     logger.warning("metrics: nobody has scraped the last metrics within %g s (metrics_linger)", timeout_s)
         self._wakeup = None
-        return told
+        return signals
 
 
 class _Labelled(Collector):
@@ -308,7 +308,7 @@ class _Labelled(Collector):
 def write_file(path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
     """Write the metrics, whole or not at all; a failure is logged.
 
-    path: ends with .prom, in the collector's directory. labels: added to each sample; they tell agents of one host apart.
+    path: ends with .prom, in the collector's directory. labels: added to each sample; they distinguish agents of one host.
     """
     whole = CollectorRegistry()
     whole.register(_Labelled(registry, labels))

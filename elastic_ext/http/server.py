@@ -279,7 +279,7 @@ class _Server:
             self._advance(client)  # often its request has already arrived
 
     def _pause(self, until: float) -> None:
-        """Accept nobody before this time (time.monotonic())."""
+        """Accept no connection before this time (time.monotonic())."""
         self._selector.unregister(self._listener)
         self._accept_at = until
 
@@ -412,7 +412,7 @@ def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) 
 
 
 def _where() -> str:
-    """Return what tells apart the places in which the same pid may be another process: this host and its pid namespace."""
+    """Return where a pid has its meaning: this host and its pid namespace."""
     return f"{socket.gethostname().replace('_', '-')}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 

@@ -1,4 +1,4 @@
-"""Builds the status of a whole job from what a rendezvous and its nodes tell. Pure."""
+"""Builds the status of a whole job from the records of a rendezvous and the reports of its nodes. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from elastic_ext.telemetry import families
 STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
 MAX_STRAGGLERS = 32
 FRESH_S = 1.0  # that the workers of one node may start after those of another
-ENOUGH_NODES = 3  # whose paces have a median that tells a slow one
+ENOUGH_NODES = 3  # whose paces have a median that shows a slow one
 MAX_TEXT = 600  # characters of a reason
 MAX_AT = 40  # of a time
 
@@ -74,9 +74,9 @@ def build(sources: Sources) -> Document:
     status, own = sources.status, sources.own
     faults = [Unknown("records", shown(each)) for each in status.faults]
     reports: dict[str, tuple[NodeReport, float | None]] = {}
-    for id_, told in status.reports.items():
+    for id_, stored in status.reports.items():
         try:
-            reports[id_] = status_records.decode_report(told.text, f"reports/{id_}"), sources.seen_s(id_)
+            reports[id_] = status_records.decode_report(stored.text, f"reports/{id_}"), sources.seen_s(id_)
         except RecordError as error:
             faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
     if own is not None:
@@ -105,7 +105,7 @@ def build(sources: Sources) -> Document:
 
 
 def _behind(reports: Mapping[str, tuple[NodeReport, float | None]], own: str) -> dict[str, float]:
-    """Return by how many seconds what a node tells is older than what `own` or else the newest tells, by node id.
+    """Return by how many seconds a node's report is older than that of `own`, or else the newest one, by node id.
 
     For the nodes that run in the last round: its workers started at about the same moment on all of them, so a node that says
     that they have run for less time has said so earlier.
@@ -175,15 +175,15 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
     return str(state.value)
 
 
-def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | None, behind_s: float) -> NodeStatus:
+def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | None, behind_s: float) -> NodeStatus:
     """Return a node by its record, its assignment and its report, as far as they are there. behind_s: see `_behind`."""
     node, assignment = status.nodes.get(id_), status.assignments.get(id_)
     in_round = node is not None and assignment is not None and assignment.of(status.header) and node.after < status.header.round
-    if told is None:
+    if known is None:
         rank, first = (assignment.rank, assignment.base_rank) if in_round and assignment is not None else (-1, -1)
         name, workers = (node.address, node.workers) if node is not None else ("", 0)
         return NodeStatus(shown(id_), shown(name), SILENT if in_round else WAITS, rank, first, workers)
-    report, seen_s = told
+    report, seen_s = known
     later = (seen_s or 0.0) + behind_s
     if node is not None and not in_round and report.round < status.header.round:  # it was in a round, and now waits for another
         report = replace(report, node_rank=-1, base_rank=-1)
@@ -291,7 +291,7 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[S
 
 
 class ReportAges:
-    """For how long this reader has known what each node tells."""
+    """For how long this reader has known the report of each node as it is now, by its own clock: no two clocks are compared."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, float]] = {}
@@ -300,8 +300,8 @@ class ReportAges:
         """Take in the reports that were read at `now`."""
         before = self._first
         self._first = {
-            id_: before[id_] if id_ in before and before[id_][0] == told.version else (told.version, now)
-            for id_, told in status.reports.items()
+            id_: before[id_] if id_ in before and before[id_][0] == report.version else (report.version, now)
+            for id_, report in status.reports.items()
         }
 
     def age_s(self, id_: str, now: float) -> float | None:

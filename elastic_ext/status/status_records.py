@@ -17,7 +17,7 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, Seconds, Within
 from elastic_ext.telemetry.families import RUNNING
 
 REPORT_SCHEMA = 1
-MAX_ROUNDS = 50  # told, the newest
+MAX_ROUNDS = 50  # the newest are reported
 MAX_WHY = 300  # characters
 
 Step = Annotated[int, Within(0, 2**63 - 1)]
@@ -60,7 +60,7 @@ class NodeReport:
         standbys: warm standbys that are ready.
         pace: of its workers, those that are known.
         at: wall clock of the node at this moment, as text, for people only.
-        rounds: those that this agent saw, oldest first. Only the node of rank 0 tells them.
+        rounds: those that this agent saw, oldest first. Only the node of rank 0 reports them.
     """
 
     name: NameOrEmpty
@@ -83,8 +83,8 @@ class NodeReport:
 
 def encode_report(report: NodeReport) -> str:
     """Return a report as JSON, without the fields that say nothing."""
-    told = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
-    return json.dumps({"schema": REPORT_SCHEMA, **told}, separators=(",", ":"))
+    known = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
+    return json.dumps({"schema": REPORT_SCHEMA, **known}, separators=(",", ":"))
 
 
 def decode_report(text: str, what: str) -> NodeReport:
@@ -119,7 +119,7 @@ class RoundHistory:
             self._rounds.append(_Round(round_, now))
 
     def explain(self, round_: int, why: str) -> None:
-        """Say why a round ended, if nobody has yet."""
+        """Note why a round ended, unless that is known."""
         for number, each in enumerate(self._rounds):
             if each.round == round_ and each.ended is not None and not each.why:
                 self._rounds[number] = replace(each, why=why[:MAX_WHY])
@@ -137,7 +137,7 @@ def _age(now: float, at: float) -> float:
 
 
 SCHEMA = 1
-SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node that tells nothing; others are families.STATES
+SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node without a report; others are families.STATES
 ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
 
 
@@ -167,7 +167,7 @@ class Job:
         reason: why it is in this state; "" if nothing is to be said.
         nodes, world_size: of the current round, or the last one.
         restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
-        step, steps_per_s: of the slowest node in the round; the step, of those that have told theirs last.
+        step, steps_per_s: of the slowest node in the round; the step, of those that reported last.
         saved_step, saved_s: of the newest checkpoint that a node saw committed.
         last_verdict: None before the first.
     """
@@ -195,10 +195,10 @@ class NodeStatus:
     Attributes:
         id, name: unique within the job; of its host.
         node_rank, first_rank: -1 outside the round.
-        state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but it has told nothing.
-        seen_s: age of what it told, as far as the reader can know; 0 for the node that shows this; None: read only once. Then
-            its ages are as of told_at, or as of that of the node that told last if both run in the same round.
-        told_at: wall clock of the node when it told this, as text, for people only.
+        state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report.
+        seen_s: age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then
+            its ages are as of told_at, or as of that of the newest report if both run in the same round.
+        told_at: wall clock of the node at its report, as text, for people only.
         The others: see NodeReport.
     """
 

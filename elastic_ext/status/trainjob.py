@@ -29,7 +29,7 @@ class State(Enum):
     """What the job does now."""
 
     TRAINING = "training"
-    STOPPED = "stopped"  # between two rounds, or for good after a failure: nobody knows how long it will take
+    STOPPED = "stopped"  # between two rounds, or for good after a failure: for an unknown time
     DONE = "done"
 
 

@@ -1,7 +1,7 @@
 """Posts the status of a Kubeflow TrainJob to Kubeflow Trainer, from a thread of its own.
 
-The controller tells pods where to by three variables (URL, CA file, token file) and may rotate both files at any time, so each
-post reads them anew. It answers 200 or an error with a Kubernetes Status as its body.
+The controller gives pods the address in three variables (URL, CA file, token file) and may rotate both files at any time, so each
+post reads them again. It answers 200 or an error with a Kubernetes Status as its body.
 https://github.com/kubeflow/trainer/blob/v2.3.0/pkg/statusserver/server.go
 
 With http.client, because one request in half a minute needs no library, and because it follows neither a redirect, to which it

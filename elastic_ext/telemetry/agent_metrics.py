@@ -158,7 +158,7 @@ class AgentMetrics(FamilyCollector):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return what tells this agent from others: the job and the node."""
+        """Return what distinguishes this agent from others: the job and the node."""
         return {name: self._info[name] for name in ("run_id", "node")}
 
     def enter(self, state: str) -> None:
@@ -387,7 +387,7 @@ class AgentState:
 # torchelastic's put_metric.
 
 GROUP = "torchelastic"
-_UNCONFIGURED = "elastic_ext: a group that nobody configures"
+_UNCONFIGURED = "elastic_ext: a group that is never configured"
 
 
 class _MetricData(Protocol):

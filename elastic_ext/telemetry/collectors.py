@@ -20,14 +20,14 @@ REPLACE = "replace_node"
 CALL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
-class Incidents(FamilyCollector):
+class VerdictMetrics(FamilyCollector):
     """Incidents of the job that this agent knows of: hangs, verdicts, strikes against this node, refused hosts.
 
     The agents of a job do not read its ledger. So the strikes are those of this agent's time, and a node that a verdict does not
     reach (its own workers had not failed, and the next round began at once) may not count it.
     """
 
-    table = families.INCIDENTS
+    table = families.VERDICTS
 
     def __init__(self, host: str, refuse_s: float, now: Callable[[], float] = time.monotonic) -> None:
         """host: this node's, as verdicts name it. refuse_s: how long a verdict refuses a host, in seconds. now: the clock."""

@@ -244,7 +244,7 @@ OTHERS = {
     INFO: info("Versions, run id and node of this agent."),
 }
 # Of failures and what the job has decided; see `collectors`.
-INCIDENTS = {
+VERDICTS = {
     "elastic_ext_decisions": counter(
         "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
         "decision",

@@ -232,7 +232,7 @@ def position_of(step: int, known: Sequence[Position]) -> int:
     """Return how many optimizer steps of the job are in the checkpoint of this step.
 
     Scripts number their checkpoints as they like: by optimizer step, by iteration with two optimizers, by epoch. What was seen of
-    others tells how many optimizer steps a number stands for; if nothing was, one.
+    others shows how many optimizer steps a number stands for; if nothing was, one.
     """
     by_step = {each.step: each.at for each in known}
     if step in by_step:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NO_ROUND = -1
 MOST = 2.0**53  # a float counts no further
-LOOK_S = 10.0  # how often ended processes are looked for if nobody scrapes
+LOOK_S = 10.0  # how often ended processes are looked for without a scrape
 
 Values = tuple[float, ...]
 SeriesKey = tuple[str, tuple[str, ...]]  # name and label values
@@ -126,7 +126,7 @@ class ScriptMetrics(Collector):
                 yield name, values
 
     def look(self) -> None:
-        """Take in what ended processes have left, unless that was done lately. Cheap enough for the agent's loop."""
+        """Take in what ended processes have left, unless that was done within LOOK_S. Cheap enough for the agent's loop."""
         if time.monotonic() - self._looked_at >= LOOK_S:
             with self._lock:
                 self._look()

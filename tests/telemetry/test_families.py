@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from elastic_ext.etcd import Unavailable
-from elastic_ext.telemetry.collectors import EtcdHealth, Incidents, Outage, OutageWatch
+from elastic_ext.telemetry.collectors import EtcdHealth, Outage, OutageWatch, VerdictMetrics
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
@@ -207,7 +207,7 @@ def test_the_client_tells_of_lost_connections(server):
 class Values:
     """The values of a collector, by series as the text format has them."""
 
-    def __init__(self, collector: EtcdHealth | Incidents) -> None:
+    def __init__(self, collector: EtcdHealth | VerdictMetrics) -> None:
         self._collector = collector
 
     def __call__(self) -> Scraped:
@@ -221,7 +221,7 @@ class Values:
 
 def test_a_verdict_counts_once_and_a_refusal_ends():
     now = 100.0
-    incidents = Incidents("here", refuse_s=60, now=lambda: now)
+    incidents = VerdictMetrics("here", refuse_s=60, now=lambda: now)
     values = Values(incidents)
     for _ in range(2):  # a verdict may be told twice
         incidents.decided(1, "replace_node", "hardware", "there")
@@ -238,7 +238,7 @@ def test_a_verdict_counts_once_and_a_refusal_ends():
 
 
 def test_no_series_is_added_by_what_happens():
-    incidents = Incidents("here", refuse_s=60)
+    incidents = VerdictMetrics("here", refuse_s=60)
     values = Values(incidents)
     before = values().keys()
     incidents.decided(1, "a decision of a newer agent", "and a kind", "x")

@@ -16,9 +16,9 @@ from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.metrics import Goodput, share_every_s
 from elastic_ext.base.goodput import Shared, Spent, StateSeconds
 from elastic_ext.etcd import Unavailable
-from elastic_ext.observe import families
-from elastic_ext.observe.goodput import Ledger
 from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.goodput import Ledger
 from tests.until import LIMIT_S
 
 LONG_S = 600.0  # of the product; nothing here takes a tenth of it, on any machine, unless something waits that must not

@@ -8,9 +8,10 @@ from itertools import pairwise
 from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import MAX_POINTS, POINT_S, Place, Points, after, own_report
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.observe import families, status_records
-from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.observe.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
+from elastic_ext.status import status_records
+from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 
 PLACE = Place(1, 4, 2, 100)
 

@@ -94,7 +94,7 @@ def _await_end(pid: int, writer: int) -> None:
     try:
         os.write(writer, b".")  # closing it is not enough: a forked process may hold another copy
     except OSError:
-        pass  # nobody waits anymore
+        pass  # no thread waits anymore
     os.close(writer)
 
 
@@ -122,7 +122,7 @@ def state(pid: int) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether this child, which has not been reaped, has begun to end, or has ended. False if the kernel does not tell.
+    """Return whether this child, which has not been reaped, has begun to end, or has ended. False if the kernel does not say.
 
     The kernel marks a process before it closes its connections and devices, and reports its end only afterwards: seconds later
     where a driver has much to release.

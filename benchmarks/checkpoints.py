@@ -23,8 +23,7 @@ from typing import Any
 import measure
 
 from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.formats.files import BLOCK, checksum
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.formats.manifest import BLOCK, MANIFEST, Manifest, StoredFile, checksum, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.base import isolated
 from elastic_ext.base.helper_process import UP, VERSION, send
-from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.embedded.plan import Plan, socket_of
 from tests.etcd_server import ServerProcess
 from tests.ports import free_port
 
@@ -47,7 +47,7 @@ class EmbeddedServer(ServerProcess):
             stdin.close()
             assert stdout.readline() == UP
         self._agent = socket.socket(socket.AF_UNIX)  # without an agent it ends by itself
-        self._agent.connect(door_of(self.client_port).encode())
+        self._agent.connect(socket_of(self.client_port).encode())
         send(self._agent, {"say": "hello", "version": VERSION})
 
     def kill(self) -> None:

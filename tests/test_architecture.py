@@ -19,7 +19,6 @@ MAY_IMPORT = {
     "workers": "base",
     "hangs": "base workers",
     "training": "base workers",
-    "integrations": "training",  # old names, for one release
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",

@@ -29,8 +29,7 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.metrics import AgentMetrics
-from elastic_ext.observe.torchelastic import bridge_torchelastic
+from elastic_ext.observe.metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_of
 from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.rendezvous.contract import Rendezvous

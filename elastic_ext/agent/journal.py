@@ -29,11 +29,10 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.observe import families
-from elastic_ext.observe.etcd_outage import Outage
+from elastic_ext.observe.collectors import Outage
 from elastic_ext.observe.event_table import Source
-from elastic_ext.observe.events import Events
-from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
-from elastic_ext.observe.spans import Spans
+from elastic_ext.observe.events import Events, Spans
+from elastic_ext.observe.recovery_trace import Cause, Recovery, RecoveryTrace
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
 
@@ -254,18 +253,22 @@ class Journal(Companion):
             return
         self._workers, at = None, max(row.first_step_ns for row in rows) / 1e9
         self.events.emit("first_step", seconds=max(0.0, at - self._began))
-        if (course := self._trace.first_steps(at)) is not None:
-            self._metrics.recovered(course, max(row.loading_s for row in rows))
-            self._recovered(course)
+        if (recovery := self._trace.first_steps(at)) is not None:
+            self._metrics.recovered(recovery, max(row.loading_s for row in rows))
+            self._recovered(recovery)
 
-    def _recovered(self, course: Course | None) -> None:
-        if course is None:
+    def _recovered(self, recovery: Recovery | None) -> None:
+        if recovery is None:
             return
-        self._spans.recovered(course)
-        if course.recovered:
-            cause = course.cause
+        self._spans.recovered(recovery)
+        if recovery.recovered:
+            cause = recovery.cause
             self.events.emit(
-                "recovered", cause=cause.kind, reason=cause.reason, seconds=course.end - course.begin, phases=course.seconds()
+                "recovered",
+                cause=cause.kind,
+                reason=cause.reason,
+                seconds=recovery.end - recovery.begin,
+                phases=recovery.seconds(),
             )
 
 

@@ -20,10 +20,10 @@ from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Position, Shared, Spent
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import families, gpus
+from elastic_ext.observe import families
+from elastic_ext.observe.collectors import GoodputCollector, goodput_status
 from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
-from elastic_ext.observe.goodput_collector import GoodputCollector, goodput_status
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -287,7 +287,7 @@ def make_metrics(
         run_id=run_id,
         node=host_name(settings),
         cold_reasons=[each.value for each in ColdReason],
-        gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
+        gpus=GpuQuery(lambda: gpus_by_local_rank(workers, gpu_uuids(), os.environ)).answer,
         progress=progress,
     )
     metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))

@@ -28,22 +28,16 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import discovery, families, gate, job_document, job_status, node_report, pages
-from elastic_ext.observe.etcd_health import EtcdHealth
-from elastic_ext.observe.etcd_outage import Outage
+from elastic_ext.observe import families, gate, job_status, pages, prometheus_files, status_records
+from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.incidents import Incidents
-from elastic_ext.observe.job_document import GoodputPoint
-from elastic_ext.observe.job_status import Own, Sources
-from elastic_ext.observe.linger import LastScrape
+from elastic_ext.observe.job_status import Own, ReportAges, Sources
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.node_report import NodeReport, Pace
-from elastic_ext.observe.pages import Pages
-from elastic_ext.observe.round_history import RoundHistory
+from elastic_ext.observe.pages import LastScrape, Pages
+from elastic_ext.observe.prometheus_files import TextFile
 from elastic_ext.observe.script_metrics import ScriptMetrics
 from elastic_ext.observe.server import MetricsServer
-from elastic_ext.observe.sightings import Sightings
-from elastic_ext.observe.textfile import TextFile
+from elastic_ext.observe.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 
@@ -71,7 +65,7 @@ class JobView:
 
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self._handler = handler
-        self._sightings = Sightings()
+        self._ages = ReportAges()
         self._changed = threading.Condition()
         self._status = JobStatus.nothing(handler.get_run_id(), "the rendezvous has not answered yet")
         self._read_at: float | None = None
@@ -112,8 +106,8 @@ class JobView:
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
         backend, own = self._handler.get_backend(), self.node.now(now)
-        built = job_status.build(Sources(status, backend, own, lambda id_: self._sightings.age_s(id_, now), read_s, fault))
-        self._answer = now, job_document.encode(built).encode()
+        built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
+        self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
 
     def _on_state(self) -> None:
@@ -161,7 +155,7 @@ class JobView:
         report = self.node.now(time.monotonic()).report
         shown = report if report.node_rank == 0 else replace(report, rounds=())
         try:
-            self._handler.show(node_report.encode(shown), last)
+            self._handler.show(status_records.encode_report(shown), last)
         except (ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
@@ -179,7 +173,7 @@ class JobView:
                 logger.info("status: nothing new is known of the other nodes: %s", error)
         with self._changed:
             if not fault:
-                self._sightings.read(status, now)
+                self._ages.read(status, now)
                 self._read_at = now
             if not self._closing:
                 self._fault = fault
@@ -337,7 +331,7 @@ class Serving:
         self.url = self._server.url
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
-            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
+            self._unannounce = prometheus_files.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
 
     def ended(self) -> None:
         """Note that what is served from now on is the last."""

@@ -30,7 +30,7 @@ from elastic_ext.checkpoints.choice.messages import MAX_OFFERS
 from elastic_ext.checkpoints.choice.peering import PeerPlan
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.pins import Pin
+from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.memory.peers.send import Circle, PeerMetrics
 from elastic_ext.checkpoints.memory.peers.service import PeerService
 from elastic_ext.checkpoints.memory.room import Room

@@ -4,7 +4,7 @@ It outlives an agent that is killed, and is started again if it is killed itself
 
 agent    {"say": "hello", "version": 1, "job": ...}     "job": which one it is for; a helper of another one ends, or fails
 helper   {"say": "info" | "warning", "text": ...}       for the agent's log, any number
-helper   {"say": "taken"}                               it is for that job; of the embedded store alone
+helper   {"say": "taken"}                               it is for that job
 helper   {"say": "failed", "text": ...}                 and ends
 agent    {"say": "leaves"}                              its last word
 helper   {"say": "stays", "text": ...}                  it goes on without the agent; else it closes the socket when all is gone
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 UP, BUSY = b"up\n", b"another one is up\n"  # what a helper writes to its standard output as it starts
 MAX_LINE = 1 << 16
+BACKLOG = 64  # agents that connect while the helper starts
+SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
 TRIES, TRIES_S = 8, 60.0  # starts and entries of one agent within this time: one that always dies is not started for ever
 END_S = 12.0  # for the helper to leave nothing behind: milliseconds, or the lease of a host that was lost just before the end
 ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "LANG", "PYTHONHOME")  # nothing by which a reaper would find it
@@ -259,3 +261,128 @@ class HelperConnection:
     def _reap(self) -> None:
         """Let no helper that has ended stay as a zombie for as long as this agent runs."""
         self._started = [process for process in self._started if process.poll() is None]
+
+
+def listen_at(path: Path) -> socket.socket:
+    """Return a socket that listens at this path. The path is there only once it does."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    part = path.with_name("socket.part")
+    part.unlink(missing_ok=True)
+    listener.bind(str(part))
+    listener.listen(BACKLOG)
+    os.rename(part, path)
+    return listener
+
+
+class Agents:
+    """A helper's side: the agents of this host that are connected. For one thread; no call waits for an agent longer than SEND_S.
+
+    Attributes:
+        had_agents: there has been one.
+        orderly: the last one has left on its own accord, and was not killed.
+        rivals: connections of agents of another job, which want this helper's address.
+    """
+
+    def __init__(self, listener: socket.socket, name: str, job: str = "") -> None:
+        """listener: listens at the helper's address. name: of the helper, for messages. job: see `Helper`."""
+        self.had_agents = self.orderly = False
+        self.rivals: list[socket.socket] = []
+        self._listener, self._name, self._job = listener, name, job
+        self._listener.setblocking(False)
+        self._connected: dict[int, tuple[socket.socket, Lines]] = {}  # by descriptor
+        self._known: set[int] = set()  # descriptors of those that have said hello
+        self._leaving: list[socket.socket] = []
+        self._kept: list[Message] = []  # messages for all agents, also for those that connect later
+
+    @property
+    def number(self) -> int:
+        return len(self._connected)
+
+    @property
+    def some_leave(self) -> bool:
+        """Return whether agents that leave wait for the helper's end, or for `stay`."""
+        return bool(self._leaving)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Return what to poll, and to pass to `serve` when it is readable."""
+        return [self._listener.fileno(), *self._connected]
+
+    def serve(self, descriptor: int) -> None:
+        """Take in what has arrived on one of `descriptors`."""
+        if descriptor == self._listener.fileno():
+            self.accept()
+        elif descriptor in self._connected:
+            self._read(descriptor)
+
+    def accept(self) -> None:
+        """Take in all that wait to be connected."""
+        try:
+            while True:
+                self._take_in(self._listener.accept()[0])
+        except BlockingIOError:
+            return
+
+    def _take_in(self, connection: socket.socket) -> None:
+        if peer_of(connection).user not in (os.geteuid(), 0):  # anybody on this host can try an abstract name
+            connection.close()
+            return
+        connection.settimeout(SEND_S)
+        self._connected[connection.fileno()] = connection, Lines(connection)
+        for message in self._kept:
+            send(connection, message)
+
+    def _read(self, descriptor: int) -> None:
+        connection, lines = self._connected[descriptor]
+        received = lines.read()
+        said = {text_of(message, "say") for message in received}
+        if any(message.get("version", VERSION) != VERSION for message in received):
+            text = f"{self._name} on this host is of another version of elastic_ext: use the same one on a host"
+            send(connection, {"say": "failed", "text": text})
+            lines.ended = True
+        elif self._job and any(message.get("job", self._job) != self._job for message in received):
+            self.rivals.append(connection)
+            del self._connected[descriptor]
+            return
+        elif "hello" in said:
+            self.had_agents = True
+            self._known.add(descriptor)
+            send(connection, {"say": "taken"})
+        if "leaves" not in said and not lines.ended:
+            return
+        del self._connected[descriptor]
+        if descriptor in self._known:  # not one that only looked whether somebody listens
+            self._known.remove(descriptor)
+            self.orderly = "leaves" in said
+        if lines.ended:
+            connection.close()
+        else:
+            self._leaving.append(connection)
+
+    def say(self, message: Message) -> None:
+        """Send a message to all agents; and to those that connect later, unless it is a warning. A repeated one is kept once."""
+        if message["say"] != "warning":
+            kept = [each for each in self._kept if each["say"] == "info" or each["say"] != message["say"]]
+            self._kept = [*(each for each in kept if each != message), message]
+        for connection, _ in self._connected.values():
+            send(connection, message)
+
+    def stay(self, why: str) -> None:
+        """Let the agents that leave go: the helper goes on."""
+        for connection in self._leaving:
+            send(connection, {"say": "stays", "text": why})
+            connection.close()
+        self._leaving.clear()
+
+    def refuse_rivals(self, why: str) -> None:
+        for connection in self.rivals:
+            send(connection, {"say": "failed", "text": why})
+            connection.close()
+        self.rivals.clear()
+
+    def close(self) -> None:
+        """Take in nobody any more. Agents that have left wait for the end of this process."""
+        self._listener.close()
+        for connection, _ in self._connected.values():
+            connection.close()
+        self._connected.clear()

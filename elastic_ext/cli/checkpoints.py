@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import getpass
 import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,11 +21,13 @@ from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.cli.job_source import ENDPOINT
-from elastic_ext.cli.terminal import ProgressBar, format_size, print_error, print_line
+from elastic_ext.cli import print_error, print_line
+from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
 SAVE_TIMEOUT_S = 600.0
+BAR_WIDTH = 30  # characters
+SHOW_EVERY_S = 0.1  # seconds between two updates of the bar
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
@@ -81,22 +86,9 @@ def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
         "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
         "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
-    save.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT[,...]",
-        required=True,
-        help=ENDPOINT,
-    )
-    save.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
-    save.add_argument("--timeout", type=_seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds; default: %(default)g")
+    add_job(save)
+    save.add_argument("--timeout", type=seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds; default: %(default)g")
     save.set_defaults(run=_save)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError(text)
-    return value
 
 
 def _count(text: str) -> int:
@@ -293,7 +285,6 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous.requests import save
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
@@ -312,3 +303,48 @@ def _selected(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: S
         shown = ", ".join(list(dict.fromkeys(row.name for row in found.values()))[:10]) or "none"
         raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; found: {shown}")
     return list(dict.fromkeys(found[name.rstrip("/")] for name in names))
+
+
+# What a terminal shows.
+
+
+def format_size(count: float) -> str:
+    """Return a number of bytes for people to read: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class ProgressBar:
+    """A progress bar on stderr, shown only on a terminal. Leaving the context removes it."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._on, self._shown_at, self._began = shown(title), os.isatty(2), 0.0, time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown_at:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+    def counts(self, done: int, total: int) -> None:
+        """Show how many of `total` items are done."""
+        self._draw(done, total, f"{done}/{total}")
+
+    def bytes(self, done: int, total: int) -> None:
+        """Show how many of `total` bytes are done, and the rate."""
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        self._draw(done, total, f"{format_size(done)}/{format_size(total)} {format_size(done / seconds)}/s")
+
+    def _draw(self, done: int, total: int, figures: str) -> None:
+        now = time.monotonic()
+        if not self._on or now - self._shown_at < SHOW_EVERY_S:
+            return
+        self._shown_at = now
+        filled = BAR_WIDTH * done // total if total else BAR_WIDTH
+        sys.stderr.write(f"\r\033[K{self._title} [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {figures}")
+        sys.stderr.flush()

@@ -9,8 +9,8 @@ from typing import Any
 
 from elastic_ext.base import settings
 from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
-from elastic_ext.cli.job_source import ENDPOINT
-from elastic_ext.cli.terminal import print_error, print_line
+from elastic_ext.cli import print_error, print_line
+from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 TIMEOUT_S = 600.0
 MAX_REASON = 200  # characters: every node of the job reads it
@@ -33,17 +33,11 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
     drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
-    drain.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT[,...]",
-        required=True,
-        help=ENDPOINT,
-    )
-    drain.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
+    add_job(drain)
     drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and whoever starts an agent there again")
     drain.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         default=TIMEOUT_S,
         help="seconds to wait for the checkpoint, and then for the job to run; default: %(default)g",
@@ -54,16 +48,8 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     drain.set_defaults(run=run)
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError(text)
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
-    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous import requests
     from elastic_ext.rendezvous.drains import Request
     from elastic_ext.rendezvous.requests import Ending

@@ -9,7 +9,8 @@ from typing import Any
 
 from elastic_ext.base import files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli.terminal import print_error
+from elastic_ext.cli import print_error
+from elastic_ext.cli.job_source import job_client
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
@@ -45,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain_job(endpoint: str, run_id: str) -> int:
-    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous import job_status
 
     with job_client(endpoint, run_id) as client:

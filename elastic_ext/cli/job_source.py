@@ -1,26 +1,170 @@
-"""Where a command reads the status of a job: in its etcd, or from any of its agents."""
+"""How a command reaches a job: a client of its etcd or store, and its status, from there or from any of its agents."""
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import getpass
+import http.client
+import logging
+import os
+import queue
+import ssl
+import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
-from elastic_ext.cli.agent_url import AgentUrl
-from elastic_ext.observe import job_status
-from elastic_ext.observe.job_document import Document
-from elastic_ext.observe.job_status import Sources
-from elastic_ext.observe.sightings import Sightings
+from elastic_ext.base.records import MAX_BYTES
+from elastic_ext.observe import job_status, status_records
+from elastic_ext.observe.job_status import ReportAges, Sources
+from elastic_ext.observe.status_records import Document
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import EtcdClient
+
+logger = logging.getLogger(__name__)
 
 Read = Callable[[], Document]
 
 ENDPOINT = "as for torchrun: the etcd servers of the job, job:..., or HOST:PORT of its own store (ext_c10d)"
+TIMEOUT_S = 5.0  # for one answer, from the name's resolution to the last byte
+MAX_PASSWORD_FILE = 4096  # bytes
+
+
+class _SamePage(urllib.request.HTTPRedirectHandler):
+    """Follows nobody: a password is for this agent only."""
+
+    def redirect_request(self, *args: object) -> None:
+        return None
+
+
+class AgentUrl:
+    """One agent."""
+
+    def __init__(self, url: str, ca: str | None, cert: str | None, user: str | None, password_file: str | None) -> None:
+        """ca: file of an authority. cert: file of a certificate and its key. Raises UsageError."""
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--url: expected a URL such as http://localhost:9401, got {url}")
+        if user is not None and not url.startswith("https://"):
+            raise UsageError("--user needs https://, else anyone on the way can read the password")
+        self._url, self._headers = url.rstrip("/"), {}
+        try:
+            context = ssl.create_default_context(cafile=ca)
+            if cert is not None:
+                context.load_cert_chain(cert)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            raise UsageError(f"{cert or ca}: expected PEM: {error}") from error
+        if user is not None:
+            login = base64.b64encode(f"{user}:{_password(user, password_file)}".encode()).decode()
+            self._headers["Authorization"] = f"Basic {login}"
+        # No proxy: an agent's port is inside the cluster, and a proxy would see the password.
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context), _SamePage
+        )
+
+    def read(self) -> Document:
+        """Return the document now. Raises UsageError: no whole answer within TIMEOUT_S; RecordError: it is of another version.
+
+        Another thread asks: a time limit of a connection is for each of its reads, and an agent may send byte by byte.
+        """
+        answers: queue.SimpleQueue[bytes | UsageError] = queue.SimpleQueue()
+        threading.Thread(target=self._ask, args=(answers,), name="elastic_ext-ask", daemon=True).start()
+        try:
+            answer = answers.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise UsageError(f"the agent at {self._url}: no whole answer within {TIMEOUT_S:g} s") from None
+        if isinstance(answer, UsageError):
+            raise answer
+        return records.read(Document, answer, self._url, status_records.SCHEMA)
+
+    def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
+        try:
+            answers.put(self._fetch())
+        except UsageError as error:
+            answers.put(error)
+
+    def _fetch(self) -> bytes:
+        """Return what the agent answers. Raises UsageError."""
+        try:
+            request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                text: bytes = answer.read(MAX_BYTES + 1)
+                return text
+        except urllib.error.HTTPError as error:
+            hint = {401: ": --user NAME", 404: ": is this an agent of elastic_ext, with metrics on?"}.get(error.code, "")
+            raise UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UsageError(f"the agent at {self._url}: {reason}") from error
+
+
+def _password(user: str, file: str | None) -> str:
+    if file is not None:
+        try:
+            return files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--password-file: {error}") from error
+    if not sys.stdin.isatty():
+        raise UsageError(f"the password of {user}: expected --password-file, or a terminal to ask on")
+    return getpass.getpass(f"password of {user}: ")
+
+
+def add_job(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a job in its etcd or store."""
+    command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help=ENDPOINT)
+    command.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
+
+
+def seconds(text: str) -> float:
+    """Return the value of an argument that is a time limit."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+@contextmanager
+def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
+    """Yield a client of a job's etcd, also where the job has started it (`--rdzv-endpoint=job:`), or of its own store.
+
+    TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on.
+
+    Raises:
+        UsageError: etcd cannot be used; the message says why.
+    """
+    # Imported here: commands on files and --url need none of it, and gRPC takes long to import.
+    from elastic_ext.embedded.hosting import has_secret, store_visitor
+    from elastic_ext.own_etcd import bring, endpoint, keys
+    from elastic_ext.rendezvous.connect import connect
+
+    known = settings.read({}, os.environ)
+    with contextlib.ExitStack() as stack:
+        if endpoint.is_job(rdzv_endpoint):
+            endpoints, with_tls = stack.enter_context(bring.visitor(rdzv_endpoint, run_id, known))
+            client = stack.enter_context(connect(endpoints, with_tls))
+            if (now := client.get(keys.ENDPOINTS).kv) is not None:  # members were replaced
+                client.follow(now.value.decode())
+            yield client
+            return
+        store: EtcdClient | None = None
+        if has_secret(known):  # the certificates of a job's own store follow from it
+            try:
+                store = connect(rdzv_endpoint, stack.enter_context(store_visitor(run_id, known)))
+            except UsageError as error:
+                logger.debug("%s is no store with this secret: %s", rdzv_endpoint, error)
+        yield stack.enter_context(store if store is not None else connect(rdzv_endpoint, known))
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job."""
+    """Add the arguments that name a job, or one of its agents."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help=ENDPOINT)
     command.add_argument("--rdzv-id", metavar="ID", default="", help="the job")
     command.add_argument(
@@ -54,31 +198,22 @@ def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
     return AgentUrl(args.url, *_web(args)) if args.url else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False) -> Iterator[Read]:
     """Yield what reads the job once. again: it is read more than once. Raises UsageError: etcd does not answer."""
     if agent is not None:
         yield agent.read
         return
-    with _from_etcd(args, again) as read:
-        yield read
-
-
-@contextlib.contextmanager
-def _from_etcd(args: argparse.Namespace, again: bool) -> Iterator[Read]:
-    """Yield what reads the job once. Raises UsageError: etcd does not answer."""
-    from elastic_ext.cli.job_client import job_client  # not needed for --url
     from elastic_ext.embedded.plan import BUILD
     from elastic_ext.rendezvous import job_status as in_etcd
     from elastic_ext.rendezvous.contract import C10D, ETCD
 
-    sightings = Sightings()
+    ages = ReportAges()
 
     def read() -> Document:
         status, now = in_etcd.read(client, args.rdzv_id), time.monotonic()
-        sightings.read(status, now)
-        seen_s = (lambda id_: sightings.age_s(id_, now)) if again else (lambda id_: None)
-        return job_status.build(Sources(status, backend, seen_s=seen_s))
+        ages.read(status, now)
+        return job_status.build(Sources(status, backend, seen_s=lambda id_: ages.age_s(id_, now) if again else None))
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         backend = C10D if client.status().version.endswith(BUILD) else ETCD

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.cli import checkpoints, drain, explain, status, timeline
-from elastic_ext.cli.terminal import print_error
+from elastic_ext.cli import checkpoints, drain, explain, print_error, status, timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,16 +7,17 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
+from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
-from elastic_ext.cli import job_source, job_text
-from elastic_ext.cli.job_text import Terminal
-from elastic_ext.cli.terminal import print_error
-from elastic_ext.observe import job_document
-from elastic_ext.observe.job_document import Document
+from elastic_ext.cli import job_source, print_error
+from elastic_ext.observe import families, status_records
+from elastic_ext.observe.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
 from elastic_ext.rendezvous.job_status import NoSuchJob
 
 WATCH_S = 2.0  # between two looks
@@ -64,7 +65,7 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
     """Show the job again and again until it has ended, or nobody answers any more. Raises what the first `read` raises."""
     document, read_at, fault = read(), time.monotonic(), ""
     code = _show(document, as_json, again=True)
-    while document.job.state not in job_document.ENDED_STATES:
+    while document.job.state not in status_records.ENDED_STATES:
         time.sleep(WATCH_S)
         try:
             document, read_at, fault = read(), time.monotonic(), ""
@@ -75,8 +76,8 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
                 raise
             if str(error) != fault:
                 fault, left_s = str(error), read_at + LOST_S - time.monotonic()
-                ago = job_text.age(time.monotonic() - read_at)
-                print_error(f"{fault}; the job as it was {ago} ago is above; asking again for {job_text.age(left_s)} at most")
+                ago = age(time.monotonic() - read_at)
+                print_error(f"{fault}; the job as it was {ago} ago is above; asking again for {age(left_s)} at most")
             continue
         code = _show(document, as_json, again=True)
     return code
@@ -85,10 +86,10 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
 def _show(document: Document, as_json: bool, again: bool = False) -> int:
     """Show the document. again: in place of what was shown before, on a terminal."""
     if as_json:
-        print(job_document.encode(document), flush=True)
+        print(status_records.encode(document), flush=True)
     else:
         terminal = _terminal(again)
-        found = [job_text.text(line, terminal) for line in job_text.lines(document, terminal)]
+        found = [as_text(line, terminal) for line in job_lines(document, terminal)]
         if again and sys.stdout.isatty():
             sys.stdout.write("\033[H\033[2J")
         print("\n".join(found), flush=True)
@@ -102,3 +103,206 @@ def _terminal(whole_screen: bool) -> Terminal:
     size = shutil.get_terminal_size()
     colors = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return Terminal(colors, size.columns, min(MOST_NODES, max(4, size.lines - 20)) if whole_screen else MOST_NODES)
+
+
+COLUMNS = ("rank", "node", "state", "workers", "step", "steps/s", "last step", "checkpoint", "standbys", "last heard")
+LATEST = 5  # of rounds and failures
+OLD_S = 10.0  # what an agent has read of the others is then called old
+BAR = 40  # characters of a bar
+
+GOOD, BUSY, BAD, SOFT, BOLD, PLAIN = "32", "33", "31", "2", "1", ""  # codes of ECMA-48's SGR
+TONES = {
+    **dict.fromkeys(("running", "succeeded"), GOOD),
+    **dict.fromkeys(("failed", SILENT), BAD),
+    **dict.fromkeys(("recovering", "starting", "forming", "stop", "verdict", "rendezvous", "start", "backoff"), BUSY),
+}
+
+Part = tuple[str, str]  # a text and its SGR code
+Line = Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """What the lines are for. width: characters of a row; 0: any. nodes: the most rows of nodes; 0: any."""
+
+    colors: bool = False
+    width: int = 0
+    nodes: int = 0
+
+
+def as_text(line: Line, terminal: Terminal) -> str:
+    """Return a line as it is printed."""
+    if not terminal.colors:
+        return "".join(shown(each) for each, _ in line)
+    return "".join(f"\033[{code}m{shown(each)}\033[0m" if code and each else shown(each) for each, code in line)
+
+
+def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
+    """Return the document as lines. They may hold what others wrote; `as_text` makes that safe to show."""
+    job = document.job
+    yield (f"job {job.run_id} ({job.backend}): ", BOLD), (job.state, TONES.get(job.state, BOLD)), (f", round {job.round}", PLAIN)
+    if job.reason:
+        yield ((f"  because: {job.reason}", PLAIN),)
+    if old := _old(document):
+        yield ((f"  {old}", BUSY),)
+    yield ((f"  {', '.join(_facts(document))}", PLAIN),)
+    yield from _goodput(document, terminal)
+    yield from _timeline(document, terminal)
+    yield from _nodes(document, terminal)
+    for slow in document.stragglers:
+        who, than = (f"rank {slow.rank} on {slow.node}", "worker of its node") if slow.rank >= 0 else (slow.node, "node")
+        yield ((f"straggler: {who} takes {slow.skew:.2f} times as long per step as the median {than}", BUSY),)
+    told = {each.round for each in document.failures[-LATEST:]}
+    for span in document.rounds[-LATEST:]:
+        yield ((_round(replace(span, why="") if span.round in told else span), PLAIN),)
+    for failure in document.failures[-LATEST:]:
+        code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
+        where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
+        yield (
+            (f"{failure.at} ".lstrip(), SOFT),
+            (f"round {failure.round}: {failure.kind} ({where}), ", PLAIN),
+            (f"{failure.decision}{code}", BAD if code else PLAIN),
+            (f": {failure.reason}", PLAIN),
+        )
+    yield from (((f"{each.host} may not come back yet: {each.why}", PLAIN),) for each in document.refused)
+    yield from (((f"not known: {each.what}: {each.why}", SOFT),) for each in document.unknown)
+
+
+def _old(document: Document) -> str:
+    if document.read_s is None:
+        return f"nothing is known of the other nodes yet: {document.fault}" if document.fault else ""
+    if not document.fault and document.read_s < OLD_S:
+        return ""
+    return f"what is shown of the other nodes is {age(document.read_s)} old" + (f": {document.fault}" if document.fault else "")
+
+
+def _facts(document: Document) -> Iterator[str]:
+    job = document.job
+    last = " in the last round" if job.state in ENDED_STATES else ""
+    yield f"{_count(job.nodes, 'node')}, {_count(job.world_size, 'worker')}{last}"
+    if job.step is not None:
+        yield f"step {job.step}" + (f" at {job.steps_per_s:.2f}/s" if job.steps_per_s is not None else "")
+    if job.saved_step is not None:
+        yield f"saved step {job.saved_step} {age(job.saved_s)} ago"
+    yield f"restarts charged: {job.restarts_charged}" + (f" of {job.restarts_limit}" if job.restarts_limit is not None else "")
+
+
+def _goodput(document: Document, terminal: Terminal) -> Iterator[Line]:
+    total = sum(each.seconds for each in document.goodput)
+    if not total:
+        return
+    parts = sorted(document.goodput, key=lambda each: (each.state != "productive", -each.seconds))
+    said = ", ".join(
+        f"{each.state.replace('_', ' ')} {each.seconds / total:.1%}" for each in parts if each.seconds / total >= 5e-4
+    )
+    good = next((each.seconds for each in parts if each.state == "productive"), 0.0) / total
+    bar = _bar([(good, " ", "42"), (1 - good, " ", "41")]) if terminal.colors else ()
+    yield ("  goodput ", PLAIN), *bar, (f" {said}" if bar else said, PLAIN)
+
+
+def _timeline(document: Document, terminal: Terminal) -> Iterator[Line]:
+    """Return the rounds on one axis of time: "=" while workers ran, "." while none did."""
+    rounds = document.rounds
+    if not rounds:
+        return
+    end_s = rounds[-1].ended_s or 0.0 if document.job.state in ENDED_STATES else 0.0
+    whole_s = max(rounds[0].began_s - end_s, 1e-3)
+    shares = []
+    for span, after in zip(rounds, [*rounds[1:], None], strict=True):
+        ended_s = span.ended_s if span.ended_s is not None else 0.0
+        gap_s = 0.0 if span.ended_s is None else ended_s - (after.began_s if after is not None else end_s)
+        shares += [((span.began_s - ended_s) / whole_s, "=", "42"), (gap_s / whole_s, ".", "43")]
+    told_at = next((each.told_at for each in document.nodes if each.name == document.rounds_by and each.seen_s is None), "")
+    said = f" {age(rounds[0].began_s - end_s)} until {'now' if not end_s else f'{age(end_s)} ago'}"
+    yield ("  rounds  ", PLAIN), *_bar(shares, terminal.colors), (said, PLAIN), (f", as of {told_at}" if told_at else "", SOFT)
+
+
+def _bar(shares: Iterable[tuple[float, str, str]], colors: bool = True) -> list[Part]:
+    """Return parts of BAR characters in all. shares: of the bar, with the character and the color of each."""
+    parts: list[Part] = []
+    upto = drawn = 0.0
+    for share, character, color in shares:
+        upto += max(0.0, share)
+        count = max(0, min(BAR, round(upto * BAR)) - round(drawn))
+        drawn += count
+        parts += [((" " if colors else character) * count, color if colors else PLAIN)] if count else []
+    return parts
+
+
+def _nodes(document: Document, terminal: Terminal) -> Iterator[Line]:
+    nodes = document.nodes
+    if not nodes:
+        return
+    states = Counter(each.state for each in nodes)
+    counts: list[Part] = [("  nodes   ", PLAIN)]
+    for state, count in states.most_common():
+        counts += [(", " if len(counts) > 1 else "", PLAIN), (f"{count} {state}", TONES.get(state, PLAIN))]
+    if any(each.seen_s is None and each.told_at for each in nodes):
+        counts += [("; ages are as of the newest time under last heard", SOFT)]
+    yield counts
+    kept = chosen(nodes, terminal.nodes)
+    rows = [COLUMNS, *(_row(each, here=each.id == document.shown_by) for each in kept)]
+    used = [number for number in range(len(COLUMNS)) if any(row[number] for row in rows[1:])]
+    widths = {number: max(len(row[number]) for row in rows) for number in used}
+    yield _cut([("  ".join(COLUMNS[number].ljust(widths[number]) for number in used).rstrip(), SOFT)], terminal.width)
+    for node, row in zip(kept, rows[1:], strict=True):
+        cells = [(row[number].ljust(widths[number]), TONES.get(node.state, PLAIN) if number == 2 else PLAIN) for number in used]
+        yield _cut([(f"{cell}  ", code) for cell, code in cells[:-1]] + [(cells[-1][0].rstrip(), cells[-1][1])], terminal.width)
+    if len(kept) < len(nodes):
+        yield ((f"and {len(nodes) - len(kept)} more; --json, or a pipe, shows all", SOFT),)
+
+
+def chosen(nodes: Sequence[NodeStatus], most: int) -> list[NodeStatus]:
+    """Return at most so many nodes in their order: the silent, then others that do not run, then the rest. most: 0 for all."""
+    if not most or len(nodes) <= most:
+        return list(nodes)
+    need = {SILENT: 0, families.RUNNING: 2}
+    by_need = sorted(range(len(nodes)), key=lambda index: (need.get(nodes[index].state, 1), index))
+    return [nodes[index] for index in sorted(by_need[:most])]
+
+
+def _cut(line: Line, width: int) -> Line:
+    """Return the line without what does not fit into a row."""
+    left, parts = width, []
+    for each, code in line if width else ():
+        parts.append((each[:left], code))
+        left = max(0, left - len(each))
+    return parts or line
+
+
+def _row(node: NodeStatus, here: bool) -> tuple[str, ...]:
+    saved = f"step {node.saved_step}, {age(node.saved_s)} ago" if node.saved_step is not None else ""
+    return tuple(
+        shown(cell)
+        for cell in (
+            str(node.node_rank) if node.node_rank >= 0 else "-",
+            node.name or node.id,
+            f"{node.state} {age(node.state_s)}".rstrip(),
+            str(node.workers),
+            "" if node.step is None else str(node.step),
+            "" if node.steps_per_s is None else f"{node.steps_per_s:.2f}",
+            f"{age(node.last_step_s)} ago" if node.last_step_s is not None else "",
+            saved,
+            str(node.standbys or ""),
+            "here" if here else f"{age(node.seen_s)} ago" if node.seen_s is not None else node.told_at,
+        )
+    )
+
+
+def _round(span: RoundSpan) -> str:
+    ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
+    return f"round {span.round}: began {age(span.began_s)} ago{ended}{f': {span.why}' if span.why else ''}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def age(seconds: float | None) -> str:
+    """Return an age for people: 90 -> "90 s", 7200 -> "2.0 h"; "" if unknown."""
+    if seconds is None:
+        return ""
+    for most, unit, name in ((10.0, 1.0, "s"), (100.0, 1.0, "s"), (6000.0, 60.0, "min"), (172800.0, 3600.0, "h")):
+        if seconds < most:
+            return f"{seconds / unit:.{0 if most in (100.0, 6000.0) else 1}f} {name}"
+    return f"{seconds / 86400:.1f} d"

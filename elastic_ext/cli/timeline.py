@@ -12,8 +12,7 @@ from typing import Any
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
-from elastic_ext.cli import job_source
-from elastic_ext.cli.terminal import print_error, print_line
+from elastic_ext.cli import job_source, print_error, print_line
 from elastic_ext.observe.timeline import lines, of_document, of_events
 from elastic_ext.observe.timeline.course import Course
 from elastic_ext.observe.timeline.lines import Fault, Line

@@ -26,7 +26,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.embedded.plan import Endpoint, Plan, door_of
+from elastic_ext.embedded.plan import Endpoint, Plan, socket_of
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates
@@ -253,7 +253,7 @@ class EmbeddedStore:
         if self._files is not None:
             ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))
             plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key)
-        helper = Helper(NAME, "elastic_ext.embedded.process", door_of(plan.port), plan.dump(), job=plan.job)
+        helper = Helper(NAME, "elastic_ext.embedded.process", socket_of(plan.port), plan.dump(), job=plan.job)
         self._connection = HelperConnection(helper, self._take)
         try:
             failed = self._answer.get(timeout=TAKEN_S)

@@ -47,6 +47,6 @@ class Plan:
         return json.dumps(asdict(self)).encode()
 
 
-def door_of(port: int) -> str:
+def socket_of(port: int) -> str:
     """Return the abstract name of the Unix socket of the store that listens on this port."""
     return f"\0elastic_ext_store_{port}"

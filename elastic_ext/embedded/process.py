@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import grpc  # type: ignore[import-untyped, unused-ignore]
 import grpc.aio  # type: ignore[import-untyped, unused-ignore]
 
-from elastic_ext.base.helper_process import BUSY, UP, VERSION, peer_of
+from elastic_ext.base.helper_process import BACKLOG, BUSY, UP, Agents
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace
-from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.embedded.plan import Plan, socket_of
 from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import Snapshot
 from elastic_ext.etcd.messages import etcdrpc
@@ -83,96 +83,18 @@ def decide(seen: Situation, now: float) -> Lifetime:
 
 STOP_S = 0.2  # at the end, for answers on their way
 START_S = 30  # until it serves: a disk that hangs must not keep the port
-BACKLOG = 64  # agents that come while it starts
-
-
-class Agents:
-    """The agents of this host that are connected; see `base.helper_process`.
-
-    Attributes:
-        had_any, orderly: see `Situation`.
-        rivals: agents of another job, which want this port.
-    """
-
-    def __init__(self, job: str, changed: asyncio.Event) -> None:
-        """job: see `Plan`."""
-        self.had_any = self.orderly = False
-        self.rivals: list[asyncio.StreamWriter] = []
-        self._job = job
-        self._changed = changed
-        self._connected: set[asyncio.StreamWriter] = set()
-        self._leaving: list[asyncio.StreamWriter] = []
-
-    @property
-    def number(self) -> int:
-        return len(self._connected)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one agent until it leaves, or is gone."""
-        if peer_of(writer.get_extra_info("socket")).user not in (os.geteuid(), 0):  # anybody of this host may try
-            writer.close()
-            return
-        self._connected.add(writer)
-        said = set[str]()
-        try:
-            while "leaves" not in said and (line := await reader.readline()):
-                message = json.loads(line)
-                said.add(str(message["say"]))
-                if message.get("version", VERSION) != VERSION:
-                    self._say(writer, "failed", "the embedded store of this job is of another version of elastic_ext")
-                elif self._job and message.get("job", self._job) != self._job:
-                    self.rivals.append(writer)
-                    break
-                elif message["say"] == "hello":
-                    self._say(writer, "taken", "")
-                    self._changed.set()
-                self.had_any = True
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no agent of ours
-            pass
-        self._connected.remove(writer)
-        if "hello" in said and writer not in self.rivals:
-            self.orderly = "leaves" in said
-        if "leaves" in said:
-            self._leaving.append(writer)
-        elif writer not in self.rivals:
-            writer.close()
-        self._changed.set()
-
-    @property
-    def some_leave(self) -> bool:
-        return bool(self._leaving)
-
-    def warn(self, text: str) -> None:
-        """Have the agents log it: nobody reads what this process writes."""
-        for writer in self._connected:
-            self._say(writer, "warning", text)
-
-    def stays(self, why: str) -> None:
-        """Let those that leave go: the store goes on."""
-        for writer in self._leaving:
-            self._say(writer, "stays", why)
-            writer.close()
-        self._leaving.clear()
-
-    def refuse_rivals(self) -> None:
-        for writer in self.rivals:
-            self._say(writer, "failed", "the port of --rdzv-endpoint serves another job on this host: use another port, or wait")
-            writer.close()
-        self.rivals.clear()
-
-    @staticmethod
-    def _say(writer: asyncio.StreamWriter, say: str, text: str) -> None:
-        writer.write(json.dumps({"say": say, "text": text}).encode() + b"\n")
 
 
 class Process:
     """One store, from its start to its end."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, listener: socket.socket) -> None:
+        """listener: for the agents of this host."""
         self._plan = plan
         self._keyspace = Keyspace()
         self._changed = asyncio.Event()
-        self._agents = Agents(plan.job, self._changed)
+        self._agents = Agents(listener, "the embedded store", plan.job)
+        self._polled = set[int]()  # descriptors of the agents' connections
         self._warnings: list[str] = []  # for the first agent
         self._snapshot: Snapshot | None = None
         if plan.ledger_file:
@@ -183,14 +105,14 @@ class Process:
         self._quiet: float | None = self._started
         self._told: float | None = None
 
-    async def run(self, door: socket.socket) -> None:
+    async def run(self) -> None:
         """Serve until the end. Raises RuntimeError: the port is taken."""
         server = grpc.aio.server(options=OPTIONS)
         server.add_generic_rpc_handlers(tuple(self._service.handlers()))
         self._listen(server)
         await server.start()
-        await asyncio.start_unix_server(self._agents.serve, sock=door)
         loop = asyncio.get_running_loop()
+        self._poll(loop)
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(each, self._tell)
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step
@@ -230,6 +152,21 @@ class Process:
         if not bound:  # gRPC before 1.60
             raise RuntimeError(f"cannot listen on {plan.address}")
 
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have what the agents of this host send taken in."""
+
+        def serve(descriptor: int) -> None:
+            self._agents.serve(descriptor)
+            self._poll(loop)
+            self._changed.set()
+
+        now = set(self._agents.descriptors)
+        for descriptor in self._polled - now:
+            loop.remove_reader(descriptor)
+        for descriptor in now - self._polled:
+            loop.add_reader(descriptor, serve, descriptor)
+        self._polled = now
+
     def _on_change(self) -> None:
         if self._snapshot is not None:
             self._snapshot.look()
@@ -251,19 +188,19 @@ class Process:
         agents = self._agents
         nodes, over = self._jobs()
         seen = Situation(
-            self._started, streams, nodes, agents.number, agents.had_any, agents.orderly, over, self._quiet, self._told
+            self._started, streams, nodes, agents.number, agents.had_agents, agents.orderly, over, self._quiet, self._told
         )
         life = decide(seen, now)
         if agents.rivals and not streams and not agents.number:
             return Lifetime(True, "another job needs the port")
-        agents.refuse_rivals()
+        agents.refuse_rivals("the port of --rdzv-endpoint serves another job on this host: use another port, or wait")
         if agents.some_leave and self._snapshot is not None:
             self._snapshot.write_now()  # their container may end with them
         if agents.number or (streams and not over):
-            agents.stays("others are in the job")
+            agents.stay("others are in the job")
         if agents.number:
             for text in self._warnings:
-                agents.warn(text)
+                agents.say({"say": "warning", "text": text})
             self._warnings.clear()
         return life
 
@@ -311,16 +248,16 @@ def _forget_output() -> None:
 def main() -> int:
     """Run one store; 0 unless it cannot."""
     plan = Plan(**json.loads(sys.stdin.buffer.read()))
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     signal.alarm(START_S)
     try:
-        door.bind(door_of(plan.port))
-        door.listen(BACKLOG)  # at once: who comes meanwhile waits, and starts no other one
+        listener.bind(socket_of(plan.port))
+        listener.listen(BACKLOG)  # at once: an agent that comes meanwhile waits, and starts no other store
     except OSError:
         os.write(1, BUSY)
         return 0
     try:
-        asyncio.run(Process(plan).run(door))
+        asyncio.run(Process(plan, listener).run())
     except OSError as error:
         taken = "; another program of this host has the port" if error.errno == errno.EADDRINUSE else ""
         os.write(1, f"port {plan.port}: {error.strerror}{taken}\n".encode())

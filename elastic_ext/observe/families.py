@@ -7,8 +7,11 @@ beside failures, and known label values from 0 on, so that increase() sees the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -18,6 +21,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
@@ -67,6 +71,72 @@ class Family:
             return InfoMetricFamily(name, self.help, labels=self.labels)
         make: Callable[..., Metric] = self.kind
         return make(name, self.help, labels=self.labels, unit=self.unit)
+
+
+class Histogram:
+    """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.sum = 0.0
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, seconds: float) -> None:
+        self.sum += seconds
+        self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
+
+    def copy(self) -> Histogram:
+        made = Histogram(self._bounds)
+        made.sum, made._counts = self.sum, list(self._counts)
+        return made
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
+        shown, below = [], 0
+        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
+            below += count
+            shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
+        return shown
+
+
+@dataclass(frozen=True)
+class Total:
+    """A value of a summary."""
+
+    count: int
+    seconds: float
+
+
+Value = float | Mapping[str, str] | Total | Histogram | None  # of a counter or gauge, info, summary, histogram; None: not shown
+Values = Iterator[tuple[str, Labels, Value]]  # name and labels of each
+
+
+class FamilyCollector(Collector):
+    """Shows the families of one table."""
+
+    table: ClassVar[Mapping[str, Family]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the families without values; the registry calls this when it registers a collector."""
+        return (family.new(name) for name, family in self.table.items())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families with their values; called at each scrape, in the scrape's thread."""
+        found = {name: family.new(name) for name, family in self.table.items()}
+        for name, labels, value in self.values():
+            if isinstance(value, Histogram):
+                cast("HistogramMetricFamily", found[name]).add_metric(labels, value.buckets(), value.sum)
+            elif isinstance(value, Total):
+                cast("SummaryMetricFamily", found[name]).add_metric(labels, value.count, value.seconds)
+            elif isinstance(value, Mapping):
+                cast("InfoMetricFamily", found[name]).add_metric(labels, dict(value))
+            elif value is not None:
+                cast("CounterMetricFamily", found[name]).add_metric(labels, value)
+        yield from found.values()
+
+    def values(self) -> Values:
+        """Yield the values that there are now."""
+        raise NotImplementedError
 
 
 def _known(*values: str) -> tuple[Labels, ...]:
@@ -202,7 +272,7 @@ OTHERS = {
     ),
     INFO: Family(InfoMetricFamily, "Versions, run id and node of this agent."),
 }
-# Of failures and what the job has decided; see `incidents`.
+# Of failures and what the job has decided; see `collectors`.
 INCIDENTS = {
     "elastic_ext_decisions": Family(
         CounterMetricFamily,
@@ -221,7 +291,7 @@ INCIDENTS = {
         GaugeMetricFamily, "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=((),)
     ),
 }
-# With ext_etcd only; see `etcd_health`.
+# With ext_etcd only; see `collectors`.
 ETCD_CALL = "elastic_ext_etcd_call_seconds"
 ETCD_CALLS = "elastic_ext_etcd_calls"
 ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
@@ -333,7 +403,7 @@ WORKERS = {
     ),
 }
 
-# Of `goodput_collector`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
+# See `collectors`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
 GOODPUT = {
     "elastic_ext_goodput_seconds": Family(
         CounterMetricFamily,

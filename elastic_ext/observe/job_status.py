@@ -12,8 +12,8 @@ from elastic_ext.base.printable import cut, shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
-from elastic_ext.observe import families, node_report
-from elastic_ext.observe.job_document import (
+from elastic_ext.observe import families, status_records
+from elastic_ext.observe.status_records import (
     GONE,
     SILENT,
     WAITS,
@@ -21,12 +21,13 @@ from elastic_ext.observe.job_document import (
     Failure,
     GoodputPoint,
     Job,
+    NodeReport,
     NodeStatus,
     Refusal,
+    RoundSpan,
     Straggler,
     Unknown,
 )
-from elastic_ext.observe.node_report import NodeReport, RoundSpan
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
 
@@ -74,7 +75,7 @@ def build(sources: Sources) -> Document:
     reports: dict[str, tuple[NodeReport, float | None]] = {}
     for id_, told in status.reports.items():
         try:
-            reports[id_] = node_report.decode(told.text, f"reports/{id_}"), sources.seen_s(id_)
+            reports[id_] = status_records.decode_report(told.text, f"reports/{id_}"), sources.seen_s(id_)
         except RecordError as error:
             faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
     if own is not None:
@@ -286,3 +287,22 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[S
     if not spent:
         found.append(Unknown("goodput", "no agent has told where its time went"))
     return found
+
+
+class ReportAges:
+    """For how long this reader has known what each node tells."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, float]] = {}
+
+    def read(self, status: JobStatus, now: float) -> None:
+        """Take in the reports that were read at `now`."""
+        before = self._first
+        self._first = {
+            id_: before[id_] if id_ in before and before[id_][0] == told.version else (told.version, now)
+            for id_, told in status.reports.items()
+        }
+
+    def age_s(self, id_: str, now: float) -> float | None:
+        seen = self._first.get(id_)  # at once: another thread may read a newer status
+        return round(now - seen[1], 3) if seen is not None else None

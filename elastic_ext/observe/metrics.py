@@ -7,30 +7,41 @@ their values, and the workers' own /metrics would show the agent's values.
 
 from __future__ import annotations
 
-import bisect
+import ctypes
 import logging
-import math
 import numbers
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, Protocol
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, InfoMetricFamily, SummaryMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import CollectorRegistry
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
-from elastic_ext.observe.agent_state import AgentState
-from elastic_ext.observe.families import COPIED, FAILED, MAX_TORCHELASTIC_NAMES, OTHER, PHASES, SAVED, WORKER_STATES, Labels
-from elastic_ext.observe.recovery_trace import Course
+from elastic_ext.observe.families import (
+    COPIED,
+    FAILED,
+    MAX_TORCHELASTIC_NAMES,
+    OTHER,
+    PHASES,
+    SAVED,
+    WORKER_STATES,
+    FamilyCollector,
+    Histogram,
+    Labels,
+    Total,
+    Values,
+)
+from elastic_ext.observe.recovery_trace import Recovery
 
 logger = logging.getLogger(__name__)
+
 
 # Seconds. A warm standby starts in about 15 ms; a platform may take minutes to replace a node.
 RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -96,7 +107,7 @@ class UnixClock:
         return self.at(monotonic_s) if monotonic_s is not None else None
 
 
-class AgentMetrics(Collector):
+class AgentMetrics(FamilyCollector):
     """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
 
     Args:
@@ -111,6 +122,8 @@ class AgentMetrics(Collector):
     Attributes:
         progress: as given. state: what the agent does.
     """
+
+    table: ClassVar = {**families.JOB, **families.OTHERS, **families.WORKERS}
 
     def __init__(
         self,
@@ -135,8 +148,8 @@ class AgentMetrics(Collector):
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
         self._full = False
-        self._phases = {phase: Histogram() for phase in PHASES}
-        self._spans = {name: Histogram() for name in (families.WHOLE_RECOVERY, families.COPY)}
+        self._phases = {phase: Histogram(RECOVERY_BUCKETS) for phase in PHASES}
+        self._spans = {name: Histogram(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
         self.state = AgentState()
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
@@ -184,16 +197,16 @@ class AgentMetrics(Collector):
             if limit >= 0:
                 self._values["elastic_ext_max_restarts"][()] = limit
 
-    def recovered(self, course: Course, load_s: float = 0.0) -> None:
+    def recovered(self, recovery: Recovery, load_s: float = 0.0) -> None:
         """Record a recovery that is over. load_s: the longest load of a checkpoint by its workers; 0: none."""
-        whole_s, first_step = course.end - course.begin, course.phases[-1]
+        whole_s, first_step = recovery.end - recovery.begin, recovery.phases[-1]
         with self._lock:
             self._phases[families.FIRST_STEP].observe(first_step.end - first_step.begin)
             self._spans[families.WHOLE_RECOVERY].observe(whole_s)
             if load_s > 0:
                 self._phases[families.LOAD].observe(load_s)
             self._values["elastic_ext_last_recovery_seconds"][()] = whole_s
-            self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(course.end)
+            self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(recovery.end)
 
     def round_started(self, round: int, world_size: int) -> None:
         """Record a new round. world_size: number of workers on all nodes."""
@@ -296,95 +309,44 @@ class AgentMetrics(Collector):
             values = self._values[name]
             values[labels] = values.get(labels, 0) + count
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield the families without values; the registry calls this when it registers a collector."""
-        for name, family in {**families.JOB, **families.WORKERS, **families.OTHERS}.items():
-            yield family.new(name)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families with their values; called at each scrape, in the scrape's thread."""
+    def values(self) -> Values:
         workers = self.progress()
         with self._lock:
-            values = {name: dict(by_labels) for name, by_labels in self._values.items()}
-            phases = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._phases.items()}
-            spans = {name: (histogram.buckets(), histogram.sum) for name, histogram in self._spans.items()}
-        info = cast("InfoMetricFamily", families.OTHERS[families.INFO].new(families.INFO))
-        info.add_metric((), self._info)
-        yield info
-        for name, by_labels in values.items():
-            family = families.JOB[name].new(name)
-            for labels, value in by_labels.items():
-                cast("CounterMetricFamily", family).add_metric(labels, value)
-            yield family
-        yield _histograms(families.RECOVERY, {(phase,): each for phase, each in phases.items()})
-        for name, span in spans.items():
-            yield _histograms(name, {(): span})
-        yield from _of_workers(workers, self._gpus() if workers else [], self._info["node"], self._clock)
+            counts = [(name, labels, value) for name, of in self._values.items() for labels, value in of.items()]
+            phases = {phase: histogram.copy() for phase, histogram in self._phases.items()}
+            spans = {name: histogram.copy() for name, histogram in self._spans.items()}
+        yield families.INFO, (), self._info
+        yield from counts
+        for phase, histogram in phases.items():
+            yield families.RECOVERY, (phase,), histogram
+        for name, histogram in spans.items():
+            yield name, (), histogram
+        gpus = self._gpus() if workers else ()
+        for each in workers:
+            gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
+            yield "elastic_ext_worker", (str(each.local_rank), str(each.rank), self._info["node"], gpu), {}
+            for name, labels, value in self._of_worker(each):
+                yield f"elastic_ext_worker_{name}", (str(each.local_rank), *labels), value
 
-
-def _of_workers(workers: Sequence[WorkerProgress], gpus: Sequence[str], node: str, clock: UnixClock) -> Iterator[Metric]:
-    """Yield the families of the workers. gpus: the UUID of each one's, by local rank."""
-    found = {name: family.new(name) for name, family in families.WORKERS.items()}
-
-    def add(name: str, labels: Labels, value: float | None) -> None:
-        if value is not None:
-            cast("CounterMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, value)
-
-    def add_times(name: str, labels: Labels, count: int, seconds: float) -> None:
-        cast("SummaryMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, count, seconds)
-
-    for each in workers:
-        labels = (str(each.local_rank),)
-        gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
-        whole = (*labels, str(each.rank), node, gpu)
-        cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
-        add("_steps", labels, each.steps)
-        add_times("_step_seconds", labels, max(0, each.steps - 1), each.stepping_s)
-        add("_last_step_timestamp_seconds", labels, clock.at_if_any(each.last_step_at))
-        add("_step_skew_ratio", labels, each.skew)
-        add("_saved_step", labels, each.saved_step)
-        add("_last_save_timestamp_seconds", labels, clock.at_if_any(each.saved_at))
-        add("_checkpoint_saves", (*labels, SAVED), each.saves)
-        add("_checkpoint_saves", (*labels, FAILED), each.failed_saves)
-        add_times("_checkpoint_save_seconds", labels, each.saves, each.saving_s)
-        add_times("_checkpoint_load_seconds", labels, each.loads, each.loading_s)
-        add_times("_checkpoint_verify_seconds", labels, each.checks, each.checking_s)
-        add("_memory_copies", (*labels, SAVED), each.copies)
-        add("_memory_copies", (*labels, FAILED), each.failed_copies)
-        add("_memory_copies", (*labels, families.UNUSABLE), each.unusable_copies)
-        add_times("_memory_stall_seconds", labels, each.copies, each.copies_stall_s)
-        add("_memory_step", labels, each.copied_step)
-        add("_memory_every_steps", labels, each.copy_every)
-    yield from found.values()
-
-
-class Histogram:
-    """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
-
-    def __init__(self, bounds: Sequence[float] = RECOVERY_BUCKETS) -> None:
-        self.sum = 0.0
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-
-    def observe(self, seconds: float) -> None:
-        self.sum += seconds
-        self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
-        shown, below = [], 0
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
-            below += count
-            shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
-        return shown
-
-
-def _histograms(name: str, found: Mapping[Labels, tuple[list[tuple[str, float]], float]]) -> Metric:
-    """Return a family of histograms. found: buckets and sum, by labels."""
-    family = cast("HistogramMetricFamily", families.OTHERS[name].new(name))
-    for labels, (buckets, total) in found.items():
-        family.add_metric(labels, buckets, total)
-    return family
+    def _of_worker(self, each: WorkerProgress) -> Values:
+        """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
+        yield "steps", (), each.steps
+        yield "step_seconds", (), Total(max(0, each.steps - 1), each.stepping_s)
+        yield "last_step_timestamp_seconds", (), self._clock.at_if_any(each.last_step_at)
+        yield "step_skew_ratio", (), each.skew
+        yield "saved_step", (), each.saved_step
+        yield "last_save_timestamp_seconds", (), self._clock.at_if_any(each.saved_at)
+        yield "checkpoint_saves", (SAVED,), each.saves
+        yield "checkpoint_saves", (FAILED,), each.failed_saves
+        yield "checkpoint_save_seconds", (), Total(each.saves, each.saving_s)
+        yield "checkpoint_load_seconds", (), Total(each.loads, each.loading_s)
+        yield "checkpoint_verify_seconds", (), Total(each.checks, each.checking_s)
+        yield "memory_copies", (SAVED,), each.copies
+        yield "memory_copies", (FAILED,), each.failed_copies
+        yield "memory_copies", (families.UNUSABLE,), each.unusable_copies
+        yield "memory_stall_seconds", (), Total(each.copies, each.copies_stall_s)
+        yield "memory_step", (), each.copied_step
+        yield "memory_every_steps", (), each.copy_every
 
 
 def _label(value: str) -> str:
@@ -400,3 +362,174 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+class AgentState:
+    """The state of one agent, one of families.STATES.
+
+    Attributes:
+        name: of the state.
+        since: when it began, monotonic.
+        on_change: called with name and time of each new state, by the agent's loop: it must return at once.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.since = 0.0
+        self.on_change: Callable[[str, float], None] = lambda name, at: None
+
+    def enter(self, name: str, now: float) -> None:
+        """Enter a state at `now`; entering it again changes nothing."""
+        if name != self.name:
+            self.name, self.since = name, now
+            self.on_change(name, now)
+
+
+# torchelastic's put_metric.
+
+GROUP = "torchelastic"
+_UNCONFIGURED = "elastic_ext: a group that nobody configures"
+
+
+class _MetricData(Protocol):
+    """The part of torch's MetricData that this module uses."""
+
+    group_name: str
+    name: str
+    value: float
+
+
+class _Handler(Protocol):
+    """Torch's MetricHandler."""
+
+    def emit(self, metric_data: _MetricData) -> None: ...
+
+
+class _Default:
+    """Stands for "no handler for this group", as torch has no public way to remove one: passes values to the default one."""
+
+    def emit(self, metric_data: _MetricData) -> None:
+        from torch.distributed.elastic.metrics import getStream
+
+        getStream(_UNCONFIGURED).handler.emit(metric_data)
+
+
+class _Tee:
+    """A handler that feeds `metrics` unless that is None, and always feeds `before`, whose errors reach the caller."""
+
+    def __init__(self, metrics: AgentMetrics, before: _Handler) -> None:
+        self.metrics: AgentMetrics | None = metrics
+        self.before = before
+
+    def emit(self, metric_data: _MetricData) -> None:
+        if (metrics := self.metrics) is not None:
+            metrics.put(metric_data.group_name, metric_data.name, metric_data.value)
+        self.before.emit(metric_data)
+
+
+@contextmanager
+def bridge_torchelastic(metrics: AgentMetrics) -> Iterator[None]:
+    """Inside this context, pass values of put_metric to `metrics` and to the handler that was configured before.
+
+    The end restores that handler, unless another one was configured in the meantime, which then stays. Bridges of several agents
+    in one process may end in any order.
+    """
+    from torch.distributed.elastic.metrics import configure, getStream
+
+    before: _Handler = getStream(GROUP).handler
+    if before is getStream(_UNCONFIGURED).handler:
+        before = _Default()
+    tee = _Tee(metrics, before)
+    configure(tee, GROUP)
+    try:
+        yield
+    finally:
+        tee.metrics = None
+        current: _Handler = getStream(GROUP).handler
+        if isinstance(current, _Tee):
+            # Remove ended bridges from the top. One below an open bridge stays, and passes values through.
+            while isinstance(current, _Tee) and current.metrics is None:
+                current = current.before
+            configure(current, GROUP)
+
+
+# Which GPU each worker has, as NVML names it, joins our series to DCGM's. NVML makes no CUDA context.
+
+_LIBRARY = "libnvidia-ml.so.1"
+_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE of nvml.h
+UUID_PREFIXES = ("GPU-", "MIG-")
+
+
+class GpuQuery:
+    """A question to a driver, which may take seconds or never answer. It is asked once, on a thread of its own."""
+
+    def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
+        self._ask = ask
+        self._answer: Sequence[str] = ()
+        self._thread: threading.Thread | None = None
+
+    def answer(self) -> Sequence[str]:
+        """Return the answer; () as long as there is none. The first call asks. For one thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elastic_ext-gpus", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads
+                logger.warning("metrics: no GPU is named: %s", error)
+        return self._answer
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._ask()
+        except Exception:  # the top of a thread
+            logger.exception("metrics: no GPU is named")
+
+
+def gpu_uuids() -> list[str]:
+    """Return the UUIDs of this host's GPUs, in the order of the PCI bus; empty if there is no NVML, or it does not answer."""
+    try:
+        nvml = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return []
+    if (error := nvml.nvmlInit_v2()) != 0:
+        logger.info("metrics: no GPU is named: NVML does not start (error %s)", error)
+        return []
+    try:
+        return _uuids(nvml)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _uuids(nvml: ctypes.CDLL) -> list[str]:
+    count = ctypes.c_uint()
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return []
+    found = []
+    for index in range(count.value):
+        device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0
+        failed = failed or nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES)) != 0
+        found.append("" if failed else text.value.decode(errors="replace"))
+    return found
+
+
+def gpus_by_local_rank(workers: int, host: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the UUID of each worker's GPU, by local rank; "" where it is not known.
+
+    Each worker is taken to use the device of its local rank, as torchrun's scripts do, among those that CUDA_VISIBLE_DEVICES
+    leaves it: indices, or UUIDs that may be cut short (CUDA's programming guide). CUDA numbers GPUs of different speed in
+    another order than the PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
+
+    Args:
+        host: UUIDs of all GPUs of this host; see `gpu_uuids`.
+        environ: of the workers.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = list(host) if visible is None else [_named(each.strip(), host) for each in visible.split(",")]
+    return [chosen[local_rank] if local_rank < len(chosen) else "" for local_rank in range(workers)]
+
+
+def _named(device: str, host: Sequence[str]) -> str:
+    if device.startswith(UUID_PREFIXES):
+        return next((each for each in host if each.startswith(device)), device)
+    return host[int(device)] if device.isdecimal() and int(device) < len(host) else ""

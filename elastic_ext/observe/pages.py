@@ -1,12 +1,17 @@
-"""What the agent's HTTP server answers: pages by path, each made when it is asked for."""
+"""What clients ask of the agent's HTTP server, and the pages that it answers: by path, each made when it is asked for."""
 
 from __future__ import annotations
 
 import base64
+import binascii
+import dataclasses
 import hashlib
 import json
+import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import resources
@@ -14,12 +19,17 @@ from importlib import resources
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
-from elastic_ext.observe.cpu_budget import CpuBudget
+from elastic_ext.base.held_signals import held
+from elastic_ext.base.wakeup import Wakeup, readable
+
+logger = logging.getLogger(__name__)
+
 
 METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/status.json", "/job.json"
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
+MAX_REQUEST = 16 << 10  # bytes; as long as the longest record of TLS, so one read leaves nothing behind in its buffer
 CPU_SHARE = 0.03  # of a core, for making the page of the metrics: some 6 times a second with two workers
 CPU_BURST_S = 0.1
 
@@ -28,6 +38,78 @@ _OPENMETRICS = "application/openmetrics-text"
 _FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
 _ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")
 _PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A whole request, read from bytes that anyone may have sent.
+
+    Attributes:
+        line: its first line. path: without the query.
+        accept, authorization: the values of headers, or "".
+    """
+
+    line: str
+    path: str
+    accept: str
+    authorization: str
+
+
+def parse(received: bytes) -> Request | Page | None:
+    """Return the request; the page that says what is wrong with it; None while it is incomplete."""
+    head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
+    if not end:
+        too_long = len(received) > MAX_REQUEST
+        return text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
+    line, *fields = head.decode("latin-1").split("\n")
+    method, _, target = line.partition(" ")
+    target, _, protocol = target.partition(" ")
+    if not protocol.startswith("HTTP/"):
+        return text(HTTPStatus.BAD_REQUEST, "this is not HTTP")
+    if method != "GET":
+        return text(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
+    named: dict[str, str] = {}
+    for field in fields:
+        name, _, value = field.partition(":")
+        named.setdefault(name.lower(), value.strip())
+    return Request(line, target.partition("?")[0], named.get("accept", ""), named.get("authorization", ""))
+
+
+def basic_login(authorization: str) -> tuple[str, bytes] | None:
+    """Return user and password of basic authentication (RFC 7617); None if the header holds no such thing."""
+    scheme, _, encoded = authorization.partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+        return (user.decode(), password) if colon else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+class CpuBudget:
+    """Credit in CPU seconds that grows with time and shrinks with use. It may become negative: work is paid for afterwards.
+
+    Args:
+        share: of one core, in the long run.
+        burst_s: CPU seconds that may be used at once after a quiet time.
+    """
+
+    def __init__(self, share: float, burst_s: float) -> None:
+        self._share, self._burst_s = share, burst_s
+        self._credit_s, self._at = burst_s, 0.0
+
+    def spend(self, cpu_s: float, now: float) -> None:
+        """Take note of work that is done."""
+        self._credit_s = self._credit(now) - cpu_s
+        self._at = now
+
+    def wait_s(self, now: float) -> float:
+        """Return how long to wait before the next piece of work; 0: it may begin."""
+        return max(0.0, -self._credit(now) / self._share)
+
+    def _credit(self, now: float) -> float:
+        return min(self._burst_s, self._credit_s + self._share * max(0.0, now - self._at))
 
 
 @dataclass(frozen=True)
@@ -143,3 +225,56 @@ def of_agent(
     links = "".join(f'<li><a href="{path}">{path[1:]}</a>' for path in pages)
     index = f"<!DOCTYPE html><title>elastic_ext</title><ul>{links}</ul>\n".encode()
     return {"/": lambda _: Page(HTTPStatus.OK, HTML, index), **pages}
+
+
+class LastScrape:
+    """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended.
+
+    Attributes:
+        ended_at: since when the metrics are the last ones (time.monotonic()); None: they are not yet.
+    """
+
+    def __init__(self) -> None:
+        self.ended_at: float | None = None
+        self._seen = threading.Event()
+        self._wakeup: Wakeup | None = None
+
+    def noting(self, pages: Pages) -> Pages:
+        """Return these pages; who gets the metrics is noted."""
+        make = pages[METRICS]
+
+        def scrape(accept: str) -> Page:
+            page = make(accept)
+            ended = self.ended_at is not None and page.made_at >= self.ended_at  # not one that was kept from before
+            return dataclasses.replace(page, sent=self._note) if ended and page.status is HTTPStatus.OK else page
+
+        return {**pages, METRICS: scrape}
+
+    def _note(self) -> None:
+        self._seen.set()
+        if (wakeup := self._wakeup) is not None:
+            wakeup.set()
+
+    def wait(self, timeout_s: float, wakeup: Wakeup) -> Sequence[int]:
+        """Wait until it has come, for timeout_s at most, or until a signal tells this process to end.
+
+        wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._wakeup = wakeup
+        with held() as told:
+            if not self._seen.is_set():  # shown, because the agent seems to hang
+                logger.warning(
+                    "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
+                )
+            while not self._seen.is_set() and (left_s := deadline - time.monotonic()) > 0:
+                readable(wakeup, left_s)
+                wakeup.clear()
+                if told:
+                    logger.info("metrics: %s ends the wait for a last scrape", signal.Signals(told[0]).name)
+                    break
+            else:
+                if not self._seen.is_set():
+                    logger.warning("metrics: nobody has scraped the last metrics within %g s (metrics_linger)", timeout_s)
+        self._wakeup = None
+        return told

@@ -1,4 +1,4 @@
-"""The course of a recovery, phase by phase: from the moment an agent stops running workers until all of them have made a step.
+"""A recovery, phase by phase: from the moment an agent stops running workers until all of them have made a step.
 
 If the workers fail again before their first step, the recovery goes on. Metrics, events and spans tell of what is measured here.
 Pure.
@@ -31,7 +31,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Course:
+class Recovery:
     """A recovery that is over, or was given up.
 
     Attributes:
@@ -102,7 +102,7 @@ class RecoveryTrace:
         if self._current:
             self._next(FIRST_STEP, now)
 
-    def first_steps(self, at: float) -> Course | None:
+    def first_steps(self, at: float) -> Recovery | None:
         """Note that all workers have made a step, the last of them at `at`. Return the recovery that this ends, if any."""
         if self._current != FIRST_STEP:
             return None
@@ -113,7 +113,7 @@ class RecoveryTrace:
         """Return how long each phase of the recovery that is under way took so far."""
         return _seconds([*self._phases, *([Phase(self._current, self._since, now)] if self._current else [])])
 
-    def given_up(self, now: float) -> Course | None:
+    def given_up(self, now: float) -> Recovery | None:
         """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.
 
         What has no cause is no recovery, but the end of a job that is done or was told to end.
@@ -131,7 +131,7 @@ class RecoveryTrace:
             self._phases.append(Phase(self._current, self._since, now))
         self._current, self._since = name, now
 
-    def _ended(self, recovered: bool | None) -> Course:
-        course = Course(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
+    def _ended(self, recovered: bool | None) -> Recovery:
+        recovery = Recovery(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
         self._phases, self._first_cause = [], None
-        return course
+        return recovery

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from http import HTTPStatus
 
-from elastic_ext.observe.cpu_budget import CpuBudget
-from elastic_ext.observe.discovery import target
 from elastic_ext.observe.gate import Gate, Verdict, warning
-from elastic_ext.observe.pages import Page, Pages, text
-from elastic_ext.observe.request import MAX_REQUEST, Request, parse
+from elastic_ext.observe.pages import MAX_REQUEST, CpuBudget, Page, Pages, Request, parse, text
+from elastic_ext.observe.prometheus_files import target
 
 logger = logging.getLogger(__name__)
+
 
 LOOPBACK = "127.0.0.1"
 MAX_CLIENTS = 16  # connections at once; each scraper needs one

@@ -11,12 +11,12 @@ import secrets
 import time
 from collections.abc import Callable
 
+from elastic_ext.base.helper_process import Agents
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
 from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import keys, replacement
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
-from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.own_etcd.lifetime import NO_MAJORITY_S
 from elastic_ext.own_etcd.member import MemberRunner, State
@@ -38,10 +38,10 @@ class Housekeeping:
         ready: agents may use etcd, or could once.
     """
 
-    def __init__(self, job: KeeperJob, files: Files, runner: MemberRunner, door: Door, wake: Callable[[], None]) -> None:
+    def __init__(self, job: KeeperJob, files: Files, runner: MemberRunner, agents: Agents, wake: Callable[[], None]) -> None:
         self.cluster: Cluster
         self.ready = False
-        self._job, self._files, self._runner, self._door, self._wake = job, files, runner, door, wake
+        self._job, self._files, self._runner, self._agents, self._wake = job, files, runner, agents, wake
         self._patient_until = time.monotonic() + PATIENCE_S
         self._record: HostRecord | None = None  # as told
         self._endpoints = ""  # as told to the agents
@@ -71,18 +71,18 @@ class Housekeeping:
         """Note that this host's member serves from now on."""
         self.cluster.watch(self.cluster.job_keys.header, keys.SHARED, keys.HOSTS)
         program = self._job.program
-        self._door.say(
+        self._agents.say(
             {"say": "info", "text": f"this host runs a member of the job's etcd: {program}, {self._runner.client_url}"}
         )
         if program is not None and program.may_lose_writes:
             text = f"{program}: a member that is killed may lose writes (fixed in 3.5.3); its corruption checks are on; "
-            self._door.say({"say": "info", "text": text + "better put a newer etcd on PATH"})
+            self._agents.say({"say": "info", "text": text + "better put a newer etcd on PATH"})
 
     def begins_anew(self) -> None:
         """Note that this host's member begins again without its data, which no longer had a majority."""
         text = f"the job's etcd has had no majority for {NO_MAJORITY_S:g} s: a new one begins; nodes write their records again"
         logger.warning("%s", text)
-        self._door.say({"say": "warning", "text": text})
+        self._agents.say({"say": "warning", "text": text})
         if self._saved is not None:
             self._saved.stop()
         self._saved = self._record = None
@@ -122,7 +122,7 @@ class Housekeeping:
         """Tell the other keepers of this host, then the agents of the endpoints. Raises EtcdError."""
         runner, cluster = self._runner, self.cluster
         is_member = runner.state is State.SERVES
-        record = HostRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._door.agents)
+        record = HostRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._agents.number)
         if record != self._record or not cluster.told:
             joins = is_member and (self._record is None or not self._record.member)
             cluster.tell(record, *(self._joining(cluster) if joins else ()))
@@ -134,7 +134,7 @@ class Housekeeping:
             self._endpoints = cluster.endpoints
             self.ready = True
             tls = {"ca": files.ca, "cert": files.cert, "key": files.key}
-            self._door.say({"say": "ready", "endpoints": cluster.endpoints, **tls})
+            self._agents.say({"say": "ready", "endpoints": cluster.endpoints, **tls})
 
     def _joining(self, cluster: Cluster) -> list[Put | Delete]:
         """Return what is written together with the word that this host has a member now. Raises EtcdError.
@@ -152,7 +152,7 @@ class Housekeeping:
         """Begin to keep what outlives the job; first put back what did, if the job has only begun. Raises EtcdError."""
         saved = SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, directory, self._wake)
         if not self._called and (line := saved.restore()):
-            self._door.say({"say": "info", "text": line})
+            self._agents.say({"say": "info", "text": line})
         saved.watch()
         self._saved = saved
 
@@ -175,7 +175,7 @@ class Housekeeping:
 
     def _step(self, step: Replacement, hosts: dict[str, HostRecord]) -> None:
         membership = self.cluster.client.membership
-        self._door.say({"say": "warning", "text": f"the job's etcd: {step.reason}"})
+        self._agents.say({"say": "warning", "text": f"the job's etcd: {step.reason}"})
         if step.remove:
             membership.remove(step.remove)
             self.cluster.client.txn([], [Delete(f"{keys.SEEN}{step.remove:x}")])
@@ -188,7 +188,7 @@ class Housekeeping:
     def tell_silent(self) -> None:
         """Tell the agents for whom they wait."""
         if silent := self._runner.silent_hosts():
-            self._door.say({"say": "silent", "text": ", ".join(silent)})
+            self._agents.say({"say": "silent", "text": ", ".join(silent)})
 
     def end(self, timeout_s: float) -> None:
         """Save what outlives the job; leave the other keepers, but not before they know that all is over."""

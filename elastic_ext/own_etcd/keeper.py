@@ -20,9 +20,8 @@ from pathlib import Path
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.helper_process import BUSY, UP
+from elastic_ext.base.helper_process import BUSY, UP, Agents, listen_at
 from elastic_ext.own_etcd import certificates, folder, lifetime, member
-from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
 from elastic_ext.own_etcd.lifetime import Lifetime, Situation
@@ -40,9 +39,9 @@ GONE_S = 2.0  # at the end: for the other keepers with a member, which may still
 class Keeper:
     """One keeper, from its start to its end."""
 
-    def __init__(self, job: KeeperJob, door: Door) -> None:
+    def __init__(self, job: KeeperJob, agents: Agents) -> None:
         """Raises UsageError: no certificates can be made."""
-        self._job, self._door = job, door
+        self._job, self._agents = job, agents
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._started = time.monotonic()
         self._told: float | None = None  # when a signal told it to end
@@ -50,7 +49,7 @@ class Keeper:
         names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
         self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
         self._runner = MemberRunner(job, self._files)
-        self._house = Housekeeping(job, self._files, self._runner, door, self.wake)
+        self._house = Housekeeping(job, self._files, self._runner, agents, self.wake)
 
     def wake(self) -> None:
         """Have the main thread look again. From any thread or signal handler."""
@@ -72,11 +71,11 @@ class Keeper:
             logger.info("ends: %s", life.reason)
         except ElasticExtError as error:
             logger.error("%s", error)
-            self._door.accept()  # the agent that has started this keeper may still be outside
-            self._door.say({"say": "failed", "text": str(error)})
+            self._agents.accept()  # the agent that has started this keeper may still be outside
+            self._agents.say({"say": "failed", "text": str(error)})
         except Exception as error:
             logger.exception("the keeper fails")  # to a file that goes with the folder: the agents tell of it
-            self._door.say({"say": "failed", "text": f"the keeper of the job's etcd has failed: {error!r}"})
+            self._agents.say({"say": "failed", "text": f"the keeper of the job's etcd has failed: {error!r}"})
         finally:
             self._end()
 
@@ -104,12 +103,12 @@ class Keeper:
         over = self._house.cluster.job_over
         seen = Situation(
             started=self._started,
-            agents=self._door.agents,
-            had_agents=self._door.had_agents,
+            agents=self._agents.number,
+            had_agents=self._agents.had_agents,
             is_member=self._runner.state is not State.NONE,
             over=over,
             elsewhere=self._house.elsewhere,
-            orderly=self._door.orderly,
+            orderly=self._agents.orderly,
             silent=self._house.cluster.silent,
             told=self._told,
         )
@@ -119,19 +118,19 @@ class Keeper:
             self._runner.forget_data()
             self._house.begins_anew()
             self._begin_member()
-        if not life.ends and not over and not self._door.agents:
-            self._door.stays(f"the job's etcd stays on this host: {life.reason}")
+        if not life.ends and not over and not self._agents.number:
+            self._agents.stay(f"the job's etcd stays on this host: {life.reason}")
         steps = [at for at in (next_step, life.look_again) if at is not None]
         return Lifetime(life.ends, life.reason, min(steps, default=None))
 
     def _wait(self, life: Lifetime) -> None:
         """Wait for an event, and take it."""
-        limit = AGENT_TICK_S if self._door.agents else TICK_S
+        limit = AGENT_TICK_S if self._agents.number else TICK_S
         if life.look_again is not None:
             limit = min(limit, max(0.0, life.look_again - time.monotonic()))
         running = self._runner.running
         with selectors.DefaultSelector() as selector:
-            for descriptor in (self._wakeup[0], *self._door.descriptors):
+            for descriptor in (self._wakeup[0], *self._agents.descriptors):
                 selector.register(descriptor, selectors.EVENT_READ)
             if running is not None:
                 selector.register(running.pidfd, selectors.EVENT_READ)
@@ -146,8 +145,8 @@ class Keeper:
             self._runner.note_ready()
             self._house.member_serves()
         for descriptor in ready:
-            self._door.serve(descriptor)
-        if not ready and self._door.agents and not self._house.ready:
+            self._agents.serve(descriptor)
+        if not ready and self._agents.number and not self._house.ready:
             self._house.tell_silent()
 
     def _member_ended(self) -> None:
@@ -160,7 +159,7 @@ class Keeper:
         replaced = words.startswith(member.REMOVED) and not alone  # while no keeper was here
         if not served and not self._house.ready and not replaced:
             raise MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
-        self._door.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
+        self._agents.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
         if len(self._deaths) <= DEATHS and not replaced:
             return self._runner.start_again()
         if alone:
@@ -170,7 +169,8 @@ class Keeper:
 
     def _end(self) -> None:
         """Leave nothing behind."""
-        self._door.stop_listening()
+        (self._job.folder / "socket").unlink(missing_ok=True)  # first: an agent that comes now starts another keeper
+        self._agents.close()
         try:
             self._house.end(GONE_S)
         finally:
@@ -189,16 +189,16 @@ def main() -> int:
     for place in folder.predecessors(job.folder):
         make_way(place)
     folder.remove_abandoned(job.folder)
-    door = Door(job.folder / "socket")
+    agents = Agents(listen_at(job.folder / "socket"), "the keeper of the job's etcd")
     os.write(1, UP)
     os.close(taken[1])
     os.dup2(2, 1)
     try:
-        keeper = Keeper(job, door)
+        keeper = Keeper(job, agents)
     except (ElasticExtError, OSError) as error:
-        door.accept()
-        door.say({"say": "failed", "text": str(error)})
-        door.stop_listening()
+        agents.accept()
+        agents.say({"say": "failed", "text": str(error)})
+        agents.close()
         folder.remove(job.folder)
         return 1
     keeper.run()

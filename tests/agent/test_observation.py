@@ -21,10 +21,9 @@ from elastic_ext.agent.observation import (
     settle_s,
 )
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.observe import families, node_report
+from elastic_ext.observe import families, status_records
 from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.observe.node_report import MAX_ROUNDS, NodeReport, RoundSpan
-from elastic_ext.observe.round_history import RoundHistory
+from elastic_ext.observe.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from tests.until import LIMIT_S
 
 PLACE = Place(1, 4, 2, 100)
@@ -44,7 +43,7 @@ def test_the_slowest_worker_counts_and_the_newest_checkpoint():
     assert (report.step, report.steps_per_s, report.last_step_s) == (121, 0.5, 2.0)
     assert (report.saved_step, report.saved_s) == (60, 10.0)
     assert [(each.rank, each.skew) for each in report.pace] == [(4, 1.0), (5, 1.5)]
-    assert node_report.decode(node_report.encode(report), "it") == report
+    assert status_records.decode_report(status_records.encode_report(report), "it") == report
 
 
 def test_what_a_script_reports_comes_before_what_it_was_given():

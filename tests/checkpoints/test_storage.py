@@ -18,8 +18,7 @@ import fsspec
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll
-from elastic_ext.checkpoints.storage.remote import RemoteStorage
+from elastic_ext.checkpoints.storage import Entry, RemoteStorage, Storage, open_storage, poll
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

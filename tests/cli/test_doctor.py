@@ -16,8 +16,8 @@ import torch
 
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import doctor, doctor_checks
-from elastic_ext.cli.doctor_checks import FAIL, OK, WARN, Finding
+from elastic_ext.cli import doctor
+from elastic_ext.cli.doctor import FAIL, OK, WARN, Finding
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import Address, HostName
 from tests.etcd_server import EtcdServer
@@ -122,7 +122,7 @@ def test_a_file_where_a_directory_is_to_be(tmp_path, below):
     (tmp_path / "file").write_text("")
     (tmp_path / "there").mkdir()
     settings = Settings(checkpoint_dir=str(tmp_path / "there"), local_dir=f"{tmp_path}/file{below}")
-    found = {check.name: check for check in doctor_checks.check_checkpoints(doctor_checks.Inputs(settings))}
+    found = {check.name: check for check in doctor.check_checkpoints(doctor.Inputs(settings))}
     assert found["checkpoint_dir"].state == OK
     assert found["local_dir"].state == FAIL
     assert f"{tmp_path}/file is not a directory" in found["local_dir"].detail
@@ -132,7 +132,7 @@ def test_a_file_where_a_directory_is_to_be(tmp_path, below):
 def test_a_directory_whose_parent_does_not_exist_either(tmp_path, below, state):
     """As root, who may make it anywhere: the file system that should hold it is perhaps not mounted."""
     directory = tmp_path / below
-    (check,) = doctor_checks.check_checkpoints(doctor_checks.Inputs(Settings(checkpoint_dir=str(directory))))
+    (check,) = doctor.check_checkpoints(doctor.Inputs(Settings(checkpoint_dir=str(directory))))
     assert (check.name, check.state) == ("checkpoint_dir", state)
     assert f"{directory} does not exist" in check.detail
     assert (f"mkdir -p {directory}" in check.advice) == (state == FAIL)
@@ -162,7 +162,7 @@ def test_a_host_name_that_leads_to_the_loopback(monkeypatch, found, endpoint, en
     monkeypatch.setattr(address, "address_towards", lambda host: f"towards {host}")
     own = [Address("lo", "127.0.0.1"), Address("eth0", "10.0.0.5"), Address("ib0", "10.1.0.5")]
     monkeypatch.setattr(address, "addresses", lambda: own)
-    (told,) = doctor_checks.check_host_name(doctor_checks.Inputs(Settings(), endpoint, environ))
+    (told,) = doctor.check_host_name(doctor.Inputs(Settings(), endpoint, environ))
     assert (told.name, told.state) == ("host name", state)
     assert told.detail.startswith("the host name n1 resolves to 127.0.1.1")
     assert advice in told.advice
@@ -215,9 +215,9 @@ def test_the_settings_file_may_be_a_pipe_that_nobody_writes_to(tmp_path, monkeyp
 )
 def test_no_secret_of_an_address_is_shown(address, shown):
     assert redacted(address) == shown
-    inputs = doctor_checks.Inputs(Settings(), address)
+    inputs = doctor.Inputs(Settings(), address)
     if "@" in address and "s3" not in address:
-        (check,) = doctor._RunningCheck("etcd", lambda: doctor_checks.check_etcd(inputs), LIMIT_S).result()
+        (check,) = doctor._RunningCheck("etcd", lambda: doctor.check_etcd(inputs), LIMIT_S).result()
         assert check.state == FAIL
         assert "pw" not in check.detail
         assert "p@w" not in check.detail

@@ -16,18 +16,16 @@ import pytest
 from elastic_ext.base import goodput, records
 from elastic_ext.base.goodput import HostRecord, Shared, Spent, StateSeconds
 from elastic_ext.base.kinds import Response
-from elastic_ext.cli import agent_url, job_text, main, status
-from elastic_ext.cli.job_text import Terminal
+from elastic_ext.cli import job_source, main, status
+from elastic_ext.cli.status import Terminal
 from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.observe import job_document, job_status, node_report
+from elastic_ext.observe import job_status, status_records
 from elastic_ext.observe import server as agent_server
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_document import Document
-from elastic_ext.observe.job_status import Own, Sources
-from elastic_ext.observe.node_report import NodeReport, Pace, RoundSpan
-from elastic_ext.observe.sightings import Sightings
+from elastic_ext.observe.job_status import Own, ReportAges, Sources
+from elastic_ext.observe.status_records import Document, NodeReport, Pace, RoundSpan
 from elastic_ext.rendezvous.job_status import JobStatus, NodeText
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
@@ -57,7 +55,7 @@ def built(found: JobStatus, own: Own | None = None, seen_s: float | None = None)
 def test_nodes_by_rank_with_ages_of_the_reader():
     spans = (RoundSpan(1, 9.0, 6.0), RoundSpan(2, 5.0))
     first = dataclasses.replace(REPORT, name="n0", node_rank=0, rounds=spans, pace=(Pace(3, 1.5), Pace(2, 1.0)))
-    reports = {"b": NodeText(node_report.encode(REPORT), 7), "a": NodeText(node_report.encode(first), 8)}
+    reports = {"b": NodeText(status_records.encode_report(REPORT), 7), "a": NodeText(status_records.encode_report(first), 8)}
     shown = built(job(reports=reports), seen_s=2.0)
     assert [(each.id, each.name, each.node_rank, each.saved_s, each.seen_s) for each in shown.nodes] == [
         ("a", "n0", 0, 5.0, 2.0),
@@ -71,7 +69,9 @@ def test_nodes_by_rank_with_ages_of_the_reader():
 def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
     first = dataclasses.replace(REPORT, name="n0", node_rank=0, step=500)
     spare = dataclasses.replace(REPORT, state="rendezvous", node_rank=0, round=1, step=3, steps_per_s=0.1)
-    shown = built(job(reports={id_: NodeText(node_report.encode(each), 1) for id_, each in (("a", first), ("b", spare))}))
+    shown = built(
+        job(reports={id_: NodeText(status_records.encode_report(each), 1) for id_, each in (("a", first), ("b", spare))})
+    )
     assert [(each.id, each.node_rank) for each in shown.nodes] == [("a", 0), ("b", -1)]
     assert (shown.job.step, shown.job.steps_per_s) == (500, 2.0)
 
@@ -84,7 +84,7 @@ def test_what_a_node_told_a_while_ago_is_no_news(own, seen_s):
         id_: dataclasses.replace(REPORT, name=id_, node_rank=rank, state_s=ran_s, step=step, last_step_s=0.25)
         for id_, (rank, ran_s, step) in told.items()
     }
-    found = job(reports={id_: NodeText(node_report.encode(each), 1) for id_, each in reports.items()})
+    found = job(reports={id_: NodeText(status_records.encode_report(each), 1) for id_, each in reports.items()})
     shown = built(found, Own("a", reports["a"], Shared(Spent())) if own else None, seen_s=seen_s)
     assert [(each.id, each.step, each.last_step_s) for each in shown.nodes] == [("a", 98, 0.25), ("b", 74, 12.25)]
     assert [each.seen_s for each in shown.nodes] == [seen_s, None if seen_s is None else 12.0]
@@ -93,7 +93,9 @@ def test_what_a_node_told_a_while_ago_is_no_news(own, seen_s):
 
 def test_a_node_whose_workers_started_later_is_no_older():
     first, later = (dataclasses.replace(REPORT, name=id_, state_s=ran_s) for id_, ran_s in (("a", 9.0), ("b", 5.0)))
-    shown = built(job(reports={"a": NodeText(node_report.encode(first), 1)}), Own("b", later, Shared(Spent())), seen_s=0.0)
+    shown = built(
+        job(reports={"a": NodeText(status_records.encode_report(first), 1)}), Own("b", later, Shared(Spent())), seen_s=0.0
+    )
     assert [(each.id, each.seen_s, each.last_step_s) for each in shown.nodes] == [("a", 0.0, 0.5), ("b", 0.0, 0.5)]
 
 
@@ -147,14 +149,16 @@ def test_a_job_that_all_agents_have_left_does_not_recover():
 @pytest.mark.parametrize(("round_", "state"), [(1, "starting"), (2, "recovering")])
 def test_a_round_whose_workers_do_not_run_yet(round_, state):
     header = dataclasses.replace(HEADER, round=round_)
-    reports = {id_: NodeText(node_report.encode(dataclasses.replace(REPORT, state="start")), 1) for id_ in ("a", "b")}
+    reports = {id_: NodeText(status_records.encode_report(dataclasses.replace(REPORT, state="start")), 1) for id_ in ("a", "b")}
     assert built(job(header, reports=reports)).job.state == state
 
 
 def test_a_node_slower_than_the_others_is_a_straggler_and_the_slowest_step_counts():
     paces = {"a": 2.0, "b": 2.0, "c": 1.0}
     reports = {
-        id_: NodeText(node_report.encode(dataclasses.replace(REPORT, name=id_, steps_per_s=pace, step=int(70 * pace))), 1)
+        id_: NodeText(
+            status_records.encode_report(dataclasses.replace(REPORT, name=id_, steps_per_s=pace, step=int(70 * pace))), 1
+        )
         for id_, pace in paces.items()
     }
     shown = built(job(reports=reports))
@@ -179,18 +183,18 @@ def test_goodput_is_that_of_the_job():
 
 def test_the_document_survives_its_json_which_follows_the_schema():
     shown = document(3)
-    text = job_document.encode(shown)
-    assert records.read(Document, text, "it", job_document.SCHEMA) == shown
+    text = status_records.encode(shown)
+    assert records.read(Document, text, "it", status_records.SCHEMA) == shown
     validator = jsonschema.Draft202012Validator(json.loads(JOB_SCHEMA.read_text()))
     validator.check_schema(validator.schema)
-    for each in (text, job_document.encode(built(job(), None)), job_document.encode(built(job(), seen_s=3.0))):
+    for each in (text, status_records.encode(built(job(), None)), status_records.encode(built(job(), seen_s=3.0))):
         validator.validate(json.loads(each))
     for wrong in ({"schema": 2}, {"nodes": [{}]}, {"read_s": "now"}):
         assert not validator.is_valid({**json.loads(text), **wrong})
 
 
-def test_sightings_age_until_a_node_tells_something_new():
-    seen = Sightings()
+def test_reports_age_until_a_node_tells_something_new():
+    seen = ReportAges()
     seen.read(job(reports={"a": NodeText("x", 1), "b": NodeText("x", 1)}), 100.0)
     seen.read(job(reports={"a": NodeText("x", 1), "b": NodeText("x", 2)}), 130.0)
     assert [seen.age_s(each, 131.0) for each in ("a", "b", "c")] == [31.0, 1.0, None]
@@ -209,8 +213,8 @@ class Replaced(str):
         return super().__hash__()
 
 
-def test_sightings_may_be_replaced_while_somebody_asks():
-    seen = Sightings()
+def test_ages_may_be_replaced_while_somebody_asks():
+    seen = ReportAges()
     seen.read(job(reports={"a": NodeText("x", 1)}), 100.0)
     assert seen.age_s(Replaced("a", seen), 131.0) == 31.0
 
@@ -219,7 +223,7 @@ def test_sightings_may_be_replaced_while_somebody_asks():
 
 
 def printed(shown: Document, terminal: Terminal = PIPE) -> list[str]:
-    return [job_text.text(line, terminal) for line in job_text.lines(shown, terminal)]
+    return [status.as_text(line, terminal) for line in status.job_lines(shown, terminal)]
 
 
 def test_text_of_others_cannot_steer_a_terminal():
@@ -258,7 +262,7 @@ def test_old_news_is_said_to_be_old():
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(agent_url, "TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(job_source, "TIMEOUT_S", LONG_S)
     monkeypatch.setattr(agent_server, "CLIENT_TIMEOUT_S", LONG_S)
 
 
@@ -309,7 +313,7 @@ def write(server, header, **records_):
 @pytest.mark.seam
 def test_an_ended_job_in_etcd(capsys, server):
     ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
-    told = node_report.encode(dataclasses.replace(REPORT, state="ended", at="2026-01-02 03:04:05+0000"))
+    told = status_records.encode_report(dataclasses.replace(REPORT, state="ended", at="2026-01-02 03:04:05+0000"))
     spent = goodput.encode(HostRecord(Spent((StateSeconds("productive", 3.0), StateSeconds("idle", 1.0)))))
     written = {"ledger": encode_ledger(ledger), "reports/a": told, "goodput/h": spent}
     write(server, dataclasses.replace(HEADER, state=State.CLOSED), **written)
@@ -412,8 +416,8 @@ def test_an_agent_behind_tls_and_a_password(capsys, guarded):
 
 @pytest.mark.seam
 def test_an_agent_that_sends_byte_by_byte_is_not_waited_for(capsys, monkeypatch):
-    monkeypatch.setattr(agent_url, "TIMEOUT_S", 0.3)
-    text = job_document.encode(document(2)).encode()
+    monkeypatch.setattr(job_source, "TIMEOUT_S", 0.3)
+    text = status_records.encode(document(2)).encode()
     asked, over = threading.Event(), threading.Event()
 
     class Drips(http.server.BaseHTTPRequestHandler):

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elastic_ext.cli import agent_url, main, timeline
+from elastic_ext.cli import job_source, main, timeline
 from elastic_ext.observe.timeline import course, lines, of_events
 from tests.jobs import ROOT
 from tests.observe.pages_in_chromium import HTML, PHONE, chromium, document, served
@@ -125,7 +125,7 @@ def test_512_nodes_and_60_failures_are_one_image_with_a_title_for_each_node(job)
 
 @pytest.mark.seam
 def test_by_the_page_of_an_agent(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(agent_url, "TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(job_source, "TIMEOUT_S", LIMIT_S)
     with served(document(4)) as url:
         assert run(capsys, f"--url={url}", "-o", tmp_path / "life.svg")[0] == 0
     shown = [each.text or "" for each in ElementTree.fromstring((tmp_path / "life.svg").read_text()).iter(f"{SVG}text")]

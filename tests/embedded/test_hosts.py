@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.embedded.hosting import START_S
-from elastic_ext.embedded.plan import door_of
+from elastic_ext.embedded.plan import socket_of
 from elastic_ext.own_etcd import certificates
 from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Gate, Job, command_of, wait_gone
 from tests.kubernetes.pods import NAMES
@@ -138,7 +138,7 @@ class Two:
         assert [self.stores(index) for index in range(2)] == [[], []]
         for host in self.hosts:
             sockets = subprocess.run([*host.inside, "cat", "/proc/net/unix"], check=True, capture_output=True, text=True).stdout
-            assert door_of(PORT).replace("\0", "@") not in sockets
+            assert socket_of(PORT).replace("\0", "@") not in sockets
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base.helper_process import Helper, HelperConnection, text_of
-from elastic_ext.embedded.plan import Plan, door_of
+from elastic_ext.embedded.plan import Plan, socket_of
 from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, encode
@@ -34,7 +34,7 @@ class Agent:
 
     def __init__(self, plan: Plan) -> None:
         self.said: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        helper = Helper("the store", "elastic_ext.embedded.process", door_of(plan.port), plan.dump(), job=plan.job)
+        helper = Helper("the store", "elastic_ext.embedded.process", socket_of(plan.port), plan.dump(), job=plan.job)
         self.connection = HelperConnection(
             helper, lambda message: self.said.put((text_of(message, "say"), text_of(message, "text")))
         )
@@ -190,4 +190,4 @@ def test_a_node_that_is_cut_off_keeps_the_store(plan):
 
 def reachable(plan: Plan) -> bool:
     """Whether a store listens: its name is in the kernel's table of Unix sockets."""
-    return f"@{door_of(plan.port)[1:]}\n" in Path("/proc/net/unix").read_text()
+    return f"@{socket_of(plan.port)[1:]}\n" in Path("/proc/net/unix").read_text()

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.observe import job_document, pages
+from elastic_ext.observe import pages, status_records
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_document import Document, Failure, GoodputPoint, Job, NodeStatus, Straggler, Unknown
-from elastic_ext.observe.node_report import RoundSpan
 from elastic_ext.observe.server import MetricsServer
+from elastic_ext.observe.status_records import Document, Failure, GoodputPoint, Job, NodeStatus, RoundSpan, Straggler, Unknown
 from tests.programs import needs
 
 LIMIT_MS = 180_000.0
@@ -45,7 +44,7 @@ def chromium() -> Iterator[Any]:
 @contextlib.contextmanager
 def served(document: Document, gate: Gate | None = None) -> Iterator[str]:
     """Serve a document with the agent's own page; yield the URL."""
-    server = MetricsServer(pages.of_job(lambda: job_document.encode(document).encode()), gate=gate)
+    server = MetricsServer(pages.of_job(lambda: status_records.encode(document).encode()), gate=gate)
     try:
         assert server.url is not None
         yield server.url

@@ -11,9 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from elastic_ext.etcd import Unavailable
-from elastic_ext.observe.etcd_health import EtcdHealth
-from elastic_ext.observe.etcd_outage import Outage, OutageWatch
-from elastic_ext.observe.incidents import Incidents
+from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage, OutageWatch
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job

@@ -10,14 +10,14 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_ext.observe import discovery, textfile
+from elastic_ext.observe import prometheus_files
 from elastic_ext.observe.metrics import AgentMetrics
 
 LABELS = {"run_id": "team/job_1", "node": "n0"}
 
 
 def test_prometheus_finds_an_agent_as_long_as_it_runs(tmp_path):
-    remove = discovery.announce(str(tmp_path / "sd"), ("127.0.0.1", 9402), LABELS)
+    remove = prometheus_files.announce(str(tmp_path / "sd"), ("127.0.0.1", 9402), LABELS)
     (file,) = (tmp_path / "sd").iterdir()
     assert file.suffix == ".json"
     assert json.loads(file.read_text()) == [{"targets": ["127.0.0.1:9402"], "labels": LABELS}]
@@ -27,23 +27,23 @@ def test_prometheus_finds_an_agent_as_long_as_it_runs(tmp_path):
 
 
 def test_others_reach_an_agent_that_listens_everywhere_by_its_name():
-    assert discovery.target("0.0.0.0", 9401, "node1.cluster") == "node1.cluster:9401"
-    assert discovery.target("::", 9401, "fe80::1") == "[fe80::1]:9401"
-    assert discovery.target("10.0.0.7", 9401, "node1") == "10.0.0.7:9401"
-    assert discovery.target("::1", 9401, "node1") == "[::1]:9401"
+    assert prometheus_files.target("0.0.0.0", 9401, "node1.cluster") == "node1.cluster:9401"
+    assert prometheus_files.target("::", 9401, "fe80::1") == "[fe80::1]:9401"
+    assert prometheus_files.target("10.0.0.7", 9401, "node1") == "10.0.0.7:9401"
+    assert prometheus_files.target("::1", 9401, "node1") == "[::1]:9401"
 
 
 @pytest.mark.seam
 def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path):
-    announce = f"discovery.announce({str(tmp_path)!r}, ('::1', 1), {{}})"
-    code = f"import os; from elastic_ext.observe import discovery; {announce}; os._exit(1)"
+    announce = f"prometheus_files.announce({str(tmp_path)!r}, ('::1', 1), {{}})"
+    code = f"import os; from elastic_ext.observe import prometheus_files; {announce}; os._exit(1)"
     subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     (left,) = tmp_path.iterdir()
-    of_another_host = tmp_path / left.name.replace(discovery._where(), "elsewhere")
+    of_another_host = tmp_path / left.name.replace(prometheus_files._where(), "elsewhere")
     of_another_host.touch()
     alive = tmp_path / left.name.replace(left.stem.rpartition("_")[2], str(os.getppid()))
     alive.touch()
-    discovery.announce(str(tmp_path), ("127.0.0.1", 2), LABELS)
+    prometheus_files.announce(str(tmp_path), ("127.0.0.1", 2), LABELS)
     assert not left.exists()
     assert of_another_host.exists()
     assert alive.exists()
@@ -51,8 +51,8 @@ def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path)
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
-    discovery.announce(str(tmp_path / "file" / "sd"), ("127.0.0.1", 1), LABELS)()
-    textfile.write(str(tmp_path / "file" / "x.prom"), agent().registry, {})
+    prometheus_files.announce(str(tmp_path / "file" / "sd"), ("127.0.0.1", 1), LABELS)()
+    prometheus_files.write(str(tmp_path / "file" / "x.prom"), agent().registry, {})
     assert len(caplog.records) == 2
 
 
@@ -63,7 +63,7 @@ def agent() -> AgentMetrics:
 def test_the_node_exporters_file_holds_the_last_metrics_and_names_their_agent(tmp_path):
     path, metrics = tmp_path / "job.prom", agent()
     metrics.failed("code")
-    textfile.write(str(path), metrics.registry, {**metrics.labels, "pid": "7"})
+    prometheus_files.write(str(path), metrics.registry, {**metrics.labels, "pid": "7"})
     samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
     assert {tuple(sample.labels[name] for name in ("run_id", "node", "pid")) for sample in samples} == {("job1", "n0", "7")}
     assert not [sample for sample in samples if sample.name.startswith("process_")]

@@ -22,13 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.observe import logins, pages
+from elastic_ext.observe import gate, pages
 from elastic_ext.observe import server as server_module
-from elastic_ext.observe.cpu_budget import CpuBudget
-from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.logins import MAX_WAITING, Login, first, superfluous
+from elastic_ext.observe.gate import MAX_WAITING, Gate, Login, first, superfluous
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.pages import Page
+from elastic_ext.observe.pages import CpuBudget, Page
 from elastic_ext.observe.server import MetricsServer
 from tests.etcd_server import Certificates
 from tests.jobs import AGENT, Job
@@ -242,7 +240,7 @@ def test_a_right_password_is_checked_once(certificates: Certificates, monkeypatc
 @pytest.mark.full
 def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one address as fast as they can. They get their share of a core, and a newcomer from another address gets in, too."""
-    monkeypatch.setattr(logins, "CPU_BURST_S", 0.02)
+    monkeypatch.setattr(gate, "CPU_BURST_S", 0.02)
     checks: list[float] = []
     real = bcrypt.checkpw
 
@@ -275,14 +273,14 @@ def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypat
         (certificates.folder / "web.yml").write_text(users(cost=7))  # another salt: nobody is verified any more
         until(lambda: get(server, login="alice:right", source="127.0.0.3")[0] == 200)
         spent_s, took_s = sum(checks), time.monotonic() - began
-    assert spent_s <= 0.02 + logins.CPU_SHARE * took_s + 2 * max(checks)
+    assert spent_s <= 0.02 + gate.CPU_SHARE * took_s + 2 * max(checks)
 
 
 @pytest.mark.seam
 def test_checks_wait_for_their_share_of_a_core(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a share that allows one check: the next login waits, and those verified do not."""
-    monkeypatch.setattr(logins, "CPU_BURST_S", 0.0)
-    monkeypatch.setattr(logins, "CPU_SHARE", 1e-9)
+    monkeypatch.setattr(gate, "CPU_BURST_S", 0.0)
+    monkeypatch.setattr(gate, "CPU_SHARE", 1e-9)
     with (
         serving(certificates, users()) as server,
         socket.create_connection(("127.0.0.1", server.port or 0)) as guessing,

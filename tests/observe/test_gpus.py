@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elastic_ext.observe import gpus
+from elastic_ext.observe import metrics
 
 HOST = ["GPU-a1", "GPU-b2", "GPU-c3"]
 
@@ -24,15 +24,15 @@ HOST = ["GPU-a1", "GPU-b2", "GPU-c3"]
     ],
 )
 def test_each_workers_gpu(environ, found):
-    assert gpus.by_local_rank(2, HOST, environ) == found
+    assert metrics.gpus_by_local_rank(2, HOST, environ) == found
 
 
 def test_a_host_without_gpus():
-    assert gpus.by_local_rank(2, [], {}) == ["", ""]
+    assert metrics.gpus_by_local_rank(2, [], {}) == ["", ""]
 
 
 def test_those_of_this_host():
-    assert all(each.startswith("GPU-") for each in gpus.uuids())
+    assert all(each.startswith("GPU-") for each in metrics.gpu_uuids())
 
 
 def test_a_driver_that_does_not_answer_holds_up_nobody():
@@ -42,7 +42,7 @@ def test_a_driver_that_does_not_answer_holds_up_nobody():
         answers.wait()
         return ["GPU-1"]
 
-    asked = gpus.Asked(ask)
+    asked = metrics.GpuQuery(ask)
     assert asked.answer() == ()
     assert asked.answer() == ()
     answers.set()
@@ -52,7 +52,7 @@ def test_a_driver_that_does_not_answer_holds_up_nobody():
 
 
 def test_a_driver_that_is_too_old_names_no_gpu(caplog):
-    asked = gpus.Asked(lambda: ctypes.CDLL(None).nvmlInit_v2())
+    asked = metrics.GpuQuery(lambda: ctypes.CDLL(None).nvmlInit_v2())
     asked.answer()
     assert asked._thread is not None
     asked._thread.join(60)

@@ -21,7 +21,7 @@ import pytest
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.cli import main
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_document import Refusal, Straggler, Unknown
+from elastic_ext.observe.status_records import Refusal, Straggler, Unknown
 from tests.etcd_server import Certificates, EtcdServer
 from tests.jobs import ROOT, SCRIPTS, Job
 from tests.observe.pages_in_chromium import (

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from elastic_ext.observe.textfile import TextFile
+from elastic_ext.observe.prometheus_files import TextFile
 from tests.jobs import AGENT, Gate, Job
 from tests.until import LIMIT_S, until
 

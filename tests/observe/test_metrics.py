@@ -30,10 +30,9 @@ from elastic_ext.observe import metrics as metrics_module
 from elastic_ext.observe import pages
 from elastic_ext.observe import server as server_module
 from elastic_ext.observe.families import MAX_TORCHELASTIC_NAMES
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.recovery_trace import Cause, Course, Phase
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
+from elastic_ext.observe.recovery_trace import Cause, Phase, Recovery
 from elastic_ext.observe.server import MetricsServer
-from elastic_ext.observe.torchelastic import bridge_torchelastic
 from tests.ports import free_port
 from tests.until import LIMIT_S
 
@@ -142,7 +141,7 @@ def test_what_the_supervisor_tells_is_shown() -> None:
 def test_the_last_recovery_is_shown() -> None:
     began, metrics, now = time.time(), agent(), time.monotonic()
     phases = (Phase("stop", now - 1, now), Phase("start", now, now + 1), Phase("first_step", now + 1, now + 4))
-    metrics.recovered(Course(Cause(), 1, phases, True), load_s=0.5)
+    metrics.recovered(Recovery(Cause(), 1, phases, True), load_s=0.5)
     found = read(metrics)
     assert found["elastic_ext_last_recovery_seconds", ()] == 5
     assert began - CLOCK_S < found["elastic_ext_last_recovery_timestamp_seconds", ()] - 4 < time.time() + CLOCK_S

@@ -1,4 +1,4 @@
-"""The course of a recovery, and its spans by OpenTelemetry's own SDK."""
+"""The recovery of a recovery, and its spans by OpenTelemetry's own SDK."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.observe import spans
+from elastic_ext.observe import events
 from elastic_ext.observe.event_table import Source
-from elastic_ext.observe.outbox import Outbox
-from elastic_ext.observe.recovery_trace import Cause, Course, Phase, RecoveryTrace
+from elastic_ext.observe.events import Outbox
+from elastic_ext.observe.recovery_trace import Cause, Phase, Recovery, RecoveryTrace
 
 CRASH, AGAIN = Cause("crash", "restart", "it crashed"), Cause("hang", "restart", "it hung")
 
@@ -33,7 +33,7 @@ def test_phases_follow_without_gaps():
     trace.entered("start", 2, 13.0)
     trace.ran(14.0)
     phases = (Phase("stop", 10, 11), Phase("rendezvous", 11, 13), Phase("start", 13, 14), Phase("first_step", 14, 16))
-    assert trace.first_steps(16.0) == Course(CRASH, 1, phases, True)
+    assert trace.first_steps(16.0) == Recovery(CRASH, 1, phases, True)
     assert trace.first_steps(17.0) is None
 
 
@@ -45,10 +45,10 @@ def test_a_failure_before_the_first_step_prolongs_it():
     trace.stopped_for(AGAIN)
     trace.entered("start", 3, 21.0)
     trace.ran(22.0)
-    course = trace.first_steps(23.0)
-    assert course is not None
-    assert (course.cause, course.round, course.begin, course.end) == (CRASH, 1, 10, 23)
-    assert course.seconds() == {"stop": 2, "start": 2, "first_step": 9}
+    recovery = trace.first_steps(23.0)
+    assert recovery is not None
+    assert (recovery.cause, recovery.round, recovery.begin, recovery.end) == (CRASH, 1, 10, 23)
+    assert recovery.seconds() == {"stop": 2, "start": 2, "first_step": 9}
 
 
 def test_a_verdict_says_more_than_the_end_of_a_round():
@@ -58,18 +58,18 @@ def test_a_verdict_says_more_than_the_end_of_a_round():
     trace.entered("stop", 1, 2.0)
     trace.stopped_for(AGAIN)
     trace.ran(3.0)
-    course = trace.first_steps(4.0)
-    assert course is not None
-    assert course.cause == AGAIN
+    recovery = trace.first_steps(4.0)
+    assert recovery is not None
+    assert recovery.cause == AGAIN
 
 
 def test_an_agent_that_ends():
     assert RecoveryTrace().given_up(1.0) is None
     stopped = crashed().given_up(12.0)
-    assert stopped == Course(CRASH, 1, (Phase("stop", 10, 12),), False)
+    assert stopped == Recovery(CRASH, 1, (Phase("stop", 10, 12),), False)
     trace = crashed()
     trace.ran(12.0)
-    assert trace.given_up(100.0) == Course(CRASH, 1, (Phase("stop", 10, 12),), None)
+    assert trace.given_up(100.0) == Recovery(CRASH, 1, (Phase("stop", 10, 12),), None)
     done = RecoveryTrace()
     done.ran(1.0)
     done.entered("stop", 1, 2.0)
@@ -89,7 +89,7 @@ def test_an_agent_that_ends():
     ],
 )
 def test_who_asks_for_spans(environ, names):
-    assert spans.exporters(environ) == names
+    assert events.exporters(environ) == names
 
 
 def test_spans_in_the_users_own_provider():
@@ -103,8 +103,8 @@ def test_spans_in_the_users_own_provider():
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     cause = Cause("crash", "restart", "in https://me:hunter22@host")
-    course = Course(cause, 4, (Phase("stop", 1.0, 2.0), Phase("start", 2.0, 4.0)), False)
-    spans.emit(provider.get_tracer("test"), course, Source("job", "n1", 7), 1000.0)
+    recovery = Recovery(cause, 4, (Phase("stop", 1.0, 2.0), Phase("start", 2.0, 4.0)), False)
+    events.emit(provider.get_tracer("test"), recovery, Source("job", "n1", 7), 1000.0)
     stop, start, whole = kept.get_finished_spans()
     assert [each.name for each in (stop, start, whole)] == ["stop", "start", "recovery"]
     assert (whole.start_time, whole.end_time) == (1001 * 10**9, 1004 * 10**9)

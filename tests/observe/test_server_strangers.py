@@ -20,10 +20,9 @@ from prometheus_client.exposition import choose_encoder
 
 from elastic_ext.observe import pages
 from elastic_ext.observe import server as server_module
-from elastic_ext.observe.linger import LastScrape
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.request import MAX_REQUEST
-from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MetricsServer
+from elastic_ext.observe.pages import LastScrape
+from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
 from tests.jobs import EXT, Gate, Job
 from tests.ports import free_port
 from tests.until import LIMIT_S, until

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ext.observe import event_table
 from elastic_ext.observe.event_table import EVENTS, Moment, Source
-from elastic_ext.observe.node_report import RoundSpan
+from elastic_ext.observe.status_records import RoundSpan
 from elastic_ext.observe.timeline import axis, clocks, course, lines, of_document, of_events
 from elastic_ext.observe.timeline.course import (
     BACKOFF,

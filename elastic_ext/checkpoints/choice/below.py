@@ -13,10 +13,9 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import Wanted
 from elastic_ext.checkpoints.formats import dcp, detect, layouts
-from elastic_ext.checkpoints.formats.files import files_of
 from elastic_ext.checkpoints.formats.inspection import UNKNOWN, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.names import numbers_of, says_step, step_of, words_of
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_storage
 
 MAX_DEPTH = 4
 MAX_FOLDERS = 50  # listed at most

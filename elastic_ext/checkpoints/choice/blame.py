@@ -10,7 +10,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import Wanted
 from elastic_ext.checkpoints.directory import marks, tiers
-from elastic_ext.checkpoints.formats import detect, rank_files
+from elastic_ext.checkpoints.formats import detect, names
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, split_path
 
@@ -70,7 +70,7 @@ def _quarantine_newest(remote: Storage, settings: Settings, reason: str) -> str 
 
 
 def _quarantine_in(storage: Storage, name: str, reason: str) -> str | None:
-    entry = rank_files.stat(storage, name)
+    entry = names.entry_of(storage, name)
     return None if entry is None else _mark(storage, name, reason, detect.check(storage, entry, named=True).written_at)
 
 

@@ -12,14 +12,12 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
 from elastic_ext.checkpoints.choice import evidence
 from elastic_ext.checkpoints.choice.selection import Choice, PassedOver, choose, families, or_oldest
-from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS, marks
 from elastic_ext.checkpoints.formats import dcp, detect
 from elastic_ext.checkpoints.formats.inspection import DCP, UNKNOWN, Format, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import step_of
-from elastic_ext.checkpoints.formats.rank_files import grouped
+from elastic_ext.checkpoints.formats.names import grouped, step_of
 from elastic_ext.checkpoints.formats.verify import Mode, verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_parent, open_storage, split_path
 

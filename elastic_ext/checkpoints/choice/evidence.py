@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from elastic_ext.checkpoints.directory.layout import UNFINISHED
+from elastic_ext.checkpoints.directory import UNFINISHED
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import family_of, numbers_of, step_of
 from elastic_ext.checkpoints.storage import Entry, Storage

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.choice import discovery, evidence, kin
 from elastic_ext.checkpoints.choice.selection import OLDER, Family, beside_older, families, names_of, step_in
-from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import NO_OPTIMIZER, UNKNOWN, Format, Inspection

@@ -26,7 +26,7 @@ from elastic_ext.checkpoints.choice.peering import PeerPlan, plan_of
 from elastic_ext.checkpoints.choice.remote import RemoteTier, newer
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats import detect, rank_files
+from elastic_ext.checkpoints.formats import detect, names
 from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll
@@ -285,7 +285,7 @@ class _Resolution:
         if not agreement.name:
             return Resumption("", step, reason, agreement.passed_over, peers=peers)
         directory = self._directory(agreement)
-        files = rank_files.files_by_rank(directory, agreement.name)
+        files = names.files_by_rank(directory, agreement.name)
         return Resumption(directory.path(agreement.name), step, reason, local=agreement.local, peers=peers, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
@@ -338,7 +338,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
     """Wait until this node sees a complete checkpoint. Raises UsageError at the deadline (time.monotonic())."""
 
     def look() -> Inspection | None:
-        entry = rank_files.stat(storage, name)
+        entry = names.entry_of(storage, name)
         return detect.check(storage, entry, detect.plugins(), named=True) if entry is not None else None
 
     found = poll(look, lambda seen: seen is not None and seen.complete, deadline)

@@ -11,7 +11,7 @@ import json
 import logging
 
 from elastic_ext.base.printable import redacted
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)

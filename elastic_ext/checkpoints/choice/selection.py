@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.choice import kin
 from elastic_ext.checkpoints.formats.inspection import LIGHTNING, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import family_of, is_exact, numbers_of, step_of, unit_of
-from elastic_ext.checkpoints.formats.rank_files import lacks
+from elastic_ext.checkpoints.formats.names import family_of, is_exact, lacks, numbers_of, step_of, unit_of
 from elastic_ext.checkpoints.storage import Entry
 
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has

@@ -2,25 +2,334 @@
 
     elastic_ext.checkpoints.copying.replicate [--mb-s N]      (run by base/isolated.py)
 
-`protocol` describes its input and output; `replicator` does the work. All its state is in the two directories, so a restarted
-process resumes the interrupted file. Object stores do not report changes, so it polls with growing pauses.
+`protocol` describes its input and output. All its state is in the two directories, so a restarted process resumes the interrupted
+file. Object stores do not report changes, so it polls with growing pauses.
+
+Saves may come faster than they can be copied, and all nodes must work on the same one. Whenever the leader, the node that has
+rank 0's files, has finished a checkpoint, it picks the newest one; the others follow. Checkpoints older than a complete one are
+skipped. The leader writes the manifest last, once every file in it is there with the right size. Files below `.elastic_ext/` in
+the remote directory:
+
+    copying              the name of that checkpoint, written by the leader
+    copying_from/NODE    "BYTES SECONDS": total bytes that a node has sent, and its monotonic clock; written every HEARTBEAT_S
+                         while it sends or compares a large file. NODE is the lowest rank whose files it has. Others only check
+                         whether the text changes.
+
+These are UTF-8 text without a version: if their meaning changes, their names must change.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 
 from elastic_ext.base import log_records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
+from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
-from elastic_ext.checkpoints.copying.replicator import Replicator
-from elastic_ext.checkpoints.copying.throttle import TokenBucket
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
+from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
+from elastic_ext.checkpoints.directory.tiers import manifest_of, own_checkpoints, rank_of, unless_pinned
+from elastic_ext.checkpoints.directory.transfer import TokenBucket
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
+from elastic_ext.checkpoints.storage import Storage, open_storage
+
+logger = logging.getLogger(__name__)
+
+
+TARGET = f"{MARKERS}/copying"
+HEARTBEATS = f"{MARKERS}/copying_from"
+HEARTBEAT_S = 20.0
+
+
+class Coordination:
+    """One node's view of the agreement on the checkpoint that all nodes copy now. All methods raise OSError.
+
+    Attributes:
+        node: NODE of this node; "" before it sends anything.
+    """
+
+    def __init__(self, remote: Storage) -> None:
+        self._remote = remote
+        self.node = ""
+
+    def target(self) -> str:
+        """Return the checkpoint that all nodes copy now; "": none yet."""
+        try:
+            return self._remote.read(TARGET).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def set_target(self, name: str) -> None:
+        """Make all nodes copy this checkpoint. Only the leader calls this."""
+        self._remote.put(TARGET, name.encode())
+
+    def beat(self, sent: int, now: float) -> None:
+        """Show that this node is at work. sent: total bytes."""
+        self._remote.put(f"{HEARTBEATS}/{self.node}", f"{sent} {now:.0f}".encode())
+
+    def heartbeats(self) -> list[str]:
+        """Return the last heartbeat texts of the other nodes."""
+        try:
+            names = sorted(entry.name for entry in self._remote.entries(HEARTBEATS) if entry.name != self.node)
+            return [self._remote.read(f"{HEARTBEATS}/{name}").decode(errors="replace") for name in names]
+        except FileNotFoundError:
+            return []
+
+
+PULSE_S = 5.0  # interval between pulses to the agent while one file is being sent
+
+
+class Throttle:
+    """Called with each block. Limits the rate, and tells the agent and the other nodes that this node is at work.
+
+    Attributes:
+        sent: bytes sent in this turn.
+    """
+
+    def __init__(
+        self,
+        bucket: TokenBucket,
+        coordination: Coordination,
+        pulse: Callable[[int], None],
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
+        self._bucket, self._coordination, self._pulse, self._wait = bucket, coordination, pulse, wait
+        self.sent = self._sent_before = 0  # bytes of this turn, and of all turns before it
+        self._pulse_at = self._beat_at = time.monotonic()
+
+    def begin_turn(self) -> None:
+        """Count from zero."""
+        self._sent_before, self.sent = self._sent_before + self.sent, 0
+        self._pulse_at = self._beat_at = time.monotonic()
+
+    def wait_to_send(self, size: int) -> None:
+        """Wait until `size` more bytes may be sent. Raises OSError."""
+        pause = self._bucket.take(size, time.monotonic())
+        while pause > 0:  # waiting for the rate is not a stall
+            self._wait(min(pause, PULSE_S))
+            pause -= PULSE_S
+            self.report_alive()
+        self.sent += size
+        self.report_alive()
+
+    def report_alive(self) -> None:
+        """Tell the agent and the other nodes that this node is at work, if it is time to. Raises OSError."""
+        now = time.monotonic()
+        if now - self._pulse_at >= PULSE_S:
+            self._pulse_at = now
+            self._pulse(self.sent)
+        if now - self._beat_at >= HEARTBEAT_S:
+            self._beat_at = now
+            self._coordination.beat(self._sent_before + self.sent, now)
+
+
+STALLED_S = 60.0
+
+Order = tuple[int, int]
+"""(generation, step) of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """A checkpoint in the local directory. data: the manifest's bytes. leads: whether rank 0's files are here."""
+
+    name: str
+    manifest: Manifest
+    data: bytes
+    leads: bool
+
+
+def next_target(
+    pending: Sequence[LocalCheckpoint], current: str, refused: Container[str], stalled: bool
+) -> LocalCheckpoint | None:
+    """Return the checkpoint that the leader copies next. Pure.
+
+    A stalled target is given up only for a checkpoint of another group of workers. Within one group every node has its part, and
+    may be sending a large file.
+
+    Args:
+        pending: oldest first.
+        current: name of the current target; "": none.
+        refused: names that will never be complete.
+        stalled: the current target has made no progress for STALLED_S.
+    """
+    usable = [each for each in pending if each.name not in refused]
+    newest = usable[-1] if usable else None
+    found = next((each for each in usable if each.name == current and each.leads), None)
+    if found is None or newest is None or (stalled and found.manifest.generation != newest.manifest.generation):
+        return newest
+    return found
+
+
+class Replicator:
+    """Copies one node's checkpoints. `turn` does all that can be done now."""
+
+    def __init__(
+        self, local: Storage, remote: Storage, bucket: TokenBucket, pulse: Callable[[int], None] = lambda sent: None
+    ) -> None:
+        """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
+        self._local, self._remote = local, remote
+        self._coordination = Coordination(remote)
+        self._throttle = Throttle(bucket, self._coordination, pulse)
+        self._others = ""  # Report.others
+        self._target: str | None = None  # only on the leader; None: it has not looked yet
+        self._progress_at = 0.0  # when the target last made progress
+        self._began: tuple[str, float] = ("", 0.0)  # the checkpoint that this node last began to copy, and when
+        self._uploaded: set[str] = set()  # checkpoints whose part from this node is in the remote directory
+        self._complete: set[str] = set()  # checkpoints that are complete there
+        self._seen_at: dict[str, float] = {}  # when each pending checkpoint was first seen
+        self._failures = 0
+
+    def turn(self) -> Report:
+        """Copy, commit and prune. Does not raise: storage errors go into the report."""
+        self._throttle.begin_turn()
+        reason, newest_remote, copy_s = "", None, None
+        pending: list[LocalCheckpoint] = []
+        try:
+            mine = pending = self._saved_here()
+            newest_remote = self._newest_remote()
+            pending = _newer(mine, newest_remote)
+            target = self._choose(pending) if pending else None
+            if target is not None:
+                self._copy(target)
+            if target is not None and target.name in self._complete:
+                newest_remote, copy_s = target.manifest.order, time.monotonic() - self._began[1]
+                pending = _newer(mine, newest_remote)
+            self._prune({each.name for each in mine}, newest_remote)
+        except (OSError, ElasticExtError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._failures = self._failures + 1 if reason else 0
+        return replace(self._report(pending, newest_remote, reason), copy_s=copy_s)
+
+    def _saved_here(self) -> list[LocalCheckpoint]:
+        """Return the checkpoints saved here, oldest first."""
+        found = []
+        for name in reversed(own_checkpoints(self._local)):
+            try:
+                read = manifest_of(self._local, name)
+            except ManifestError as error:
+                logger.warning("%s is not copied: %s", self._local.path(name), error)
+                continue
+            if read is not None:
+                leads = any(rank_of(entry.name) == 0 for entry in self._local.entries(name))
+                found.append(LocalCheckpoint(name, *read, leads))
+        return found
+
+    def _newest_remote(self) -> Order | None:
+        for name in own_checkpoints(self._remote):
+            if name in self._complete or self._is_complete(name):
+                self._complete.add(name)
+                return order_of(name)
+        return None
+
+    def _choose(self, pending: list[LocalCheckpoint]) -> LocalCheckpoint | None:
+        """Return the checkpoint that all nodes copy now; None if this node does not have it."""
+        if not pending[-1].leads:
+            target = self._coordination.target()
+            return next((each for each in pending if each.name == target), None)
+        before = self._target if self._target is not None else self._coordination.target()
+        stalled = time.monotonic() - self._progress_at > STALLED_S
+        found = next_target(pending, before, marks.quarantined_names(self._remote), stalled)
+        if found is not None and found.name != before:
+            self._coordination.set_target(found.name)
+        name = found.name if found is not None else ""
+        if name != self._target:
+            self._target, self._progress_at = name, time.monotonic()
+        return found
+
+    def _is_complete(self, name: str) -> bool:
+        try:
+            read = manifest_of(self._remote, name)
+        except ManifestError:
+            return False
+        return read is not None and not self._missing(name, read[0])
+
+    def _missing(self, name: str, manifest: Manifest) -> list[str]:
+        """Return the files that are not in the remote directory with the right size. Costs one listing."""
+        try:
+            sizes = {entry.name: entry.size for entry in self._remote.entries(name)}
+        except FileNotFoundError:
+            sizes = {}
+        return [file.name for file in manifest.files if sizes.get(file.name) != file.size]
+
+    def _copy(self, checkpoint: LocalCheckpoint) -> None:
+        name, manifest = checkpoint.name, checkpoint.manifest
+        if self._began[0] != name:
+            self._began = (name, time.monotonic())
+        if name not in self._uploaded:
+            self._upload(checkpoint)
+            self._uploaded.add(name)
+        if self._is_complete(name):
+            self._complete.add(name)
+            return
+        missing = len(self._missing(name, manifest))
+        others = f"{missing} {self._coordination.heartbeats()}"
+        if others != self._others:
+            self._others, self._progress_at = others, time.monotonic()
+        if checkpoint.leads and not missing:
+            self._commit(checkpoint)
+
+    def _upload(self, checkpoint: LocalCheckpoint) -> None:
+        """Send this node's part. Raises CopyError for a damaged file, which no later turn can fix; OSError."""
+        name, leads = checkpoint.name, checkpoint.leads
+        mine = {entry.name for entry in self._local.entries(name)}
+        part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
+        self._coordination.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
+        try:
+            transfer.copy_files(
+                self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()
+            )
+        except transfer.CopyError as error:  # the other nodes must not wait for it
+            marks.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
+            raise
+
+    def _commit(self, checkpoint: LocalCheckpoint) -> None:
+        self._remote.put(f"{checkpoint.name}/{MANIFEST}", checkpoint.data)
+        if self._missing(checkpoint.name, checkpoint.manifest):  # another process removed files meanwhile
+            self._remote.remove(f"{checkpoint.name}/{MANIFEST}")
+            self._uploaded.discard(checkpoint.name)
+        else:
+            self._complete.add(checkpoint.name)
+
+    def _prune(self, whole: set[str], newest_remote: Order | None) -> None:
+        held = [LocalCopy(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
+        for name in plan_local_prune(held, newest_remote):
+            with unless_pinned(self._local, name) as free:
+                if free:
+                    pruning.delete(self._local, name)
+                    logger.info("removed %s: newer ones are complete", self._local.path(name))
+
+    def _report(self, pending: Sequence[LocalCheckpoint], newest_remote: Order | None, reason: str) -> Report:
+        now = time.monotonic()
+        names = tuple(each.name for each in pending)
+        self._seen_at = {name: self._seen_at.get(name, now) for name in names}
+        lag: int | None = 0
+        if pending:
+            lag = max(0, pending[-1].manifest.step - newest_remote[1]) if newest_remote is not None else None
+        return Report(
+            sent=self._throttle.sent,
+            lag_steps=lag,
+            lag_s=max((now - since for since in self._seen_at.values()), default=0.0),
+            waiting=names,
+            complete=directory_name(newest_remote[1], newest_remote[0]) if newest_remote is not None else "",
+            failures=self._failures,
+            reason=reason,
+            others=self._others if names else "",
+        )
+
+
+def _newer(mine: list[LocalCheckpoint], newest_remote: Order | None) -> list[LocalCheckpoint]:
+    return [each for each in mine if newest_remote is None or each.manifest.order > newest_remote]
+
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 FINISH_S = 60.0  # time without progress after which it no longer waits for the other nodes' files
@@ -73,7 +382,7 @@ def run(replicator: Replicator, orders: _Orders, tell: Callable[[Report], None])
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _tell(message: Report | Pulse) -> None:
+def _send(message: Report | Pulse) -> None:
     print(encode(message), flush=True)
 
 
@@ -88,8 +397,8 @@ def main() -> int:
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
     local, remote = (open_storage(os.environ[name]) for name in (LOCAL_DIR, CHECKPOINT_DIR))
-    replicator = Replicator(local, remote, TokenBucket(args.mb_s * 1e6), lambda sent: _tell(Pulse(sent)))
-    return run(replicator, orders, _tell)
+    replicator = Replicator(local, remote, TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
+    return run(replicator, orders, _send)
 
 
 if __name__ == "__main__":

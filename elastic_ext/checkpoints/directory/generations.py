@@ -14,7 +14,7 @@ import re
 from dataclasses import asdict, dataclass
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.storage import Storage
 

@@ -10,7 +10,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.storage import Storage
 
 QUARANTINE = f"{MARKERS}/quarantine"

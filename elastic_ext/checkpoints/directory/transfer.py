@@ -8,19 +8,37 @@ manifest; a file that already exists is read back. Without a manifest only sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
-from elastic_ext.checkpoints.directory.layout import UNFINISHED
-from elastic_ext.checkpoints.formats import own
+from elastic_ext.checkpoints.directory import UNFINISHED
+from elastic_ext.checkpoints.formats import dcp
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.files import checksum, files_of
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile, checksum
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 BLOCK = 8 << 20  # bytes
 
 Throttle = Callable[[int], None]
+
+
+@dataclass
+class TokenBucket:
+    """A rate limit. rate: bytes per second; 0: no limit."""
+
+    rate: float
+    paid_until: float = field(default=float("-inf"))
+
+    def take(self, size: int, now: float) -> float:
+        """Return the seconds to wait before sending `size` bytes.
+
+        Over any period it lets through at most rate x time bytes plus one block.
+        """
+        if self.rate <= 0:
+            return 0.0
+        begin = max(now, self.paid_until)
+        self.paid_until = begin + size / self.rate
+        return begin - now
 
 
 class CopyError(ElasticExtError):
@@ -138,7 +156,7 @@ def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:
     """Return the checksums in the manifest; none without a manifest. Raises CopyError, ManifestError, UsageError, OSError."""
-    manifest = own.read_manifest(source, name, found)
+    manifest = dcp.read_manifest(source, name, found)
     if manifest is None:
         return {}
     checksums = {file.name: file.checksum for file in manifest.files}

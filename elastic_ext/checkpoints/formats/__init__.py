@@ -16,14 +16,12 @@ A custom format is an object with the two methods of `Format`. An installed pack
             whole = storage.read(entry.name).endswith(b"END")
             return Inspection(whole, "mine", "it ends as it should" if whole else "its end is missing", entry.mtime)
 
-A single file is of `torch_save` (older ones: `legacy_save`) or of `safetensors`. A directory is our own (`own`), of `dcp` or
-`lightning`, or one of the table in `layouts`, whose parts `trees` checks. `detect` chooses among them. `names` and `rank_files`
-read what names say. Nothing else in this package is public.
+`single_files` knows the formats of a single file, `dcp` our own directories and others of torch.distributed.checkpoint, `layouts`
+has a table of those of other tools. `detect` chooses among them. `names` reads what names say. Nothing else in this package is
+public.
 """
 
 from elastic_ext.checkpoints.formats.inspection import Format, Inspection
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-Verdict = Inspection  # old name of `Inspection`, kept for one release
-
-__all__ = ["Entry", "Format", "Inspection", "Storage", "Verdict"]
+__all__ = ["Entry", "Format", "Inspection", "Storage"]

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import dcp, layouts, legacy_save, lightning, own, safetensors, torch_save, trees
-from elastic_ext.checkpoints.formats.files import files_of, thread_pool
+from elastic_ext.checkpoints.formats import dcp, layouts, single_files
 from elastic_ext.checkpoints.formats.inspection import (
     DCP,
     SAVED_MODEL,
@@ -19,10 +18,11 @@ from elastic_ext.checkpoints.formats.inspection import (
     UNKNOWN,
     Format,
     Inspection,
+    thread_pool,
 )
 from elastic_ext.checkpoints.formats.manifest import MANIFEST
-from elastic_ext.checkpoints.formats.rank_files import parts_of
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.formats.names import parts_of
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 ENTRY_POINTS = "elastic_ext.formats"
 NOT_KNOWN = "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name"
@@ -40,9 +40,9 @@ class _DirectoryFormat:
 
 # The first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
-    _DirectoryFormat(own.matches, own.check),
-    _DirectoryFormat(lightning.matches, lightning.check),
-    _DirectoryFormat(dcp.matches, trees.check_shards),
+    _DirectoryFormat(dcp.is_own, dcp.check_own),
+    _DirectoryFormat(dcp.is_lightning, dcp.check_lightning),
+    _DirectoryFormat(dcp.matches, layouts.check_shards),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
@@ -114,12 +114,12 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
     if entry.size == 0:
         return Inspection(False, TORCH_SAVE, "the file is empty")
     with storage.open(entry.name) as file:
-        if entry.name.endswith(safetensors.SUFFIX):
-            return safetensors.check(entry, file)
-        start = file.read(legacy_save.START)
+        if entry.name.endswith(single_files.SAFETENSORS_SUFFIX):
+            return single_files.check(entry, file)
+        start = file.read(single_files.LEGACY_START)
         by_suffix = entry.name.endswith(TORCH_SAVE_SUFFIXES)
-        if by_suffix or start.startswith(_ZIP) or legacy_save.matches(start):
-            found = torch_save.check(entry, file)
+        if by_suffix or start.startswith(_ZIP) or single_files.is_legacy(start):
+            found = single_files.check(entry, file)
             if by_suffix or found.format != UNKNOWN:
                 return replace(found, format=TORCH_SAVE) if found.format == UNKNOWN else found
     return _unknown([entry])  # only a file that matches the user's checkpoint_pattern gets here

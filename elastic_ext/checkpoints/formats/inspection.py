@@ -7,8 +7,10 @@ raise for a damaged checkpoint.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,13 +24,6 @@ LIGHTNING = "Lightning"
 HUGGING_FACE = "Hugging Face Trainer"
 SAFETENSORS = "safetensors"
 SAVED_MODEL = "Hugging Face model"  # or what a Trainer that was killed has left
-ACCELERATE = "accelerate"
-DEEPSPEED = "DeepSpeed"
-MEGATRON = "Megatron"
-NEMO = "NeMo 2"
-NANOTRON = "nanotron"
-TORCHTUNE = "torchtune"
-FILES = "directory of files"  # of torch.save, of safetensors, of torch.distributed.checkpoint in folders
 UNKNOWN = "unknown"  # no sign of a known format
 
 TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pt.tar")
@@ -39,6 +34,8 @@ _TEMPORARY = re.compile(
 )
 NAMES = frozenset({"latest", "last", "current", "checkpoint", "ckpt", "final", "best"})  # words of checkpoints without a step
 NO_OPTIMIZER = "no optimizer is in it"
+
+MAX_THREADS = 16  # that read files at once
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Inspection:
         distrusted: it looks complete, but must not be used.
         unreadable: why it could not be read; it may be complete. None: it was read.
         training: whether it holds the state of an optimizer; None: not known.
-        parts: what a save may have left out, see `rank_files.parts_of`; none if it is known to be whole.
+        parts: what a save may have left out, see `names.parts_of`; none if it is known to be whole.
         compared: it is incomplete only by what lies beside it.
     """
 
@@ -129,3 +126,8 @@ def summary(faults: Sequence[str]) -> str:
 def total_size(content: Iterable[Entry]) -> int:
     """Return the total size in bytes of the files among these entries."""
     return sum(item.size for item in content if not item.is_dir)
+
+
+def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
+    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))

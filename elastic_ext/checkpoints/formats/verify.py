@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from elastic_ext.checkpoints.formats import dcp, legacy_save, own, safetensors, torch_save
-from elastic_ext.checkpoints.formats.files import checksum, files_of, thread_pool
-from elastic_ext.checkpoints.formats.inspection import TORCH_SAVE_SUFFIXES, UNKNOWN, Content
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError
+from elastic_ext.checkpoints.formats import dcp, single_files
+from elastic_ext.checkpoints.formats.inspection import TORCH_SAVE_SUFFIXES, UNKNOWN, Content, thread_pool
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, checksum
 from elastic_ext.checkpoints.formats.peek import PeekError
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 SAMPLE = 0.1  # fraction of the files that Mode.SAMPLED reads; at least one file
 
@@ -147,12 +146,12 @@ def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
             [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
         )
     found = dict(files_of(storage, checkpoint.name))
-    manifest = own.read_manifest(storage, checkpoint.name, found)
+    manifest = dcp.read_manifest(storage, checkpoint.name, found)
     return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
 
 
 def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
-    faults = own.size_faults(manifest, found)
+    faults = dcp.size_faults(manifest, found)
     files = [_File(file.name, file.size, file.checksum) for file in manifest.files if file.name not in faults]
     known = {MANIFEST, *(file.name for file in manifest.files)}
     notes = [Remark(name, f"not in {MANIFEST}") for name in found if name not in known]
@@ -194,18 +193,18 @@ def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress
     if file.items:
         return _read_shard(opened, file, progress)
     progress.add(file.size)
-    if path.endswith(safetensors.SUFFIX):
-        return safetensors.read_content(file.size, opened)
+    if path.endswith(single_files.SAFETENSORS_SUFFIX):
+        return single_files.read_safetensors(file.size, opened)
     if path.endswith(".json"):
         return _read_json(opened)
-    start = opened.read(legacy_save.START)
-    if start.startswith(torch_save.ZIP_MAGIC) or legacy_save.matches(start):
-        return torch_save.read_content(opened)
+    start = opened.read(single_files.LEGACY_START)
+    if start.startswith(single_files.ZIP_MAGIC) or single_files.is_legacy(start):
+        return single_files.read_torch_save(opened)
     of_torch = path.endswith(TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")
     if of_torch and file.name not in ("", path):  # within a directory, other programs use these suffixes, too
-        of_torch = torch_save.check(Entry(path, path, False, file.size, None), opened).format != UNKNOWN
+        of_torch = single_files.check(Entry(path, path, False, file.size, None), opened).format != UNKNOWN
     if of_torch:
-        return torch_save.read_content(opened)
+        return single_files.read_torch_save(opened)
     return Content(note="no checksum is known: only the size was checked")
 
 
@@ -226,7 +225,7 @@ def _read_shard(opened: IO[bytes], file: _File, progress: _Progress) -> Content:
         progress.add(len(data))
         if len(data) != item.length:
             return Content(f"it ends before byte {item.offset + item.length}")
-        content = torch_save.read_content(io.BytesIO(data))
+        content = single_files.read_torch_save(io.BytesIO(data))
         if content.fault:
             return Content(f"at byte {item.offset}: {content.fault}")
         note = note or content.note

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.storage import Storage
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.files import checksum_of
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile
+from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, checksum_of
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.buffers import Buffer, open_mapped
 from elastic_ext.checkpoints.memory.part import Index, PartError, Path

@@ -9,8 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from elastic_ext.checkpoints.directory.tiers import manifest_of, memory_file, own_checkpoints
-from elastic_ext.checkpoints.formats.files import checksum_of
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, directory_name, encode, order_or_oldest
+from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, checksum_of, directory_name, encode, order_or_oldest
 from elastic_ext.checkpoints.memory import commit, interval, part
 from elastic_ext.checkpoints.memory.attempt import Attempt
 from elastic_ext.checkpoints.memory.buffers import SPARE, Buffer, Buffers

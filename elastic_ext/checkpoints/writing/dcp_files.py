@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from elastic_ext.checkpoints.formats.files import checksum_of
-from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.errors import SaveFailure, failure_of
 

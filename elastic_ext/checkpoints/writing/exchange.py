@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.tiers import node_of, rank_of, ranks_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile
 from elastic_ext.checkpoints.storage import Entry, Storage

@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from elastic_ext.checkpoints.formats.files import checksum
-from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum
 from elastic_ext.checkpoints.state import Moment
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Reader

@@ -10,7 +10,7 @@ from elastic_ext.base import goodput
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
-from elastic_ext.observe.job_document import ENDED_STATES, GONE, Document, Failure, NodeStatus
+from elastic_ext.observe.status_records import ENDED_STATES, GONE, Document, Failure, NodeStatus
 from elastic_ext.observe.timeline import course
 from elastic_ext.observe.timeline.course import BETWEEN, RUNNING, UNTOLD, Course, Mark, Row, Span, Start, merged
 

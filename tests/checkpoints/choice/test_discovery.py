@@ -21,12 +21,13 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice, choose, families
-from elastic_ext.checkpoints.formats import detect, torch_save
+from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import family_of, step_of
-from elastic_ext.checkpoints.storage import Entry, open_storage, remote
+from elastic_ext.checkpoints.storage import Entry, open_storage
 
 
 def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, unusable: str = "") -> Entry:
@@ -252,7 +253,7 @@ def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
         data = bytearray(whole)
         for _ in range(chance.choice((1, 1, 2, 8))):
             data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
-        verdicts.add(torch_save.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
+        verdicts.add(single_files.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
     assert verdicts == {True, False}
 
 
@@ -270,7 +271,7 @@ def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
             return data
 
     with Counting(path) as file:
-        assert torch_save.check(entry("big.pt"), file).complete
+        assert single_files.check(entry("big.pt"), file).complete
     assert Counting.count < 64 << 10
 
 
@@ -538,8 +539,8 @@ def test_each_call_lists_anew(tmp_path: Path) -> None:
 
 def test_what_a_storage_says_of_time() -> None:
     stamps = [{"LastModified": "2024-05-01T00:00:00Z"}, {"mtime": 1714521600.0}, {"updated": "2024-05-01T02:00:00+02:00"}]
-    assert [remote._mtime(info) for info in stamps] == [1714521600.0] * 3
-    assert remote._mtime({"mtime": None, "updated": "yesterday"}) is None
+    assert [storage._mtime(info) for info in stamps] == [1714521600.0] * 3
+    assert storage._mtime({"mtime": None, "updated": "yesterday"}) is None
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete, newest_in
 from elastic_ext.checkpoints.choice.listing import list_checkpoints
 from elastic_ext.checkpoints.choice.selection import Choice
-from elastic_ext.checkpoints.formats.rank_files import files_by_rank
+from elastic_ext.checkpoints.formats.names import files_by_rank
 from elastic_ext.checkpoints.formats.verify import Mode
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice import scenes

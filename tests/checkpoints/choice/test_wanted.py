@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll, polling
-from elastic_ext.checkpoints.storage.local import LocalStorage
-from elastic_ext.checkpoints.storage.remote import RemoteStorage
+from elastic_ext.checkpoints.storage import Entry, LocalStorage, RemoteStorage, Storage, open_storage, poll
 from tests.checkpoints.formats.test_formats import save_own
 
 
@@ -197,7 +196,7 @@ class LateStorage(LocalStorage):
 def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    monkeypatch.setattr(polling, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
     name = save_own(tmp_path, 1)
     late = LateStorage(str(tmp_path), 5)
     found = poll(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.copying import restarts
+from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from tests.checkpoints.copying.test_replicate import complete, save
 from tests.checkpoints.directory.test_tiers import copiers
@@ -71,9 +71,9 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, monkeypatch,
     """Only the stopped one has little time, which begins with its second report; the one after it has as much as it needs."""
     with watched(tmp_path / "local", tmp_path / "remote", LONG_S) as each:
         each.until(lambda seen: seen.told)
-        child, genuine = each.copier._child, restarts.logger.warning
+        child, genuine = each.copier._child, copier.logger.warning
         child._stall_s = 1.0
-        monkeypatch.setattr(restarts.logger, "warning", lambda *args: (setattr(child, "_stall_s", LONG_S), genuine(*args)))
+        monkeypatch.setattr(copier.logger, "warning", lambda *args: (setattr(child, "_stall_s", LONG_S), genuine(*args)))
         each.copier.look_now()
         each.until(lambda seen: len(seen.told) > 1)
         os.kill(pid_of(each), signal.SIGSTOP)

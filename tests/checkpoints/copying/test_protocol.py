@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from elastic_ext.base.records import OtherSchema, RecordError
-from elastic_ext.checkpoints.copying.progress import Progress
+from elastic_ext.checkpoints.copying.copier import Progress
 from elastic_ext.checkpoints.copying.protocol import SCHEMA, Pulse, Report, decode, encode
 
 BUSY = Report(7, None, 1.5, ("step_00000004.g0001",), "step_00000002.g0001", 1, "OSError: a\nb", "2 []")
@@ -58,12 +56,3 @@ def test_what_counts_as_progress():
     assert (progress.heard_at, progress.working) == (5.0, True)
     progress.ordered(6.0)
     assert progress.heard_at == 5.0  # it had work already, and is silent since
-
-
-@pytest.mark.seam
-def test_the_program_still_has_its_old_name():
-    """People without an agent run it by hand."""
-    command = [sys.executable, "-m", "elastic_ext.checkpoints.replicate", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "--mb-s" in done.stdout
-    assert "copying.replicate" in done.stderr

@@ -20,14 +20,12 @@ from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.copying.coordination import TARGET
 from elastic_ext.checkpoints.copying.copier import claim_local_dir
-from elastic_ext.checkpoints.copying.replicator import LocalCheckpoint, Replicator, next_target
-from elastic_ext.checkpoints.copying.throttle import TokenBucket
-from elastic_ext.checkpoints.directory import pins, pruning, tiers
-from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
+from elastic_ext.checkpoints.copying.replicate import TARGET, LocalCheckpoint, Replicator, next_target
+from elastic_ext.checkpoints.directory import pruning, tiers
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
-from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_loadable, rank_of, ranks_of
+from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, newest_loadable, rank_of, ranks_of, unless_pinned
+from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, verify
@@ -371,7 +369,7 @@ def test_a_pin_holds_nothing_else(superfluous):
 
 HOLDER = """
 import sys
-from elastic_ext.checkpoints.directory.pins import Pin
+from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.storage import open_storage
 pin = Pin(open_storage(sys.argv[1]))
 if len(sys.argv) > 2:
@@ -417,7 +415,7 @@ def test_where_files_cannot_be_locked_the_agent_goes_on(superfluous, monkeypatch
 def test_who_chooses_waits_for_a_removal_under_way(superfluous, monkeypatch):
     _, local, older, _ = superfluous
     storage = open_storage(str(local))
-    tried, genuine = threading.Event(), pins._try_lock
+    tried, genuine = threading.Event(), tiers._try_lock
 
     def choose() -> list[str]:
         pin = Pin(storage)
@@ -425,11 +423,11 @@ def test_who_chooses_waits_for_a_removal_under_way(superfluous, monkeypatch):
         pin.release()
         return found
 
-    monkeypatch.setattr(pins, "REMOVAL_S", 600.0)
+    monkeypatch.setattr(tiers, "REMOVAL_S", 600.0)
     with ThreadPoolExecutor(1) as pool:
         with unless_pinned(storage, older) as free:
             assert free
-            monkeypatch.setattr(pins, "_try_lock", lambda *args: (genuine(*args), tried.set())[0])
+            monkeypatch.setattr(tiers, "_try_lock", lambda *args: (genuine(*args), tried.set())[0])
             seen = pool.submit(choose)
             assert tried.wait(LIMIT_S)
             pruning.delete(storage, older)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.copying.replicator import Replicator
-from elastic_ext.checkpoints.copying.throttle import TokenBucket
+from elastic_ext.checkpoints.copying.replicate import Replicator
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
+from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.rank_groups import RankGroups

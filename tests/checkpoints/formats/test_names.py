@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ext.checkpoints.formats.names import family_of, rank_name, says_step, step_of
-from elastic_ext.checkpoints.formats.rank_files import by_pattern, grouped, missing_rank, too_few
+from elastic_ext.checkpoints.formats.names import (
+    by_pattern,
+    family_of,
+    grouped,
+    missing_rank,
+    rank_name,
+    says_step,
+    step_of,
+    too_few,
+)
 from elastic_ext.checkpoints.storage import Entry
 
 

@@ -14,13 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.copying.coordination import TARGET
-from elastic_ext.checkpoints.copying.replicator import Replicator
-from elastic_ext.checkpoints.copying.throttle import TokenBucket
+from elastic_ext.checkpoints.copying.replicate import TARGET, Replicator
 from elastic_ext.checkpoints.directory import transfer
-from elastic_ext.checkpoints.formats.files import files_of
+from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats.verify import Mode, verify
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.storage import files_of, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.copying.test_replicate import complete, save
 from tests.checkpoints.formats.test_formats import save_own, save_trainer

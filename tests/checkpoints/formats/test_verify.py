@@ -15,11 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import elastic_ext
-from elastic_ext.checkpoints.formats import detect, torch_save
-from elastic_ext.checkpoints.formats.files import checksum, checksum_of, files_of
-from elastic_ext.checkpoints.formats.manifest import MANIFEST
+from elastic_ext.checkpoints.formats import detect, single_files
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, checksum, checksum_of
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_storage
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 
@@ -148,7 +147,7 @@ def test_each_byte_of_a_zip_directory(tmp_path: Path) -> None:
             data = bytearray(whole)
             data[place] ^= 1 << bit
             entry = Entry("a.pt", "a.pt", False, len(data), 0.0)
-            if not torch_save.check(entry, io.BytesIO(data)).complete or torch_save.read_content(io.BytesIO(data)).fault:
+            if not single_files.check(entry, io.BytesIO(data)).complete or single_files.read_torch_save(io.BytesIO(data)).fault:
                 continue
             try:
                 loaded = torch.load(io.BytesIO(data))

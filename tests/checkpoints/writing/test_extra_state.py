@@ -25,8 +25,7 @@ from elastic_ext import Checkpointer
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.in_memory import NodeMemory, newest_whole
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.files import checksum_of
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, directory_name, encode
 from elastic_ext.checkpoints.memory import buffers, part
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing import commit, extra_state, pickling, random_state

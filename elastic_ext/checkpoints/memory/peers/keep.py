@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory import MARKERS, tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file, rank_of
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from elastic_ext.checkpoints.memory.peers.wire import PeerError

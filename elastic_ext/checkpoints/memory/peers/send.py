@@ -10,7 +10,7 @@ from typing import Protocol
 
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
-from elastic_ext.checkpoints.copying.throttle import TokenBucket
+from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.memory.peers import keep, wire
 from elastic_ext.checkpoints.memory.peers.request import Send
 from elastic_ext.checkpoints.memory.peers.wire import PUT, Answer, Pace, PeerError, Request

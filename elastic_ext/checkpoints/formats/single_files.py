@@ -1,12 +1,22 @@
-"""A `torch.save` file: an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors. Before torch 1.6
-it was no archive: see `legacy_save`.
+"""Checkpoints of a single file: of `torch.save`, in its two forms, and of safetensors.
 
-The zip directory is written last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
+torch.save writes an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors. The zip directory is
+written last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
 torch.serialization.set_crc32_options(False) was called. Lightning's `.ckpt` files have the same format.
+
+Before torch 1.6, or with `_use_new_zipfile_serialization=False` ("legacy" below), it wrote five pickles in a row (a magic number,
+a version, the machine, the object, the keys of the storages), then the storages of the tensors. That has no checksums, and
+nothing marks its end, but the pickles say how many bytes must follow them (`_legacy_save` in torch/serialization.py: each storage
+is its number of elements in 8 bytes, and its bytes).
+
+A safetensors file (https://huggingface.co/docs/safetensors/index#format) is 8 bytes, little endian, with the size of the header;
+the header, JSON: dtype and shape of each tensor, and its offsets in the bytes after the header; and the tensors. It has no
+checksums.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zipfile
@@ -14,9 +24,16 @@ import zlib
 from collections.abc import Mapping
 from typing import IO
 
-from elastic_ext.checkpoints.formats import legacy_save
-from elastic_ext.checkpoints.formats.inspection import LIGHTNING, NO_OPTIMIZER, TORCH_SAVE, UNKNOWN, Content, Inspection
-from elastic_ext.checkpoints.formats.peek import PeekError, StandIn, number, peek
+from elastic_ext.checkpoints.formats.inspection import (
+    LIGHTNING,
+    NO_OPTIMIZER,
+    SAFETENSORS,
+    TORCH_SAVE,
+    UNKNOWN,
+    Content,
+    Inspection,
+)
+from elastic_ext.checkpoints.formats.peek import MAX_BYTES, Peeked, PeekError, StandIn, number, peek, peek_first
 from elastic_ext.checkpoints.storage import Entry
 
 ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: the first bytes of every torch.save file since torch 1.6
@@ -25,6 +42,8 @@ STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # 
 EPOCH_KEYS = ("epoch",)
 _OPTIMIZER_KEYS = {"state", "param_groups"}  # of torch.optim.Optimizer.state_dict
 
+SAFETENSORS_SUFFIX = ".safetensors"
+MAX_HEADER = 100_000_000  # bytes of safetensors; MAX_HEADER_SIZE of its library
 MAX_PICKLE = 4 << 20  # bytes; a larger data.pkl is not searched for the step
 MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
 _BLOCK = 512 << 10  # bytes per read of a record
@@ -41,10 +60,16 @@ _FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-
 
 
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
-    """Check that the zip directory is intact and lists `*/data.pkl`. What another program may have written is of format UNKNOWN.
+    """Check a file without reading its tensors. What another program may have written is of format UNKNOWN.
 
-    `file` must be seekable. Only its tail and data.pkl are read, whatever its size. Raises OSError if it cannot be read.
+    `file` must be seekable. Raises OSError if it cannot be read.
     """
+    if entry.name.endswith(SAFETENSORS_SUFFIX):
+        fault = _safetensors_fault(entry.size, file)
+        if fault:
+            return Inspection(False, SAFETENSORS, fault)
+        reason = f"header intact, size as expected, weights only: {NO_OPTIMIZER}"
+        return Inspection(True, SAFETENSORS, reason, entry.mtime, size=entry.size, training=False)
     try:
         archive = _open_zip(file)
     except _NOT_A_ZIP:
@@ -63,17 +88,17 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
 def _check_other(entry: Entry, file: IO[bytes]) -> Inspection:
     """Check a file that cannot be opened as a zip archive."""
     file.seek(0)
-    start = file.read(legacy_save.START)
+    start = file.read(LEGACY_START)
     if start.startswith(ZIP_MAGIC):
         return Inspection(False, TORCH_SAVE, f"its zip directory, at the end of {entry.size} bytes, is missing or damaged")
-    if not legacy_save.matches(start):
+    if not is_legacy(start):
         never_written = not any(start + file.read(_BLANK)) or ZIP_MAGIC.startswith(start)
         format = TORCH_SAVE if never_written else UNKNOWN
         return Inspection(False, format, "not a zip archive: damaged, or not written by torch.save")
-    found = legacy_save.read(file, entry.size)
-    if found.fault:
-        return Inspection(False, TORCH_SAVE, found.fault)
-    return _whole(entry, "all tensors are there, in the format before torch 1.6", found.saved)
+    fault, saved = _read_legacy(file, entry.size)
+    if fault:
+        return Inspection(False, TORCH_SAVE, fault)
+    return _whole(entry, "all tensors are there, in the format before torch 1.6", saved)
 
 
 def _whole(entry: Entry, reason: str, saved: object) -> Inspection:
@@ -98,12 +123,17 @@ def holds_optimizer(values: Mapping[object, object]) -> bool:
     return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
 
 
-def read_content(file: IO[bytes]) -> Content:
-    """Read all records of a file and check their CRCs. Raises OSError."""
+def read_safetensors(size: int, file: IO[bytes]) -> Content:
+    """Check the header and size of a file of `size` bytes. The tensors cannot be verified. Raises OSError."""
+    return Content(_safetensors_fault(size, file), "safetensors has no checksums: only header and size were checked")
+
+
+def read_torch_save(file: IO[bytes]) -> Content:
+    """Read all records of a file of torch.save and check their CRCs. Raises OSError."""
     unchecked = 0
     file.seek(0)
-    if legacy_save.matches(file.read(legacy_save.START)):
-        fault = legacy_save.read(file, file.seek(0, os.SEEK_END)).fault
+    if is_legacy(file.read(LEGACY_START)):
+        fault, _ = _read_legacy(file, file.seek(0, os.SEEK_END))
         note = "a file of torch.save before 1.6 has no checksums: only its size was checked"
         return Content(f"damaged: {fault}" if fault else "", note)
     file.seek(0)
@@ -199,3 +229,74 @@ def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
     same = disks == (0, 0) and entries == (count, count) and (end_size, end_start) == (size, start)
     located = locator == _LOCATOR and end_place == start + size and found[11::2] == (0, 1)
     return "" if same and located and found[1] == _END_64_SIZE else "the end of its zip directory does not match the rest"
+
+
+# The form of torch.save before torch 1.6.
+
+LEGACY_START = 32  # bytes of the file that `is_legacy` needs
+_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_BEGIN = b"\x80\x02\x8a\x0a" + _MAGIC
+_FIRST_READ = 1 << 20  # bytes
+
+# Bytes of an element; 1 for all others, which are quantized or untyped.
+_ELEMENT = {
+    **{"ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "DoubleStorage": 8, "LongStorage": 8, "FloatStorage": 4},
+    **{"IntStorage": 4, "QInt32Storage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "ShortStorage": 2},
+}
+
+
+def is_legacy(start: bytes) -> bool:
+    """Return whether a file that begins with these bytes is of this form, whole or cut short."""
+    return start[:1] == b"\x80" and (_MAGIC in start or _BEGIN.startswith(start))
+
+
+def _read_legacy(file: IO[bytes], size: int) -> tuple[str, object]:
+    """Check the pickles and the size of a file. Return what is damaged ("" if nothing is), and what was saved. Raises OSError."""
+    try:
+        pickles = _pickles(file, size)
+    except PeekError as error:
+        return f"damaged or cut short: {error}", None
+    saved, keys = pickles[3], pickles[4].value
+    if not isinstance(keys, list) or not all(str(key) in saved.storages for key in keys):
+        return "the list of its tensors does not match what was saved", None
+    sizes = (saved.storages[str(key)] for key in keys)
+    expected = sum(each.length for each in pickles) + sum(8 + _ELEMENT.get(kind, 1) * count for kind, count in sizes)
+    if size != expected:
+        return f"{size} bytes, expected {expected}: truncated or damaged", None
+    return "", saved.value
+
+
+def _pickles(file: IO[bytes], size: int) -> list[Peeked]:
+    """Return the five pickles. Reads as much of the file as they take. Raises PeekError, OSError."""
+    length = _FIRST_READ
+    while True:
+        file.seek(0)
+        data, found, at = file.read(length), [], 0
+        try:
+            for _ in range(5):
+                found.append(peek_first(data[at:]))
+                at += found[-1].length
+        except PeekError:
+            if length >= min(size, MAX_BYTES):
+                raise
+            length *= 4
+        else:
+            return found
+
+
+# safetensors.
+
+
+def _safetensors_fault(size: int, file: IO[bytes]) -> str:
+    file.seek(0)
+    header_size = int.from_bytes(file.read(8), "little")
+    if size < 8 or header_size > min(MAX_HEADER, size - 8):
+        return f"a header of {header_size} bytes does not fit into {size} bytes: truncated or damaged"
+    try:
+        header = json.loads(file.read(header_size))
+        ends = [value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"]
+        expected = header_size + 8 + max(ends, default=0)
+        whole = expected == size
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        return f"its header is damaged: {type(error).__name__}: {error}"
+    return "" if whole else f"{size} bytes, expected {expected}: truncated or damaged"

@@ -233,9 +233,8 @@ class RoundWatch:
         """Return the state of the worker group. If one worker failed, all are stopped when this returns."""
         processes = self._running.workers.processes
         if self._running.failed:
-            self._handler.part.break_off(
-                f"workers failed on {self._handler.host}"
-            )  # first: workers elsewhere wait in collectives
+            # First: workers elsewhere wait in collectives.
+            self._handler.part.break_off(f"workers failed on {self._handler.host}")
             self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
             self._stop(None)

@@ -1,4 +1,4 @@
-"""What an agent checks before it starts anything. Pure."""
+"""What an agent checks before it starts anything, and the user's commands about the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves on demand: whether there is time for one, and that all ranks of a real job act at the same step boundary."""
+"""Saves on demand and drains: whether there is time, what to wait for, and that all ranks of a job act at the same step."""
 
 from __future__ import annotations
 

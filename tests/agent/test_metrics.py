@@ -1,4 +1,4 @@
-"""The thread that shares an agent's goodput with the job: when it does, and what it never holds up."""
+"""An agent's goodput: where the time of real jobs goes, and the thread that shares it with the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread behind the job's status."""
+"""What an agent shows of its own node, and the thread behind the job's status."""
 
 from __future__ import annotations
 

@@ -41,13 +41,11 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import named_pipe
@@ -125,25 +123,13 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
     console: a descriptor. Raises OSError, RuntimeError.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Blocked signals stay blocked across exec. These are for the agent, and the relay must outlive it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("relay.py")), str(relay.VERSION)],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=console,
-            # Without the workers' token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
-            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            start_new_session=True,  # a signal to the agent's process group must not reach it
-        )
+        process = pidfds.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
-        theirs.close()
         return None, _start_thread(console, str(error))
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
+        theirs.close()
     return process, ours
 
 

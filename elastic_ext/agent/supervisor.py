@@ -73,7 +73,7 @@ class Supervisor(TorchAgent):
         self._companions: JobCompanions  # set while run() is under way
         self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
-        self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it was not told to leave
+        self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
         self._handler.attached = True
         self._handler.prepare(self.spec, launch.max_restarts(self.spec, self._settings))
 
@@ -206,7 +206,7 @@ class Supervisor(TorchAgent):
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         leaving.take_as_one(error.sigval, lambda: self._leave_by)  # first: asking for the time takes some
         grace_s = leaving.time_left_s(self._settings, self.shutdown_timeout_s)
-        self._leave_by = self._companions.journal.told_to_leave(received(error), grace_s)
+        self._leave_by = self._companions.journal.must_leave(received(error), grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
@@ -303,7 +303,7 @@ def _rows(round_: RunningRound | None) -> list[WorkerProgress]:
 
 
 def _wait(delay_s: float, wakeup: Wakeup) -> None:
-    """Wait, unless a signal tells this agent to end."""
+    """Wait, unless a signal ends this agent."""
     deadline = time.monotonic() + delay_s
     while (left_s := deadline - time.monotonic()) > 0:
         readable(wakeup, left_s)

@@ -1,17 +1,31 @@
-"""What a node tells of itself: pure parts of the job's status."""
+"""What an agent shows of its own node, and the thread behind the job's status."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 from elastic_ext.agent.metrics import AccountedMetrics
-from elastic_ext.agent.observation import MAX_POINTS, POINT_S, Place, Points, after, own_report
+from elastic_ext.agent.observation import (
+    CHANGES_PER_S,
+    MAX_POINTS,
+    POINT_S,
+    SETTLE_S,
+    JobView,
+    Place,
+    Points,
+    after,
+    own_report,
+    settle_s,
+)
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.status import status_records
 from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import WorkerProgress
+from tests.until import LIMIT_S
 
 PLACE = Place(1, 4, 2, 100)
 
@@ -75,3 +89,41 @@ def test_rounds_end_when_the_workers_stop_and_say_why():
         history.entered(families.RUNNING, round_, 10.0 + round_)
     assert len(history.spans(300.0)) == MAX_ROUNDS
     assert replace(history.spans(300.0)[-1], began_s=0.0) == RoundSpan(199, 0.0)
+
+
+class Broken:
+    """A rendezvous with a bug in its status."""
+
+    round, host, node_id = 1, "n0", "a"
+
+    def get_run_id(self) -> str:
+        return "job"
+
+    def get_backend(self) -> str:
+        return "ext_etcd"
+
+    def show(self, report: str, last: bool) -> None:
+        pass
+
+    def status(self) -> None:
+        raise ValueError("a bug")
+
+
+def test_a_thread_that_has_failed_is_said_on_the_page():
+    view = JobView(Broken(), AccountedMetrics(version="1", torch="2", run_id="job", progress=list))
+    try:
+        view.document()
+        view._thread.join(LIMIT_S)
+        view._answer = None
+        assert "has failed" in json.loads(view.document())["fault"]
+    finally:
+        view.close(0.0)
+
+
+def test_nodes_whose_state_changes_at_once_tell_of_it_one_after_the_other():
+    ids = [f"node{number}-77-ab" for number in range(512)]
+    spread = [settle_s(id_, 512) for id_ in ids]
+    assert spread == [settle_s(id_, 512) for id_ in ids]
+    assert SETTLE_S <= min(spread) < max(spread) <= SETTLE_S + 5.12
+    assert max(Counter(map(int, spread)).values()) < 1.5 * CHANGES_PER_S
+    assert settle_s("a", 2) < SETTLE_S + 0.02

@@ -44,8 +44,7 @@ PURE = (
         "status/status_records.py",
         "status/trainjob.py",
     ),
-    *("checkpoints/choice/in_memory.py", "checkpoints/memory/interval.py", "checkpoints/memory/peers/plan.py"),
-    "checkpoints/memory/steps_seen.py",
+    *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
     *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
 )
 

@@ -22,12 +22,10 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.memory.peers import fetch, request, send, service, wire
-from elastic_ext.checkpoints.memory.peers.keep import INCOMING
-from elastic_ext.checkpoints.memory.peers.request import NoAgent, Send
-from elastic_ext.checkpoints.memory.peers.send import Circle
-from elastic_ext.checkpoints.memory.peers.service import PeerService
-from elastic_ext.checkpoints.memory.peers.wire import GET, PUT, Answer, Connection, PeerError, Request
+from elastic_ext.checkpoints.memory import contract, peers, wire
+from elastic_ext.checkpoints.memory.contract import NoAgent, Send
+from elastic_ext.checkpoints.memory.peers import INCOMING, Circle, PeerService
+from elastic_ext.checkpoints.memory.wire import GET, PUT, Answer, Connection, PeerError, Request
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from tests.until import LIMIT_S, until
 
@@ -71,7 +69,7 @@ class Node:
         return Send(directory_name(step, 1), memory_file(rank), size, xxhash.xxh3_64_hexdigest(data), kept, LONG_S)
 
     def send(self, step: int, rank: int, size: int = SIZE) -> str:
-        return request.send(self.service.socket_path, self.write(step, rank, size))
+        return contract.send(self.service.socket_path, self.write(step, rank, size))
 
     def files(self) -> list[str]:
         root = Path(self.storage.path("."))
@@ -80,7 +78,13 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    for owner, limit in ((wire, "CONNECT_S"), (wire, "STALL_S"), (service, "ADOPT_S"), (fetch, "LIMIT_S"), (request, "MARGIN_S")):
+    for owner, limit in (
+        (wire, "CONNECT_S"),
+        (wire, "STALL_S"),
+        (peers, "ADOPT_S"),
+        (peers, "LIMIT_S"),
+        (contract, "MARGIN_S"),
+    ):
         monkeypatch.setattr(owner, limit, LONG_S)
     with ExitStack() as stack:
 
@@ -160,7 +164,7 @@ def test_after_a_failure_nothing_is_sent_for_a_while(pair, monkeypatch, caplog):
     one, two = pair
     called, genuine = [], wire.connected
     monkeypatch.setattr(wire, "connected", lambda *args: called.append(args) or genuine(*args))
-    monkeypatch.setattr(send, "FIRST_PAUSE_S", send.MAX_PAUSE_S)
+    monkeypatch.setattr(peers, "FIRST_PAUSE_S", peers.MAX_PAUSE_S)
     two.service.close()
     assert "refused" in one.send(1, 0)
     one.adopt(two.at)
@@ -178,7 +182,7 @@ def test_a_peer_that_does_not_answer_costs_the_limit_and_no_more(pair):
     one, _ = pair
     with socket.create_server(("127.0.0.1", 0)) as silent:
         one.adopt(("127.0.0.1", silent.getsockname()[1]))
-        assert re.search(GIVEN_UP, request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
+        assert re.search(GIVEN_UP, contract.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
 def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_does_not(pair):
@@ -186,14 +190,14 @@ def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_do
     wanted = one.write(1, 0)
     one.service.close()
     with pytest.raises(NoAgent, match="the agent does not answer"):
-        request.send(one.service.socket_path, wanted)
+        contract.send(one.service.socket_path, wanted)
 
 
 def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
     """Callers without a key that say nothing, more than are served at once."""
     one, two = pair
     with ExitStack() as stack:
-        for _ in range(service.UNPROVEN + service.CONNECTIONS):
+        for _ in range(peers.UNPROVEN + peers.CONNECTIONS):
             stranger = stack.enter_context(wire.connected(two.at, float("inf")))
             stranger.hear(wire.Hello)  # it is being served
         assert one.send(1, 0) == ""
@@ -218,7 +222,7 @@ def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatc
         (thread,) = set(threading.enumerate()) - before
         first.say(Request(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
         assert waits.wait(LIMIT_S)
-        for _ in range(service.UNPROVEN):
+        for _ in range(peers.UNPROVEN):
             stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.Hello)
         assert first._reader.read() == b""
         thread.join(LIMIT_S)
@@ -246,7 +250,7 @@ def test_a_caller_that_drips_is_not_heard_for_long(pair, monkeypatch):
 def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, monkeypatch):
     one, two = pair
     with monkeypatch.context() as patch:
-        patch.setattr(service, "ADOPT_S", 0.1)
+        patch.setattr(peers, "ADOPT_S", 0.1)
         one.adopt(two.at, key="another key")
         assert "this node is not in that round" in one.send(1, 0)
     assert two.files() == []
@@ -309,7 +313,7 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
         connection.say(asked)
         assert "wrong proof" in connection.hear(Answer).reason
     two.service.adopt(None)
-    monkeypatch.setattr(service, "ADOPT_S", 0.1)
+    monkeypatch.setattr(peers, "ADOPT_S", 0.1)
     with pytest.raises(PeerError, match="not in that round"):
         wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
 
@@ -443,7 +447,7 @@ def test_at_a_low_rate_the_peer_does_not_take_the_node_for_gone(nodes, monkeypat
     """It takes six seconds, by a clock that no pause is waited for on, and a byte comes all the time."""
     pauses: list[float] = []
     one, two = nodes(0, rate=SIZE / 6), nodes(1)
-    monkeypatch.setattr(send, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(pauses)))
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(pauses)))
     monkeypatch.setattr(one.service._pace, "_ended", SimpleNamespace(wait=pauses.append))
     one.adopt(two.at)
     two.adopt(one.at)
@@ -457,7 +461,7 @@ def test_the_worker_has_its_answer_in_time_however_low_the_rate_is(nodes):
     one, two = nodes(0, rate=1e-4), nodes(1)
     one.adopt(two.at)
     two.adopt(one.at)
-    assert re.search(GIVEN_UP, request.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
+    assert re.search(GIVEN_UP, contract.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
 class Dripping:
@@ -490,7 +494,7 @@ class Dripping:
 def test_a_fetch_from_a_node_that_drips_is_given_up(pair, monkeypatch, why):
     _, two = pair
     if why == GIVEN_UP:
-        monkeypatch.setattr(fetch, "LIMIT_S", 0.5)
+        monkeypatch.setattr(peers, "LIMIT_S", 0.5)
     with Dripping() as node, pytest.raises((PeerError, TimeoutError), match=why):
         two.service.fetch(directory_name(5, 1), "0" * 64, {2: node.at}, lambda: why == "the round is over")
 
@@ -527,7 +531,7 @@ def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
 
 @pytest.mark.parametrize("lacks", ["descriptors", "threads"])
 def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, caplog, lacks):
-    monkeypatch.setattr(service, "RETRY_S", 0.01)
+    monkeypatch.setattr(peers, "RETRY_S", 0.01)
     fails = [True]
 
     def or_fail(genuine, error):

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.formats.manifest import checksum_of
-from elastic_ext.checkpoints.writing.pickling import Pickler
+from elastic_ext.checkpoints.state import Pickler
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,10 @@
-"""Pickle state of which one rank's is kept for all. No part of a sharded tensor may be in it: all ranks would get that part."""
+"""The training state: how it is pickled here, how it is split and put together again in `capture` and, of extra objects, in
+`extra`.
+
+Checkpoints hold Moment pickled. A pickle names the module and the class. Neither name may change, or one version could no longer
+read the checkpoints of another, including an older version after a downgrade. No part of a sharded tensor may be in state of
+which one rank's is kept for all: all ranks would get that part.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,26 @@ import io
 import pickle
 from collections import ChainMap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One tensor of an optimizer's state. The field names must not change either.
+
+    Attributes:
+        like_parameter: whether it has the shape and sharding of its parameter.
+    """
+
+    like_parameter: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _refuse(value: object) -> NoReturn:
@@ -34,7 +54,7 @@ class _PickleModule:
     Pickler = Pickler
 
 
-def saved(value: object, common: bool) -> bytes:
+def torch_dumps(value: object, common: bool) -> bytes:
     """Return the bytes that torch.save writes for a value. common: one rank's is kept for all."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PickleModule if common else pickle)

@@ -1,10 +1,19 @@
 """Which copy in memory a round can load."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, Move, NodeMemory, Saved, needs_no_storage, newest_whole
+from elastic_ext.checkpoints.choice.offers import (
+    MemoryChoice,
+    Move,
+    Offers,
+    Saved,
+    keepers,
+    needs_no_storage,
+    newest_whole,
+)
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import directory_name
 
@@ -13,8 +22,12 @@ def offer(step: int, *ranks: int, generation: int = 1, nodes: int = 2, world: in
     return Offer(directory_name(step, generation), digest or f"digest {step}", step, nodes, world, ranks)
 
 
-def on(*nodes: list[Offer], workers: int = 2) -> list[NodeMemory]:
-    return [NodeMemory(workers, tuple(each)) for each in nodes]
+def holder(workers: int, *held: Offer, saved: Saved | None = None) -> Offers:
+    return Offers(memory=held, workers=workers, has_memory=True, saved=saved)
+
+
+def on(*nodes: list[Offer], workers: int = 2) -> list[Offers]:
+    return [holder(workers, *each) for each in nodes]
 
 
 WHOLE = offer(7, 0, 1), offer(7, 2, 3)
@@ -57,14 +70,14 @@ def test_refused_copies_are_not_even_told_as_lost():
 
 def test_nodes_with_different_numbers_of_workers():
     held = [offer(7, 0, world=4), offer(7, 1, 2, 3, world=4)]
-    nodes = [NodeMemory(1, (held[0],)), NodeMemory(3, (held[1],))]
+    nodes = [holder(1, held[0]), holder(3, held[1])]
     assert newest_whole(nodes).moves == ()
     assert newest_whole(list(reversed(nodes))).moves == (Move(0, 1, 0), Move(3, 0, 1))
 
 
 def test_none_can_be_loaded_if_a_node_has_no_memory():
     nodes = on([ALL], [])
-    found = newest_whole([nodes[0], replace(nodes[1], usable=False)])
+    found = newest_whole([nodes[0], replace(nodes[1], has_memory=False)])
     assert found.offer is None
     assert [reason.partition(":")[0] for _, reason in found.lost] == ["node 1 has no memory for copies"]
 
@@ -101,21 +114,23 @@ def test_what_nobody_has_is_told():
 COPY, FRESH = offer(7, 0, world=1, nodes=1), Saved()
 
 
-def node(*held: Offer, saved: Saved | None) -> NodeMemory:
-    return NodeMemory(1, held, saved=saved)
-
-
 @pytest.mark.parametrize(
     ("nodes", "enough"),
     [
-        ([node(COPY, saved=Saved(3, 7))], True),  # the last round resumed from it, or has saved this step
-        ([node(COPY, saved=Saved(3, 0))], True),  # nothing was ever saved
-        ([node(COPY, saved=Saved(3, 8))], False),
-        ([node(COPY, saved=None)], False),  # its workers do not report
-        ([node(saved=FRESH), node(COPY, saved=Saved(3, 6))], True),  # a replacement, which knows of nothing
-        ([node(COPY, saved=Saved(3, 6)), node(COPY, saved=Saved(3, 8))], False),
-        ([node(COPY, saved=Saved(3, 6)), node(saved=Saved(2, 8))], True),  # in round 3 the job went back to an older one
-        ([node(COPY, saved=Saved(2, 6)), node(saved=Saved(3, 5))], False),  # its workers are not those of the last round
+        ([holder(1, COPY, saved=Saved(3, 7))], True),  # the last round resumed from it, or has saved this step
+        ([holder(1, COPY, saved=Saved(3, 0))], True),  # nothing was ever saved
+        ([holder(1, COPY, saved=Saved(3, 8))], False),
+        ([holder(1, COPY, saved=None)], False),  # its workers do not report
+        ([holder(1, saved=FRESH), holder(1, COPY, saved=Saved(3, 6))], True),  # a replacement, which knows of nothing
+        ([holder(1, COPY, saved=Saved(3, 6)), holder(1, COPY, saved=Saved(3, 8))], False),
+        (
+            [holder(1, COPY, saved=Saved(3, 6)), holder(1, saved=Saved(2, 8))],
+            True,
+        ),  # in round 3 the job went back to an older one
+        (
+            [holder(1, COPY, saved=Saved(2, 6)), holder(1, saved=Saved(3, 5))],
+            False,
+        ),  # its workers are not those of the last round
     ],
 )
 def test_whether_a_copy_needs_no_storage(nodes, enough):
@@ -124,7 +139,32 @@ def test_whether_a_copy_needs_no_storage(nodes, enough):
 
 
 def test_what_is_newer_on_the_local_disks_is_known_of():
-    nodes = [node(COPY, saved=Saved(3, 6))]
+    nodes = [holder(1, COPY, saved=Saved(3, 6))]
     assert needs_no_storage(COPY, offer(7), nodes)
     assert not needs_no_storage(COPY, offer(8), nodes)
     assert not needs_no_storage(COPY, offer(5, generation=2), nodes)
+
+
+def test_which_node_keeps_whose_parts():
+    for domains, expected in (
+        ([], ()),
+        ([""], ()),
+        (["", ""], (1, 0)),
+        (["", "", ""], (1, 2, 0)),
+        (["a", "a", "b", "b"], (2, 3, 0, 1)),
+        (["a", "b", "a", "b"], (1, 0, 3, 2)),  # in the order of domains: 0 2 1 3
+        (["a", "a", "a", "b"], (2, 3, 0, 1)),  # two of three stay in a
+    ):
+        assert keepers(domains) == expected, domains
+
+
+def test_each_node_keeps_one_others_in_another_domain_where_possible():
+    draw = random.Random(1)
+    for _ in range(200):
+        domains = [draw.choice("abcd") for _ in range(draw.randint(2, 40))]
+        found = keepers(domains)
+        assert sorted(found) == list(range(len(domains)))
+        assert all(node != keeper for node, keeper in enumerate(found))
+        largest = max(domains.count(each) for each in domains)
+        same = sum(domains[node] == domains[keeper] for node, keeper in enumerate(found))
+        assert same == max(0, 2 * largest - len(domains)), domains

@@ -30,8 +30,8 @@ from elastic_ext.base.torch_private import ends_agent, reraise_signals
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.failures import slurm
 from elastic_ext.failures.host import deletion_grace_s
-from elastic_ext.failures.sources import slurm
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe

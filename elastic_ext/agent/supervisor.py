@@ -29,10 +29,9 @@ from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received,
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.events.recovery import MEMBERSHIP
-from elastic_ext.failures import user_rules
+from elastic_ext.failures import slurm, user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.failures.sources import slurm
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import WorkerProgress

@@ -28,8 +28,8 @@ from elastic_ext.failures.cuts import NO_RANK
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
 from elastic_ext.failures.ledger import JobVerdict
-from elastic_ext.failures.matching import STOP_REQUESTED
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.failures.rules import STOP_REQUESTED
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous

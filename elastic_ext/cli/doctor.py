@@ -30,9 +30,8 @@ from elastic_ext.base.printable import cut, printable, redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures import user_rules
+from elastic_ext.failures import commands, kubernetes, slurm, user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
-from elastic_ext.failures.sources import commands, kubernetes, slurm
 from elastic_ext.rendezvous import address
 from elastic_ext.workers.limits import memory_left
 from elastic_ext.workers.standby import rules

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base import goodput, names, round_store
-from elastic_ext.base.exchange import Exchange, SingleNode
+from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.goodput import HostRecord, Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError

@@ -29,7 +29,7 @@ from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import Snapshot
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
-from elastic_ext.own_etcd.lifetime import Lifetime
+from elastic_ext.own_etcd.decisions import Lifetime
 from elastic_ext.rendezvous.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 

@@ -17,16 +17,20 @@ from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
 from elastic_ext.failures import exceptions
 from elastic_ext.failures.evidence import Evidence, RaisedException, Wrapped
-from elastic_ext.failures.matching import (
+from elastic_ext.failures.rules import (
+    ACCESS,
+    COUNTS_AS,
     EXIT_STATUS,
     HARDWARE_EVIDENCE,
     PROGRAM_OUTPUT,
+    RULES,
     STOP_REQUESTED,
+    XIDS_ANNOTATE,
     EvidenceView,
     Rule,
     SearchText,
+    held_by_another_process,
 )
-from elastic_ext.failures.rules import ACCESS, COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together

@@ -18,8 +18,8 @@ from typing import Any
 
 from elastic_ext.base import isolated
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures import commands, kubernetes, slurm
 from elastic_ext.failures.evidence import Platform
-from elastic_ext.failures.sources import commands, kubernetes, slurm
 
 # The GPU driver: the recovery action that it recommends for each GPU (NVML, drivers since 2024).
 
@@ -39,7 +39,7 @@ class RecoveryAction:
 
 def recovery_actions(timeout_s: float = TIMEOUT_S) -> list[RecoveryAction] | None:
     """Return one action per GPU; None without pynvml, a driver that supports this, or an answer in time."""
-    probe = str(Path(__file__).with_name("sources") / "nvml_probe.py")
+    probe = str(Path(__file__).with_name("nvml_probe.py"))
     return parse_recovery(commands.output(isolated.command(probe), timeout_s))
 
 

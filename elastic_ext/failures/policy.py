@@ -24,8 +24,7 @@ from elastic_ext.base.kinds import (
 from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
-from elastic_ext.failures.matching import USER_RULES
-from elastic_ext.failures.rules import ACCESS, ILL_STORAGE, INTERFACE, NETWORK_RULE, NO_EVIDENCE, SERVICE, TRY_AGAIN
+from elastic_ext.failures.rules import ACCESS, ILL_STORAGE, INTERFACE, NETWORK_RULE, NO_EVIDENCE, SERVICE, TRY_AGAIN, USER_RULES
 
 NO_LIMIT = -1
 # Waits before the second and the third try, before the first step: what is down may be back in two minutes, and a bug is not.

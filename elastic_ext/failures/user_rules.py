@@ -26,7 +26,7 @@ from elastic_ext.base import files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import CASCADE, KINDS, Response
 from elastic_ext.base.printable import literal, printable
-from elastic_ext.failures.matching import EvidenceView
+from elastic_ext.failures.rules import EvidenceView
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -5,7 +5,7 @@
     certificates        what keeps strangers out: the job's secret, and what is made from it
     folder, member      the place of its files and its locks, one running member
     keeper, attachment  the process that runs a member, and the agent's end of it
-    lifetime, replacement  when a keeper ends; when a member is replaced: pure decisions
+    decisions           when a keeper ends; when a member is replaced: pure
     saved_keys          what outlives the job, in a file
 
 The first hosts run a member each: one where there are fewer than three, else three. Every host of the job has a keeper: one

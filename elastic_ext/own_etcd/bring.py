@@ -13,7 +13,7 @@ from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures.sources import slurm
+from elastic_ext.failures import slurm
 from elastic_ext.own_etcd import certificates, folder, job
 from elastic_ext.own_etcd.attachment import Access, Attachment
 from elastic_ext.own_etcd.certificates import Files

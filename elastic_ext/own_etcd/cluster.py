@@ -14,7 +14,7 @@ from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, LeaseLost, Le
 from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import keys
 from elastic_ext.own_etcd.certificates import Files
-from elastic_ext.own_etcd.replacement import HostRecord
+from elastic_ext.own_etcd.decisions import HostRecord
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from elastic_ext.base.helper_process import Agents
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
 from elastic_ext.etcd.client import Member
-from elastic_ext.own_etcd import keys, replacement
+from elastic_ext.own_etcd import decisions, keys
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
+from elastic_ext.own_etcd.decisions import NO_MAJORITY_S, HostRecord, KnownMember, Replacement
 from elastic_ext.own_etcd.job import KeeperJob
-from elastic_ext.own_etcd.lifetime import NO_MAJORITY_S
 from elastic_ext.own_etcd.member import MemberRunner, State
-from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
 from elastic_ext.own_etcd.saved_keys import SavedKeys
 
 logger = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ class Housekeeping:
         known = [KnownMember(each.member_id, each.peers[0], bool(each.name), self.cluster.is_seen(each)) for each in members]
         hosts = self.cluster.read_hosts()  # after what was seen: a member that was is then either told of or lost
         order = (*self._job.plan.hosts, *self._job.plan.others)
-        step = replacement.decide(size, known, hosts, order, now < self._patient_until)
+        step = decisions.next_step(size, known, hosts, order, now < self._patient_until)
         if step is None:
             return self._patient_until if now < self._patient_until else None
         self._step(step, hosts)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.failures.sources import commands
+from elastic_ext.failures import commands
 from elastic_ext.own_etcd.endpoint import Plan, is_loopback
 
 

@@ -4,7 +4,7 @@
 
 An agent starts it and comes in (`attachment`). Further agents of the host come in to the same one, also an agent that is started
 again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be
-called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `lifetime` decides.
+called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `decisions` says when.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.helper_process import BUSY, UP, Agents, listen_at
-from elastic_ext.own_etcd import certificates, folder, lifetime, member
+from elastic_ext.own_etcd import certificates, decisions, folder, member
+from elastic_ext.own_etcd.decisions import Lifetime, Situation
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
-from elastic_ext.own_etcd.lifetime import Lifetime, Situation
 from elastic_ext.own_etcd.member import MemberFailed, MemberRunner, State
 
 logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
@@ -32,7 +32,7 @@ logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as
 TICK_S = 1.0  # nothing tells that etcd no longer answers; without an agent here that decides when the keeper ends
 AGENT_TICK_S = 5.0  # with one; and an agent that waits learns for whom
 DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
-MAKE_WAY_S = lifetime.LAST_S + 5.0  # for the keeper of an earlier run, which is told to end
+MAKE_WAY_S = decisions.LAST_S + 5.0  # for the keeper of an earlier run, which is told to end
 GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
 
 
@@ -112,8 +112,8 @@ class Keeper:
             silent=self._house.cluster.silent,
             told=self._told,
         )
-        life = lifetime.decide(seen, now)
-        if lifetime.begins_anew(seen, len(self._job.plan.hosts), now):
+        life = decisions.decide_end(seen, now)
+        if decisions.begins_anew(seen, len(self._job.plan.hosts), now):
             self._runner.stop()
             self._runner.forget_data()
             self._house.begins_anew()

@@ -1,6 +1,6 @@
 """Every key that the keepers of a job have in its etcd, which belongs to that job alone.
 
-hosts/HOST      a HostRecord of `replacement`. Lease: of that host's keeper.
+hosts/HOST      a HostRecord of `decisions`. Lease: of that host's keeper.
                 Written by that keeper; watched by the keepers that run a member.
 seen/MEMBER     "": the member of this id (in hex) has served. Written by its keeper, read by the others.
 shared/call/HOST  JSON: the host is to run a member of this `name`, in this `cluster` (as --initial-cluster).

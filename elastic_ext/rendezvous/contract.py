@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
 
-from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.contracts import Exchange, LastWill
 from elastic_ext.base.goodput import Shared, Spent
-from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
+from elastic_ext.failures import slurm
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
-from elastic_ext.failures.sources import slurm
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
 

@@ -16,8 +16,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base import names
+from elastic_ext.base.contracts import LastWill
 from elastic_ext.base.goodput import Shared, Spent
-from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict

@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base import names
+from elastic_ext.base.contracts import LastWill
 from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
-from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number

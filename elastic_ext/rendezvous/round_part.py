@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.agent.server.api import Worker
 
+from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
-from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report

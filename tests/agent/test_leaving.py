@@ -23,8 +23,7 @@ from elastic_ext.agent import leaving
 from elastic_ext.agent.leaving import DrainWatch, Published, is_new
 from elastic_ext.base import held_signals, torch_private
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import host
-from elastic_ext.failures.sources import kubernetes
+from elastic_ext.failures import host, kubernetes
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress
 from tests.interrupted import told_at_line

@@ -14,7 +14,7 @@ from elastic_ext.agent import launch, resume
 from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans, split_address
 from elastic_ext.base import checkpoint_variables, kinds, settings
 from elastic_ext.base.checkpoint_variables import resume_variables
-from elastic_ext.base.exchange import SingleNode
+from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.offers import Saved, read_offers
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption

@@ -16,7 +16,7 @@ from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.ranks import StorageFailed
 from elastic_ext.cli.explain import explained
 from elastic_ext.failures import classify as classify_module
-from elastic_ext.failures import exceptions, ledger, matching, policy, rules, user_rules
+from elastic_ext.failures import exceptions, ledger, policy, rules, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import (
     MAX_ERROR_FILE_BYTES,
@@ -445,7 +445,7 @@ def _repeats(parsed):
 
 PATTERNS = [
     (module.__name__, value)
-    for module in (rules, classify_module, exceptions, matching, exceptions, user_rules)
+    for module in (rules, classify_module, exceptions, rules, exceptions, user_rules)
     for value in vars(module).values()
     if isinstance(value, re.Pattern)
 ]
@@ -697,16 +697,16 @@ def test_the_texts_of_the_table_are_found_in_any_case_and_their_near_misses_are_
     for _ in range(1000):
         pieces = [random_.choice([text, text[:-1], text[1:], text.upper()]) for text in random_.choices(TEXTS, k=6)]
         joined = random_.choice(["", " ", "\n", "\x00", "\u00e9"]).join(pieces)
-        found = {text for text in TEXTS if matching.contains(matching.SearchText(joined), (text,))}
+        found = {text for text in TEXTS if rules.contains(rules.SearchText(joined), (text,))}
         assert found == {text for text in TEXTS if re.search(re.escape(text), joined, re.IGNORECASE | re.ASCII)}
         seen |= found
     assert seen == set(TEXTS)
-    assert not any(matching.contains(matching.SearchText("\xff\x00" * 40_000), (text,)) for text in TEXTS)
+    assert not any(rules.contains(rules.SearchText("\xff\x00" * 40_000), (text,)) for text in TEXTS)
 
 
 def test_all_of_several_texts_must_be_in_one_line():
-    assert matching.contains(matching.SearchText("a\nNVLink: a FATAL error\nb"), (("nvlink", "fatal"),))
-    assert not matching.contains(matching.SearchText("nvlink\nfatal"), (("nvlink", "fatal"),))
+    assert rules.contains(rules.SearchText("a\nNVLink: a FATAL error\nb"), (("nvlink", "fatal"),))
+    assert not rules.contains(rules.SearchText("nvlink\nfatal"), (("nvlink", "fatal"),))
 
 
 HARD_TEXTS = {

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base import settings
-from elastic_ext.failures import host
+from elastic_ext.failures import commands, host, kubernetes, slurm
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostProbe, KernelLog, RecoveryAction, Xid, detect, parse_xid
-from elastic_ext.failures.sources import commands, kubernetes, slurm
 from tests.etcd_server import Certificates
 from tests.jobs import wait_gone
 from tests.until import LIMIT_S, until

@@ -7,11 +7,10 @@ import fnmatch
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.own_etcd import folder, lifetime, replacement
+from elastic_ext.own_etcd import decisions, folder
+from elastic_ext.own_etcd.decisions import HostRecord, KnownMember, Replacement, Situation
 from elastic_ext.own_etcd.endpoint import early_options, is_job, make_plan, port_of
 from elastic_ext.own_etcd.job import Program, parse_version
-from elastic_ext.own_etcd.lifetime import Situation
-from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
 
 SLURM = ("n1", "n2", "n3", "n4")
 
@@ -102,11 +101,11 @@ def situation(**more: object) -> Situation:
     ],
 )
 def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):
-    life = lifetime.decide(seen, now)
+    life = decisions.decide_end(seen, now)
     assert life.ends is ends
     if not ends and life.look_again is not None:
         assert life.look_again > now
-        assert lifetime.decide(seen, life.look_again).ends
+        assert decisions.decide_end(seen, life.look_again).ends
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):
     ],
 )
 def test_a_member_begins_anew_after_a_minute_without_a_majority(seen, members, now, anew):
-    assert lifetime.begins_anew(seen, members, now) is anew
+    assert decisions.begins_anew(seen, members, now) is anew
 
 
 def host(number: int, member: bool = True) -> HostRecord:
@@ -161,19 +160,19 @@ ORDER = ("h1", "h2", "h3", "h4", "h5")
     ],
 )
 def test_a_lost_member_gives_its_place_to_a_host_that_waits(members, hosts, step):
-    found = replacement.decide(3, members, hosts, ORDER, patient=False)
+    found = decisions.next_step(3, members, hosts, ORDER, patient=False)
     assert (found and (found.remove, found.add)) == step
 
 
 def test_a_member_that_nobody_has_seen_may_be_late_at_the_start():
     late = [*ALL[:2], known(3, seen=False)]
     hosts = {"h1": host(1), "h2": host(2), "h4": host(4, False)}
-    assert replacement.decide(3, late, hosts, ORDER, patient=True) is None
-    assert replacement.decide(3, late, hosts, ORDER, patient=False) is not None
+    assert decisions.next_step(3, late, hosts, ORDER, patient=True) is None
+    assert decisions.next_step(3, late, hosts, ORDER, patient=False) is not None
 
 
 def test_a_cluster_of_one_is_never_touched():
-    assert replacement.decide(1, [known(1)], {"h2": host(2, False)}, ORDER, patient=False) is None
+    assert decisions.next_step(1, [known(1)], {"h2": host(2, False)}, ORDER, patient=False) is None
 
 
 def test_steps_one_after_the_other_keep_a_majority_alive():
@@ -182,7 +181,7 @@ def test_steps_one_after_the_other_keep_a_majority_alive():
     members = list(ALL)
     for lost in range(1, 4):
         del hosts[f"h{lost}"]
-        while (step := replacement.decide(3, members, hosts, (), patient=False)) is not None:
+        while (step := decisions.next_step(3, members, hosts, (), patient=False)) is not None:
             assert isinstance(step, Replacement)
             if step.remove:
                 members = [each for each in members if each.member_id != step.remove]

@@ -25,8 +25,8 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
-from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place

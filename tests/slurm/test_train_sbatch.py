@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from elastic_ext.failures.sources import slurm
+from elastic_ext.failures import slurm
 from tests.jobs import DEFAULTS
 from tests.slurm.cluster import SlurmCluster, SlurmJob
 from tests.slurm.jobs import SBATCH, Training

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 
 from elastic_ext.base.checkpoint_variables import resume_variables
+from elastic_ext.base.contracts import Exchange
 from elastic_ext.base.errors import ElasticExtError, RoundOver, StorageAway, UsageError
-from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings

@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 
-from elastic_ext.base.last_will import LastWill
+from elastic_ext.base.contracts import LastWill
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.reaper import reaper
 

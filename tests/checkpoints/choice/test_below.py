@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.launch import start_line
-from elastic_ext.base.exchange import SingleNode
+from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, resolution
 from elastic_ext.checkpoints.choice.discovery import newest_complete

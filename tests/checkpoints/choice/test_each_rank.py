@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base.exchange import SingleNode
+from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import offers, resolution, sources
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption

@@ -18,8 +18,8 @@ import torch
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
+from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
-from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, offers, resolution, sources
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext import Checkpointer
 from elastic_ext.agent.resume import newest_checkpoint
+from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import StorageAway
-from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.offers import Saved

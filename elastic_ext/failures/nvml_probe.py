@@ -1,4 +1,5 @@
-"""The child process of `gpu.py`. It prints NVML's recommendation for each GPU as JSON, [[PCI address, action or null], ...].
+"""The child process of `host.recovery_actions`. It prints NVML's recommendation for each GPU as JSON:
+[[PCI address, action or null], ...].
 
 NVML creates no CUDA context.
 """

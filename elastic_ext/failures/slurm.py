@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from elastic_ext.failures import commands
 from elastic_ext.failures.evidence import Platform
-from elastic_ext.failures.sources import commands
 
 TIMEOUT_S = 2.0
 TIME_LIMIT = "DUE TO TIME LIMIT"  # Slurm's own text in the job's output

@@ -1,8 +1,10 @@
-"""The interface with which nodes agree on a checkpoint. `checkpoints.choice` uses it; each rendezvous implements it."""
+"""What passes between rooms that do not know each other: the channel on which nodes agree on a checkpoint, which each rendezvous
+implements and `checkpoints.choice` uses; and the lease to revoke, which the rendezvous names and the reaper revokes.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 
 class Exchange(Protocol):
@@ -42,3 +44,22 @@ class SingleNode:
 
     def choice(self, timeout_s: float) -> str:
         raise AssertionError("the only node is node 0")
+
+
+class LastWill(TypedDict):
+    """An etcd lease to revoke. It travels as JSON in the `will` message of the reaper's protocol and is part of its version.
+
+    Keys:
+        endpoints: URLs of etcd's members, tried in turn.
+        lease: the lease's ID.
+        ca, cert, key: paths of PEM files for TLS; None or "" if not used.
+        user, password: for etcd's authentication; None or "" if not used. They go through the reaper's pipe only.
+    """
+
+    endpoints: list[str]
+    lease: int
+    ca: str | None
+    cert: str | None
+    key: str | None
+    user: str | None
+    password: str | None

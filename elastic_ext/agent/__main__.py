@@ -57,8 +57,7 @@ def parser() -> ArgumentParser:
 def settle(args: Namespace) -> Namespace:
     """Translate options that torchrun's own launcher would refuse or send elsewhere.
 
-    Raises:
-        UsageError: there are no workers to start, or an option has an impossible value.
+    Raises UsageError: there are no workers to start, or an option has an impossible value.
     """
     if args.standalone:
         args.standalone = False

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Progress, ProgressTable
 
+END_S = 3.0  # how long the end of an agent waits for its receivers (files and pipes, servers, etcd), all of them together
+HURRIED_S = 1.0  # the same where a signal ends the agent: the platform will kill it
+LEAST_S = 0.2  # for each, even if another one has used up the time: who works needs a moment
+
 
 @dataclass(frozen=True)
 class LocalWorkers:
@@ -23,7 +27,7 @@ class LocalWorkers:
         processes: their processes.
         progress: the progress table; None if there was no room for it, so that their progress is unknown.
         ranks: their global ranks.
-        resumed_at: step of the checkpoint that they were told to resume from; 0: the beginning; None: unknown.
+        resumed_at: step of the checkpoint that they resume from; 0: the beginning; None: unknown.
         error_files, stacks_files: paths to which they write their error files and their stacks.
     """
 
@@ -62,13 +66,8 @@ class Companion:
         """Called once, last of all: wait for what is on its way, for limit_s seconds at most."""
 
 
-END_S = 3.0  # for all of them together
-HURRIED_S = 1.0  # the same where a signal ends the agent: the platform will kill it
-LEAST_S = 0.2  # for each, even if another one has used up the time: who works needs a moment
-
-
 class EndLimit:
-    """Time that several waits share. All are told first, and then waited for: so they work beside each other."""
+    """Time that several waits share. All receivers start first, and are then waited for: so they work side by side."""
 
     def __init__(self) -> None:
         self._by: float | None = None

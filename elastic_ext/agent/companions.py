@@ -9,7 +9,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 
 import torch
@@ -29,10 +29,10 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.metrics import AgentMetrics, bridge_torchelastic
-from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_of
-from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.status.trainjob import State, TrainerStatus, Training, status_of
+from elastic_ext.status.trainjob_posts import Poster, Target, target_of
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.progress import Progress, WakePipe
 from elastic_ext.workers.reaper.client import Reaper
@@ -41,6 +41,9 @@ from elastic_ext.workers.standby.rules import ColdReason
 from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
+
+HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
+_LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
 
 
 def reporting(
@@ -64,9 +67,7 @@ def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Trai
     if not worker.pid or not worker.steps or worker.posts_status:
         return None
     before = worker.steps_before if worker.steps_before is not None else resumed_at or 0
-    stepping_s = (worker.last_step_ns - worker.first_step_ns) / 1e9
-    step_s = max(0.0, stepping_s) / (worker.steps - 1) if worker.steps > 1 else None
-    return Training(before + worker.steps, worker.total_steps, step_s, restarts)
+    return Training(before + worker.steps, worker.total_steps, worker.step_s, restarts)
 
 
 class TrainJobReports(Companion):
@@ -81,7 +82,7 @@ class TrainJobReports(Companion):
         self._slot = 0  # its local rank
         self._last: Training | None = None
         self._gauges: Mapping[str, float] = {}  # of rank 0
-        self._begun = False  # this round's first step was told
+        self._begun = False  # this round's first step was posted
         self._done = False
         self._poster = Poster(target, interval_s, self.status)
 
@@ -97,9 +98,9 @@ class TrainJobReports(Companion):
 
     def check(self, workers: LocalWorkers) -> None:
         with self._lock:
-            tell = not self._begun and self._read() is not None
-            self._begun = self._begun or tell
-        if tell:
+            changed = not self._begun and self._read() is not None
+            self._begun = self._begun or changed
+        if changed:
             self._poster.changed()
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -107,8 +108,8 @@ class TrainJobReports(Companion):
             self._last = self._read() or self._last
             self._gauges = self._read_gauges() or self._gauges  # those of the next round are others
             self._workers = None
-            tell = self._last is not None and (workers.processes.failed or bool(workers.processes.running))
-        if tell:  # else the job ends well, which job_ended tells, or other nodes still train
+            changed = self._last is not None and (workers.processes.failed or bool(workers.processes.running))
+        if changed:  # else the job ends well, which job_ended posts, or other nodes still train
             self._poster.changed()
 
     def job_ended(self, clean: bool) -> None:
@@ -207,12 +208,18 @@ def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLo
     return WarmStarts(pool, ColdReason.LACKING, logs, metrics)
 
 
-HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
-_LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
+class OnStart(Companion):
+    """Passes on the pids of the workers once they run."""
+
+    def __init__(self, call: Callable[[Collection[int]], None]) -> None:
+        self._call = call
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._call(workers.processes.pids.values())
 
 
 class Copying(Companion):
-    """Tells the checkpoint copier about saves."""
+    """Reports saves to the checkpoint copier."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -224,33 +231,12 @@ class Copying(Companion):
         self._copier.look_now()  # a worker may have saved just before it ended
 
 
-class EvidenceGathering(Companion):
-    """Tells the host evidence when a round starts, because earlier events have nothing to do with that round."""
-
-    def __init__(self, host: HostProbe) -> None:
-        self._host = host
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._host.round_started(workers.processes.pids.values())
-
-
-class Reaping(Companion):
-    """Tells the reaper which workers to end, and how to take this node out of the job, if the agent is killed."""
-
-    def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
-        self._reaper, self._handler = reaper, handler
-        handler.reaper_runs = reaper.runs
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())
-
-
 class JobCompanions:
     """The companions that outlive a round, and the descriptors that the loop waits for.
 
     Attributes:
         token: marks every process that this agent starts, for the reaper.
-        journal: what the agent tells in events.
+        journal: the agent's events.
         observation: what the agent shows.
         wakeup: readable when a signal arrives or the rendezvous has an event.
         wake_pipe: readable when a worker has news.
@@ -304,15 +290,23 @@ class JobCompanions:
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
-        self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
-        self.round_companions: list[Companion] = [
-            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, self.observation,
-            self.journal, *([Copying(self.copier)] if self.copier is not None else []),
+        self.copier = copier.start(settings, self.token, metrics)
+        handler.reaper_runs = self.reaper.runs
+        self.round_companions = self._beside_workers(settings, handler)
+
+    def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
+        return [
+            OnStart(lambda pids: self.reaper.watch(pids, handler.last_will())),  # how to take this node out of the job
+            OnStart(self.host.round_started),  # earlier events have nothing to do with this round
+            self.warm_starts,
+            self.observation,
+            self.journal,
+            *([Copying(self.copier)] if self.copier is not None else []),
             *reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
-        ]  # fmt: skip
+        ]
 
     def leave(self, handler: Rendezvous, error: BaseException) -> None:
-        """Leave the job to the other nodes, after this agent's last words. error: what ends it."""
+        """Leave the job to the other nodes, once this agent's end is on record. error: what ends it."""
         try:
             self.journal.end(error)  # not after the copies of checkpoints, which may take all the time until it is killed
             self.observation.goodput.close(HURRIED_SHARE_S)
@@ -330,7 +324,7 @@ class JobCompanions:
         left: tuple[str, ...] = ()
         kill_at = math.inf if copy_s is None else time.monotonic() + copy_s
         self.journal.clean = clean
-        told: list[int] = []
+        received: list[int] = []
         well, limit_s = False, HURRIED_S  # if a signal ends a wait
         try:
             try:
@@ -339,9 +333,9 @@ class JobCompanions:
             finally:
                 self.reaper.close(clean)
         finally:
-            with held() as told:
+            with held() as received:
                 self._report_end(well, min(limit_s, kill_at - time.monotonic()))
-        raise_again(told)  # unless this agent ends by an exception anyway
+        raise_again(received)  # unless this agent ends by an exception anyway
         return left
 
     def _end_starts_and_copies(self, copy_s: float | None) -> tuple[str, ...]:

@@ -121,7 +121,7 @@ def exit_code_of(error: BaseException) -> int | None:
 
 
 def _end_after_success() -> None:
-    """End a launcher, whose code is then 0. An exit handler, because no exception tells of a success."""
+    """End a launcher, whose code is then 0. An exit handler, because no exception reports a success."""
     global _succeeded
     succeeded, _succeeded = _succeeded, False  # `end` calls the exit handlers
     if succeeded and _may_end_at_once():
@@ -154,7 +154,7 @@ def end(code: int) -> NoReturn:
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # no process reads it, it is closed, or missing
                 stream.flush()
     finally:  # even if a signal comes
         os._exit(code)

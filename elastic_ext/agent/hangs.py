@@ -22,11 +22,12 @@ from elastic_ext.rendezvous.contract import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-
 PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 WAIT_S = 4.0  # the monitor thread checks once a second
 CHECK_S = 0.1
+SHOWN_STACKS = 4000  # characters in the log; the rest is in the file
+STACKS_KEPT = 1000  # characters for the verdict, from the end: the main thread comes last
 
 
 class FlightRecorder:
@@ -96,10 +97,6 @@ def _written(path: str, since: float) -> bool:
     return found.st_size > 0 and found.st_mtime >= since - 1
 
 
-SHOWN_STACKS = 4000  # characters in the log; the rest is in the file
-STACKS_KEPT = 1000  # characters for the verdict, from the end: the main thread comes last
-
-
 class HangHandling(Companion):
     """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall.
 
@@ -113,7 +110,7 @@ class HangHandling(Companion):
         self.hung: Mapping[int, Stuck] = {}
         self.reach = NOTHING_KNOWN
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
-        self._told: cuts.Reach | None = None  # what the other nodes know of the quiet workers
+        self._reported: cuts.Reach | None = None  # what the other nodes know of the quiet workers
         self._waiting = False  # this node claims a stall by the limit of a wait only
 
     @property
@@ -150,9 +147,9 @@ class HangHandling(Companion):
         self._waiting = assessment.waiting
 
     def _check_quiet(self, workers: LocalWorkers) -> None:
-        """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long.
+        """Report to the other nodes if all workers are quiet, and changes of who does not answer, not of for how long.
 
-        While somebody does not answer, tell it again at each check: a claim that came too soon after other workers had finished
+        While a host does not answer, report it again at each check: a claim that came too soon after other workers had finished
         (`rounds.CLAIMS_S`) counts later. A record that stays the same is not written.
         """
         before = self._quiet.reach
@@ -161,10 +158,10 @@ class HangHandling(Companion):
         silent = {each.address for each in reach.unanswered} if reach is not None else set()
         known = {each.address for each in before.unanswered} if before is not None else set()
         if (reach is None) != (before is None) or silent != known:
-            self._told = _recorded(reach) if reach is not None else None
-            self._handler.part.report_quiet(self._told)
+            self._reported = _recorded(reach) if reach is not None else None
+            self._handler.part.report_quiet(self._reported)
         elif silent and reach is not before:  # a check was due: it makes a new one
-            self._handler.part.report_quiet(self._told)
+            self._handler.part.report_quiet(self._reported)
         for each in reach.unanswered if reach is not None else ():
             if each.address not in known:
                 logger.warning("elastic_ext: all workers wait, and %s", each.text)

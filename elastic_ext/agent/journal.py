@@ -1,4 +1,4 @@
-"""What the agent tells of a job in structured events and spans; `observe.event_table` says what each event means.
+"""The agent's structured events and spans; `events.event_table` says what each event means.
 
 A companion for what happens to the workers; the agent's loop calls it for the rest, where it logs the same. It never decides.
 """
@@ -19,58 +19,58 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import elastic_ext
 from elastic_ext.agent import exits, launch, verdicts
 from elastic_ext.agent.companion import Companion, EndLimit, LocalWorkers
+from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.copying.copier import CopyMetrics
+from elastic_ext.events.event_table import Source
+from elastic_ext.events.output import Events, Spans
+from elastic_ext.events.recovery import Cause, Recovery, RecoveryTrace
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
-from elastic_ext.observe import families
-from elastic_ext.observe.collectors import Outage
-from elastic_ext.observe.event_table import Source
-from elastic_ext.observe.events import Events, Spans
-from elastic_ext.observe.metrics import AgentMetrics
-from elastic_ext.observe.recovery_trace import Cause, Recovery, RecoveryTrace
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.collectors import Outage
 
 FIRST = "start"  # cause of the first round of an agent
 
 
 @dataclass
-class _Told:
-    """What was told last, since only changes are. members: nodes and workers of the last round. saved_step: of this round."""
+class _Reported:
+    """What was last reported, since only changes are. members: nodes and workers of the last round. saved_step: of this round."""
 
     members: tuple[int, int] | None = None
     saved_step: int | None = None
 
 
 class Journal(Companion):
-    """The events of one agent, from its start to its end, which it tells as a context manager.
+    """The events of one agent, from its start to its end, which it reports as a context manager.
 
     Attributes:
         events: for other parts of the agent.
-        warm: workers of this round that were warm standbys; set before they are told of as started.
+        warm: workers of this round that were warm standbys; set before their start is reported.
         clean: whether the job has ended well.
         end_limit: for how long the end of the agent may wait.
     """
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
-        """metrics: are told of recoveries, too."""
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AccountedMetrics) -> None:
+        """metrics: count recoveries, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
         self.end_limit = EndLimit()
         self._handler, self._metrics = handler, metrics
+        metrics.on_copied = lambda lag_steps: self.events.emit("checkpoint_copied", lag_steps=lag_steps)
         self._ended = False
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
         self._began = time.monotonic()  # of the phase, then of the workers
-        self._told = _Told()
+        self._reported = _Reported()
         self.events.emit(
             "agent_started",
             version=elastic_ext.__version__,
@@ -85,15 +85,15 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with held() as told:
+        with held() as received:
             self.end(error)
             self.events.close(self.end_limit.left_s())
             self._spans.close(self.end_limit.left_s())
         if error is None:
-            raise_again(told)
+            raise_again(received)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell that the agent ends, and why. A second call does nothing."""
+        """Report that the agent ends, and why. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
@@ -117,13 +117,13 @@ class Journal(Companion):
         return now
 
     def joined(self, group: WorkerGroup, resumed: ResumePoint) -> None:
-        """Tell of a new round and of what it resumes from, also in the log."""
+        """Report a new round and of what it resumes from, also in the log."""
         resumed.log()
         if resumed.checkpoint.lost:
             self._metrics.copies_lost()
         cause, self._trace.cause = self._trace.cause, None
         members = group.group_world_size, group.workers[0].world_size
-        before, self._told.members = self._told.members, members
+        before, self._reported.members = self._reported.members, members
         self.events.emit(
             "round_started",
             nodes=members[0],
@@ -145,24 +145,24 @@ class Journal(Companion):
             self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
 
     def of_etcd(self, outage: Outage) -> None:
-        """Tell that etcd does not answer, or does so again. Any thread may call this."""
+        """Report that etcd does not answer, or does so again. Any thread may call this."""
         if outage.over:
             self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
         else:
             self.events.emit("etcd_unavailable", endpoint=outage.endpoint, seconds=outage.seconds)
 
     def round_over(self, over: RoundEnd) -> None:
-        """Tell that the workers of this node must stop, though none of them has failed."""
+        """Report that the workers of this node must stop, though none of them has failed."""
         self._trace.stopped_for(Cause(reason=over.reason))
         self.events.emit("round_over", cause=over.kind.value, reason=over.reason)
 
     def hung(self, culprits: Mapping[int, Stuck], since: float | None) -> None:
-        """Tell whom the others wait for. culprits: by local rank. since: the last sign of life, monotonic; None: unknown."""
+        """Report whom the others wait for. culprits: by local rank. since: the last sign of life, monotonic; None: unknown."""
         found, quiet_s = culprits.values(), None if since is None else max(0.0, time.monotonic() - since)
         self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
-        """Tell of a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""
+        """Report a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""
         diagnosis, evidence = cause.diagnosis, cause.diagnosis.evidence
         self.events.emit(
             "failure",
@@ -183,7 +183,7 @@ class Journal(Companion):
         return verdicts.failure_text(cause, others, verdict, decision, self._handler.node_id)
 
     def stopped(self, verdict: JobVerdict) -> str:
-        """Tell of a verdict that no failure on this node has caused; return the text for the log."""
+        """Report a verdict that no failure on this node has caused; return the text for the log."""
         self._decided(verdict, verdict.decision)
         return verdicts.line_elsewhere(verdict, verdict.decision, self._handler.node_id)
 
@@ -209,8 +209,8 @@ class Journal(Companion):
             exit_code=decision.exit_code,
         )
 
-    def told_to_leave(self, received: Signals, grace_s: float) -> float:
-        """Tell that a signal ends this agent; return the monotonic time by which it must have ended.
+    def must_leave(self, received: Signals, grace_s: float) -> float:
+        """Report that a signal ends this agent; return the monotonic time by which it must have ended.
 
         grace_s: seconds until then.
         """
@@ -219,10 +219,6 @@ class Journal(Companion):
         else:
             self.events.emit("preemption_noticed", signal=received.name, grace=grace_s)
         return time.monotonic() + grace_s
-
-    def of_copies(self, metrics: CopyMetrics) -> CopyMetrics:
-        """Return what takes the metrics of the copier, and tells of each checkpoint that is complete."""
-        return _Copies(metrics, self.events)
 
     # What happens to the workers.
 
@@ -239,8 +235,8 @@ class Journal(Companion):
         self._look_for_first_steps()
         saved = [progress for progress in workers.read_progress() if progress.saved_step is not None]
         newest = max(saved, key=lambda progress: progress.saved_ns, default=None)
-        if newest is not None and newest.saved_step is not None and newest.saved_step != self._told.saved_step:
-            self._told.saved_step = newest.saved_step
+        if newest is not None and newest.saved_step is not None and newest.saved_step != self._reported.saved_step:
+            self._reported.saved_step = newest.saved_step
             self.events.emit("checkpoint_saved", step=newest.saved_step, seconds=newest.save_s)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -248,10 +244,10 @@ class Journal(Companion):
         exits_ = workers.processes.exits
         codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
         self.events.emit("workers_stopped", exit_codes=codes, seconds=max(0.0, time.monotonic() - self._began))
-        self._workers = self._told.saved_step = None
+        self._workers = self._reported.saved_step = None
 
     def _look_for_first_steps(self) -> None:
-        """Tell once per round when all workers of this node have made a step."""
+        """Report once per round when all workers of this node have made a step."""
         rows = self._workers.read_progress() if self._workers is not None else []
         if not rows or not all(row.first_step_ns for row in rows):
             return
@@ -274,24 +270,6 @@ class Journal(Companion):
                 seconds=recovery.end - recovery.begin,
                 phases=recovery.seconds(),
             )
-
-
-class _Copies:
-    """Passes the copier's metrics on, and tells of each checkpoint that is complete. The copier's thread calls it."""
-
-    def __init__(self, metrics: CopyMetrics, events: Events) -> None:
-        self._metrics, self._events = metrics, events
-
-    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool, /) -> None:
-        self._metrics.copied(size, lag_steps, lag_s, complete, failed)
-        if complete:
-            self._events.emit("checkpoint_copied", lag_steps=lag_steps)
-
-    def copy_took(self, seconds: float, /) -> None:
-        self._metrics.copy_took(seconds)
-
-    def copy_failed(self) -> None:
-        self._metrics.copy_failed()
 
 
 def shown_settings(settings: Settings) -> dict[str, str]:

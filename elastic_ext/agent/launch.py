@@ -34,7 +34,6 @@ from elastic_ext.workers.standby.modules import StandbySpec
 
 logger = logging.getLogger(__name__)
 
-
 BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap" / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # torch counts down from this if there is no limit; its metrics divide by this + 1
 IN_MEMORY, RUN_DIR = "/dev/shm", "elastic_ext_"  # the agent's private directory: where, and how its name begins
@@ -44,6 +43,9 @@ FILES, FILES_PER_WORKER = 16, 8  # at most, in the agent's private directory
 DESCRIPTORS, DESCRIPTORS_PER_WORKER = 24, 3
 EXTRAS, EXTRAS_PER_WORKER = 16, 5
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+OUTPUT_BYTES = 4096  # the end of what a command prints goes to the log
+KILL_S = 1.0  # for a killed command; one that sleeps in the kernel is left behind
+BAD_NODE_S = 10.0  # time for bad_node_command: the others wait for this node to leave
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[A
 def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     """Return the spec that the agent runs: with our restart budget and the bootstrap.
 
-    Raises:
-        UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
+    Raises UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
     """
     if settings.checkpoint_dir:
         _check_checkpoint_dir(settings.checkpoint_dir, settings.checkpoint_pattern)
@@ -127,8 +128,7 @@ def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpe
 def make_run_dir(workers: int) -> str:
     """Make the agent's private directory: in memory if there is room for the files of this many workers, else on disk.
 
-    Raises:
-        UsageError: neither has room.
+    Raises UsageError: neither has room.
     """
     troubles = []
     for parent in (IN_MEMORY, None):  # None: where Python puts temporary files
@@ -159,12 +159,9 @@ def _check_room(directory: str, workers: int) -> None:
 def extras_fit(workers: int, left: int) -> bool:
     """Return whether enough descriptors are left for warm standbys and the tails of stderr.
 
-    Args:
-        workers: number of workers of this agent.
-        left: how many more files the agent may open.
+    workers: number of workers of this agent. left: how many more files the agent may open.
 
-    Raises:
-        UsageError: too few are left for the workers themselves.
+    Raises UsageError: too few are left for the workers themselves.
     """
     needed = DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER
     if left < needed:
@@ -214,11 +211,6 @@ def _check_script(program: PythonProgram) -> None:
         raise UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
 
 
-OUTPUT_BYTES = 4096  # the end of what a command prints goes to the log
-KILL_S = 1.0  # for a killed command; one that sleeps in the kernel is left behind
-BAD_NODE_S = 10.0  # time for bad_node_command: the others wait for this node to leave
-
-
 @dataclass(frozen=True)
 class CommandEnd:
     """The end of a command. code: as in subprocess; None if it ran out of time. output: the end of what it printed."""
@@ -252,9 +244,7 @@ def check_health(settings: Settings) -> None:
 def tell_of_bad_node(settings: Settings, host: str, reason: str) -> None:
     """Run bad_node_command, if there is one: this node leaves because it is bad. Never raises OSError.
 
-    Args:
-        host: the name of this node.
-        reason: why it leaves, in one line.
+    host: the name of this node. reason: why it leaves, in one line.
     """
     if settings.bad_node_command is None:
         return

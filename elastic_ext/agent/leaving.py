@@ -38,10 +38,10 @@ from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe
 
 logger = logging.getLogger(__name__)
 
-
 STEPS_TO_AGREE = 3  # workers see a request within one step and agree on the next; one more is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
 JOIN_S = 1.0  # time for the thread that acknowledges requests to end
+POLL_S = 5.0  # between two readings of checkpoint_dir: a storage reports no change; as often as for grow_at=checkpoint
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,17 @@ def plan_save(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Sav
         return SavePlan(0.0, "the training script has not called save_requested()")
     left_s = grace_s - stop_s
     save_s = max((worker.save_s for worker in workers if worker.save_s is not None), default=None)
-    needs_s = STEPS_TO_AGREE * max(map(_step_s, workers)) + (save_s or 0.0) * MARGIN
+    needs_s = STEPS_TO_AGREE * max(worker.step_s or 0.0 for worker in workers) + (save_s or 0.0) * MARGIN
     if left_s <= 0 or needs_s > left_s:
         return SavePlan(0.0, f"a save needs about {needs_s:.3g} s, and {max(left_s, 0.0):.3g} s are left")
     known = f"the last save took {save_s:.3g} s" if save_s is not None else "no save has been measured yet"
     return SavePlan(left_s, f"{known}, and {left_s:.3g} s are left")
 
 
-def _step_s(worker: Progress) -> float:
-    """Return the mean seconds of an optimizer step; 0 if unknown."""
-    return (worker.last_step_ns - worker.first_step_ns) / 1e9 / (worker.steps - 1) if worker.steps > 1 else 0.0
-
-
 def grace_s(
     platform_grace_s: float | None, pod_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float
 ) -> float:
-    """Return the seconds until this agent, which was told to leave, is killed: the shortest of all known times.
+    """Return the seconds until this agent, which has to leave, is killed: the shortest of all known times.
 
     A pod may be deleted with less grace than usual (`kubectl delete --grace-period=5`), and a save that is killed before it ends
     is lost.
@@ -197,10 +192,10 @@ class SaveOnDemand(Companion):
         self._shown = number
         if self._thread is None:  # a store that hangs must not block the loop
             thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
-            with held() as told:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+            with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
                 thread.start()
-                self._thread = thread  # here: whoever sees it may join it
-            raise_again(told)
+                self._thread = thread  # here: a thread that sees it may join it
+            raise_again(received)
 
     def _acknowledge(self) -> None:
         store = None
@@ -237,7 +232,7 @@ def take_as_one(received: signal.Signals, leave_by: Callable[[], float | None]) 
     As torch's handlers, these stay until the process ends. Does nothing outside the main thread, where Python has no handlers.
 
     Args:
-        received: what tells this agent to leave. After a signal of the user, any other one ends the agent at once.
+        received: why this agent has to leave. After a signal of the user, any other one ends the agent at once.
         leave_by: returns the monotonic time until which the platform lets this agent run; None: not known yet.
     """
     if received in exits.USER_SIGNALS or threading.current_thread() is not threading.main_thread():
@@ -259,9 +254,6 @@ def _unless_there_is_time(
     return handle
 
 
-POLL_S = 5.0  # between two looks at checkpoint_dir: a storage tells of no change; as often as for grow_at=checkpoint
-
-
 class Step(Enum):
     """What to do next for the drain."""
 
@@ -272,23 +264,14 @@ class Step(Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """What this node knows of checkpoints since it was told to leave, in this round.
+    """What this node knows of checkpoints since the request to drain it, in this round."""
 
-    Attributes:
-        asks: the script asks whether to save.
-        asked: this node has asked for a save on demand.
-        result: of that save; None while it is unknown.
-        reported: the workers have reported a checkpoint.
-        published: the newest complete checkpoint in `checkpoint_dir` is another one than at first.
-        local: workers save to `local_dir`, which goes with this node: only a copy in `checkpoint_dir` counts.
-    """
-
-    asks: bool = False
-    asked: bool = False
-    result: SaveResult | None = None
-    reported: bool = False
-    published: bool = False
-    local: bool = False
+    asks: bool = False  # the script asks whether to save
+    asked: bool = False  # this node has asked for a save on demand
+    result: SaveResult | None = None  # of that save; None while it is unknown
+    reported: bool = False  # the workers have reported a checkpoint
+    published: bool = False  # the newest complete checkpoint in `checkpoint_dir` is another one than at first
+    local: bool = False  # workers save to `local_dir`, which goes with this node: only a copy in `checkpoint_dir` counts
 
 
 @dataclass(frozen=True)
@@ -319,18 +302,14 @@ def plan_drain(seen: Seen) -> DrainPlan:
 
 @dataclass(frozen=True)
 class Published:
-    """The newest complete checkpoint in `checkpoint_dir`, and what else lies there.
+    """The newest complete checkpoint in `checkpoint_dir`, and what else lies there."""
 
-    Attributes:
-        path: "": there is none.
-        step: None if unknown.
-        version: tells it from others of the same path: some scripts write each checkpoint to the same file.
-        lies_there: path and version of all that may be checkpoints, but for those that are incomplete or damaged.
-    """
-
-    path: str = ""
-    step: int | None = None
-    version: float | None = None
+    path: str = ""  # "": there is none
+    step: int | None = None  # None if unknown
+    version: float | None = (
+        None  # distinguishes it from others of the same path: some scripts write each checkpoint to the same file
+    )
+    # path and version of all that may be checkpoints, but for those that are incomplete or damaged
     lies_there: frozenset[tuple[str, float | None]] = frozenset()
 
 
@@ -341,7 +320,7 @@ def published(settings: Settings) -> Published:
     storage = open_storage(settings.checkpoint_dir)
     choice = discovery.newest_in(storage, discovery.Wanted(pattern=settings.checkpoint_pattern))
     entries = discovery.candidates(discovery.list_entries(storage), settings.checkpoint_pattern)
-    # The time of a directory tells of its names, not of its content: writers of directories give each a name of its own.
+    # The time of a directory is that of its names, not of its content: writers of directories give each a name of its own.
     versions = {entry.path: None if entry.is_dir else entry.mtime for entry in entries}
     passed_over = {each.path for each in choice.passed_over}
     lies_there = frozenset(each for each in versions.items() if each[0] not in passed_over)
@@ -354,10 +333,10 @@ def published(settings: Settings) -> Published:
 
 
 def is_new(first: Published, newest: Published, goal: int | None) -> bool:
-    """Return whether a checkpoint has been published since the first look: one of the step `goal`, if given, or a later one.
+    """Return whether a checkpoint has been published since the first reading: one of the step `goal`, if given, or a later one.
 
-    One that lay there at first is not new: it is the newest again where a later one was deleted. Steps alone cannot tell, since
-    those of some scripts begin anew with each epoch: a new checkpoint of a step before the first look's is of a later epoch.
+    One that lay there at first is not new: it is the newest again where a later one was deleted. Steps alone do not decide it,
+    since those of some scripts restart with each epoch: a new checkpoint of an earlier step than at first is of a later epoch.
     """
     if newest.path == "" or (newest.path, newest.version) in first.lies_there:
         return False
@@ -404,22 +383,14 @@ class Directory:
 
 @dataclass
 class _UnderWay:
-    """One drain of this node in one round.
-
-    Attributes:
-        directory: looks at `checkpoint_dir`; None: there is none, or nothing is to be looked for any more.
-        reported: checkpoints that the workers had reported when it began.
-        before: number of the job's last save on demand then.
-        goal: step of the first checkpoint in `local_dir` since: later ones do not move it.
-        asked: this node has asked for a save.
-    """
+    """One drain of this node in one round."""
 
     drain: Drain
-    directory: Directory | None
-    reported: int
-    before: int
-    goal: int | None = None
-    asked: bool = False
+    directory: Directory | None  # looks at `checkpoint_dir`; None: there is none, or nothing is to be looked for any more
+    reported: int  # checkpoints that the workers had reported when it began
+    before: int  # number of the job's last save on demand then
+    goal: int | None = None  # step of the first checkpoint in `local_dir` since: later ones do not move it
+    asked: bool = False  # this node has asked for a save
     last: DrainPlan | None = None
 
     def published(self, saved_at: int | None, reported: bool) -> bool:

@@ -20,16 +20,22 @@ from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Position, Shared, Spent
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import families
-from elastic_ext.observe.collectors import GoodputCollector, goodput_status
-from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
-from elastic_ext.observe.metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
 from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
+from elastic_ext.telemetry.collectors import GoodputCollector, goodput_status
+from elastic_ext.telemetry.goodput import Ledger, Look, WorkerTime
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
+
+SHARE_S = 10.0  # mean time between two writes to etcd or a file; a killed agent loses one and a half times that at most
+WRITES_PER_S = 10.0  # of all agents of a job together
+AT_ROUNDS_END = 10  # about this many agents write at once: all nodes write other records then, and a recovery waits for those
+ROUNDING_S = 1e-3  # of a sum
+FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
 
 
 def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s: Mapping[int, float]) -> list[WorkerProgress]:
@@ -47,7 +53,7 @@ def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s:
             ranks[local_rank],
             each.steps,
             last_step_at=each.last_step_ns / 1e9 if each.last_step_ns else None,
-            stepping_s=max(0, each.last_step_ns - each.first_step_ns) / 1e9,
+            stepping_s=each.stepping_s,
             skew=step_s[local_rank] / median_s if local_rank in step_s and median_s > 0 else None,
             saved_step=each.saved_step,
             saved_at=each.saved_ns / 1e9 if each.saved_ns else None,
@@ -71,25 +77,17 @@ def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s:
     ]
 
 
-SHARE_S = 10.0  # mean time between two writes to etcd or a file; a killed agent loses one and a half times that at most
-WRITES_PER_S = 10.0  # of all agents of a job together
-AT_ROUNDS_END = 10  # so many agents, about, write at once: all nodes write other records then, and a recovery waits for those
-ROUNDING_S = 1e-3  # of a sum
-FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
-
-
 def worker_time(progress: Progress) -> WorkerTime:
     """Return a row of the progress table as the ledger wants it."""
     if not progress.pid:
         return WorkerTime()
-    stepping_s = (progress.last_step_ns - progress.first_step_ns) / 1e9
     seconds = {state: ns / 1e9 for state, ns in zip(progress_layout.ACCOUNTS, progress.spent_ns, strict=True)}
     return WorkerTime(
         began_at=progress.began_ns / 1e9,
         spent=seconds,
         now_in=progress.account,
         steps=progress.steps,
-        step_s=stepping_s / (progress.steps - 1) if progress.steps > 1 else math.inf,
+        step_s=math.inf if progress.step_s is None else progress.step_s,
         finished=progress.phase == "exit" and not progress.ends_with,
         failed_at=progress.ended_ns / 1e9,
         saves=progress.saves,
@@ -100,7 +98,7 @@ def worker_time(progress: Progress) -> WorkerTime:
 
 
 def share_every_s(nodes: int) -> float:
-    """Return the mean time between two writes of an agent, in a job of so many."""
+    """Return the mean time between two writes of an agent, in a job of this many nodes."""
     return max(SHARE_S, nodes / WRITES_PER_S)
 
 
@@ -146,7 +144,7 @@ class Goodput:
         with self._lock:
             workers = self._workers()  # before the clock is read: no worker can then have settled more
             self._ledger.enter(state, time.monotonic(), workers)
-        # Some agents share now, so that whoever is new in the next round learns how far this one has come.
+        # Some agents share now, so that an agent that is new in the next round learns how far this one has come.
         if state == "stop" and random.random() < AT_ROUNDS_END / self._nodes:
             self._changed.set()
 
@@ -252,16 +250,24 @@ class Goodput:
 
 
 class AccountedMetrics(AgentMetrics):
-    """The agent's metrics, which tell its goodput of every change of state."""
+    """The agent's metrics, with its goodput, which every change of state concerns."""
 
     @functools.cached_property
     def goodput(self) -> Goodput:
         """Where the time goes. Made by the constructor of AgentMetrics, which enters a state."""
         return Goodput()
 
+    on_copied: Callable[[int | None], object] = staticmethod(lambda lag_steps: None)
+    """Called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`."""
+
     def enter(self, state: str) -> None:
         self.goodput.enter(state)
         super().enter(state)
+
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
+        super().copied(size, lag_steps, lag_s, complete, failed)
+        if complete:
+            self.on_copied(lag_steps)
 
     def failed(self, kind: str) -> None:
         self.goodput.decided(kind)

@@ -28,27 +28,31 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import families, gate, job_status, pages, prometheus_files, status_records
-from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage
-from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_status import Own, ReportAges, Sources
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.pages import LastScrape, Pages
-from elastic_ext.observe.prometheus_files import TextFile
-from elastic_ext.observe.script_metrics import ScriptMetrics
-from elastic_ext.observe.server import MetricsServer
-from elastic_ext.observe.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.http import gate, pages, server
+from elastic_ext.http.gate import Gate
+from elastic_ext.http.pages import LastScrape, Pages, TextFile
+from elastic_ext.http.server import MetricsServer
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.status import job_status, status_records
+from elastic_ext.status.job_status import Own, ReportAges, Sources
+from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from elastic_ext.telemetry.collectors import EtcdHealth, Outage, VerdictMetrics
+from elastic_ext.telemetry.script_metrics import ScriptMetrics
 
 logger = logging.getLogger(__name__)
-
 
 REPORT_S = 15.0  # between two reports of a node whose state does not change: 34 small writes a second from 512 nodes
 SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it several times, and its own writes come first
 CHANGES_PER_S = 100.0  # reports of a change that all nodes make at once; 5 s for 512 nodes
 CACHED_S = 1.0  # many viewers cost one read of the job in this time
 ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
+POINT_S = 30.0  # between two points of goodput, at first
+MAX_POINTS = 120  # then every other one is dropped, and the time doubles
+STANDBYS = "elastic_ext_standbys"
+OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
 def settle_s(node_id: str, nodes: int) -> float:
@@ -58,7 +62,7 @@ def settle_s(node_id: str, nodes: int) -> float:
 
 
 class JobView:
-    """Works from construction to `close`. `document` is for the server's thread, the other methods for the agent's loop."""
+    """Works from construction to `close`. `document` is for the server's thread, `node` and `close` for the agent's loop."""
 
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self._handler = handler
@@ -69,7 +73,7 @@ class JobView:
         self._answer: tuple[float, bytes] | None = None
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
-        self._node = OwnNode(handler, metrics, self._on_state)
+        self.node = OwnNode(handler, metrics, self._on_state)
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
         try:
             self._thread.start()
@@ -77,20 +81,8 @@ class JobView:
             logger.warning("status: other nodes are not shown here, nor this one there: %s", error)
             self._thread, self._fault = None, str(error)
 
-    def joined(self, place: Place) -> None:
-        """Note this node's place in the round that it has joined."""
-        self._node.place = place
-
-    def round_ended(self, why: str) -> None:
-        """Note why the round is over."""
-        self._node.round_ended(why)
-
-    def workers_ended(self) -> None:
-        """Keep how far the workers came."""
-        self._node.now(time.monotonic())
-
     def close(self, left_s: float, last_look: bool = False) -> None:
-        """Tell of this node for the last time, for at most left_s. last_look: somebody may still ask for the job."""
+        """Report this node for the last time, for at most left_s. last_look: a viewer may still ask for the job."""
         with self._changed:
             self._wanted = self._wanted or (last_look and not self._closing)
             self._closing, self._fault = True, "this agent has left the job"
@@ -114,7 +106,7 @@ class JobView:
             status, fault, read_at = self._status, self._fault, self._read_at
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
-        backend, own = self._handler.get_backend(), self._node.now(now)
+        backend, own = self._handler.get_backend(), self.node.now(now)
         built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
         self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
@@ -128,7 +120,7 @@ class JobView:
 
     def _run(self) -> None:
         try:
-            self._tell_and_look()
+            self._serve()
         except Exception:  # the top of a thread
             logger.exception("status: the thread has failed, and the status of other nodes is no longer shown")
             with self._changed:
@@ -136,7 +128,7 @@ class JobView:
                 self._wanted = False
                 self._changed.notify_all()
 
-    def _tell_and_look(self) -> None:
+    def _serve(self) -> None:
         due = time.monotonic() + random.uniform(SETTLE_S, REPORT_S)  # agents that start together write apart
         while True:
             with self._changed:
@@ -146,31 +138,31 @@ class JobView:
             if new_state:
                 due = min(due, time.monotonic() + self._settle_s())
             if closing:
-                self._tell(last=True)
+                self._report(last=True)
                 if wanted:
-                    self._look()
+                    self._read_job()
                 return
             if wanted:
-                self._look()
+                self._read_job()
             if time.monotonic() >= due:
-                told = self._tell(last=False)
-                due = time.monotonic() + (REPORT_S if told else self._settle_s())
+                written = self._report(last=False)
+                due = time.monotonic() + (REPORT_S if written else self._settle_s())
 
     def _settle_s(self) -> float:
-        return settle_s(self._handler.node_id, self._node.place.nodes)
+        return settle_s(self._handler.node_id, self.node.place.nodes)
 
-    def _tell(self, last: bool) -> bool:
+    def _report(self, last: bool) -> bool:
         """Return whether it was written."""
-        report = self._node.now(time.monotonic()).report
-        told = report if report.node_rank == 0 else replace(report, rounds=())
+        report = self.node.now(time.monotonic()).report
+        shown = report if report.node_rank == 0 else replace(report, rounds=())
         try:
-            self._handler.show(status_records.encode_report(told), last)
+            self._handler.show(status_records.encode_report(shown), last)
         except (ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
         return True
 
-    def _look(self) -> None:
+    def _read_job(self) -> None:
         """Read of the job, for those who wait in `document`."""
         now = time.monotonic()
         status, fault = self._status, ""
@@ -190,14 +182,9 @@ class JobView:
             self._changed.notify_all()
 
 
-POINT_S = 30.0  # between two points of goodput, at first
-MAX_POINTS = 120  # then every other one is dropped, and the time doubles
-STANDBYS = "elastic_ext_standbys"
-
-
 @dataclass(frozen=True)
 class Place:
-    """This node in its round of so many nodes and workers. resumed_at: step that the round started from; None if unknown."""
+    """This node in its round. resumed_at: step that the round started from; None if unknown."""
 
     node_rank: int = -1
     base_rank: int = -1
@@ -208,7 +195,7 @@ class Place:
 
 
 def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now: float) -> NodeReport:
-    """Return what this node tells of itself, without its rounds."""
+    """Return this node's report, without its rounds."""
     rows = metrics.progress()
     samples = (sample for family in metrics.registry.restricted_registry([STANDBYS]).collect() for sample in family.samples)
     report = NodeReport(
@@ -278,7 +265,7 @@ class Points:
 
 
 class OwnNode:
-    """This node. The agent's loop tells it of states, places and ends of rounds, which costs the loop nothing."""
+    """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing."""
 
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
         """on_state: called by the loop when its state has changed; it must return at once."""
@@ -336,7 +323,7 @@ class Serving:
         self._last_scrape = LastScrape()
         self._unannounce: Callable[[], None] = lambda: None
         self.lingers = False
-        # The user must see a port that nobody chose, and torchrun shows only warnings.
+        # The user must see a port that the kernel chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
         guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
         self._server = MetricsServer(
@@ -345,7 +332,7 @@ class Serving:
         self.url = self._server.url
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
-            self._unannounce = prometheus_files.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
+            self._unannounce = server.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
 
     def ended(self) -> None:
         """Note that what is served from now on is the last."""
@@ -358,9 +345,6 @@ class Serving:
         finally:
             self._unannounce()
             self._server.close()
-
-
-OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
 class Observation(Companion):
@@ -383,8 +367,8 @@ class Observation(Companion):
         self._metrics, self._settings, self._handler = metrics, settings, handler
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
-        self._incidents = Incidents(handler.host, settings.refuse_node)
-        metrics.registry.register(self._incidents)
+        self._verdicts = VerdictMetrics(handler.host, settings.refuse_node)
+        metrics.registry.register(self._verdicts)
         handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
@@ -435,7 +419,7 @@ class Observation(Companion):
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         if self._job is not None:
-            self._job.workers_ended()  # their progress table can still be read
+            self._job.node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:
             self._scripts.round_ended()
 
@@ -445,12 +429,12 @@ class Observation(Companion):
         if self._job is not None:
             first, workers = group.workers[0], group.spec.local_world_size
             sizes = group.group_world_size, first.world_size
-            self._job.joined(Place(group.group_rank, first.global_rank, workers, resumed_at, *sizes))
+            self._job.node.place = Place(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
 
     def round_ended(self, why: str) -> None:
         """Show why a round is over."""
         if self._job is not None:
-            self._job.round_ended(why)
+            self._job.node.round_ended(why)
 
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
@@ -469,7 +453,7 @@ class Observation(Companion):
         self._decided = verdict.round
         self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
-        self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)
+        self._verdicts.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
     def acts(self, since: float | None) -> None:
         """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
@@ -478,10 +462,10 @@ class Observation(Companion):
 
     def hung(self) -> None:
         """Count a hang of the job."""
-        self._incidents.hung()
+        self._verdicts.hung()
 
     def linger_at_close(self) -> None:
-        """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""
+        """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: no other node waits for this one."""
         if self._settings.metrics_linger == 0 or self._serving is None or self.url is None:
             return
         try:
@@ -513,11 +497,11 @@ class Observation(Companion):
         """Show no more, if need be after a last scrape; see `linger_at_close`.
 
         A signal ends that wait. In a launcher it does no more: the job is over, and so is what decides the exit code. A program
-        that has started the job gets it again, as if nobody had waited: from torch's handler that is a SignalException.
+        that has started the job gets it again, as if there had been no wait: from torch's handler that is a SignalException.
         """
-        told = self._serving.close() if self._serving is not None else ()
+        received = self._serving.close() if self._serving is not None else ()
         if self._job is not None:
             self._job.close(0.0)
         if not exits.is_launcher():
-            for number in told:
+            for number in received:
                 signal.raise_signal(number)

@@ -40,7 +40,6 @@ from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-
 COPIES, LOCK = "memory", "memory.lock"  # in the agent's private directory
 SHARE = 4  # a quarter of the memory that is free, and what the copies already have
 
@@ -75,7 +74,7 @@ class MemoryCopies:
             os.close(self._lock)
 
     def open(self, nodes: int) -> Room | None:
-        """Return the room for a round of so many nodes; None if there is none."""
+        """Return the room for a round of this many nodes; None if there is no room."""
         settings = self._settings
         if not settings.copies_to_memory or not self._run_dir.startswith(launch.IN_MEMORY):
             return None
@@ -222,7 +221,7 @@ class ResumePoint(Companion):
         return self.checkpoint.at if self._settings.checkpoint_dir is not None else None
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that tell workers which checkpoint to resume from."""
+        """Return the environment variables that name the workers' checkpoint."""
         if self._settings.checkpoint_dir is None:
             return {}
         return {
@@ -298,7 +297,7 @@ def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> in
 
 
 def after_round(known: Saved | None, workers: Sequence[Progress]) -> Saved | None:
-    """Return the newest checkpoint that is known after a round; None if it cannot be, because no worker has told anything."""
+    """Return the newest checkpoint that is known after a round; None if it cannot be, because no worker has reported."""
     if known is None or not any(worker.pid for worker in workers):
         return None
     return replace(known, step=max([known.step, *(worker.saved_step for worker in workers if worker.saved_step is not None)]))

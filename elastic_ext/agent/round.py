@@ -32,9 +32,9 @@ from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
-from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
@@ -42,6 +42,9 @@ from elastic_ext.workers.progress import EndingWorkers, ProgressTable
 from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
+
+KERNEL_SLEEP_CHECK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
+GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class RunningRound:
 
     Attributes:
         workers: their processes, progress and files.
-        resume: the checkpoint that they were told to resume from.
+        resume: the checkpoint that they resume from.
         hangs: None if hang detection is off.
         saves: None if workers cannot be asked to save.
     """
@@ -83,7 +86,7 @@ class RunningRound:
         """Tell all companions that the workers have started.
 
         Args:
-            ending: tells which workers are about to end with an error.
+            ending: knows which workers are about to end with an error.
             warm: local ranks of the workers that were warm standbys.
             others: companions that live longer than this round.
         """
@@ -112,7 +115,7 @@ class RunningRound:
     def failed_since(self) -> float | None:
         """Return when the first worker that failed has ended, monotonic; None if that is unknown.
 
-        Of one that was killed, it is when the agent saw it: nothing tells when it ended.
+        Of one that was killed, it is when the agent saw it: no record says when it ended.
         """
         ended = [row.ended_ns for row in self.workers.read_progress() if row.ends_with and row.ended_ns]
         ended += [each.seen_ns for each in self.workers.processes.exits.values() if each.failed]
@@ -175,9 +178,6 @@ class RunningRound:
             self.workers.progress.remove()
 
 
-KERNEL_SLEEP_CHECK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
-
-
 class RoundWatch:
     """Watches the workers of one round until they have finished or failed, or until the round is over."""
 
@@ -233,9 +233,8 @@ class RoundWatch:
         """Return the state of the worker group. If one worker failed, all are stopped when this returns."""
         processes = self._running.workers.processes
         if self._running.failed:
-            self._handler.part.break_off(
-                f"workers failed on {self._handler.host}"
-            )  # first: workers elsewhere wait in collectives
+            # First: workers elsewhere wait in collectives.
+            self._handler.part.break_off(f"workers failed on {self._handler.host}")
             self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
             self._stop(None)
@@ -251,7 +250,7 @@ class RoundWatch:
         return RunResult(WorkerState.HEALTHY)
 
     def _end(self, over: RoundEnd) -> RunResult | None:
-        """Stop the workers of a round that is over; return their failure, or None if none failed by itself."""
+        """Stop the workers of a round that is over; return their failure, or None if none failed unasked."""
         logger.warning("elastic_ext: round %s is over: %s; stopping all workers", self._handler.round, over)
         self._companions.journal.round_over(over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
@@ -267,9 +266,6 @@ class RoundWatch:
             return None
         self._companions.host.start_asking()
         return self._agent.close_failed()
-
-
-GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @functools.cache
@@ -328,8 +324,8 @@ class RoundStart:
             progress = self._make_progress_table()
             if progress is not None:
                 undo.callback(progress.remove)
-            told = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
-            companions.observation.goodput.round_begins(told, resumed.step, self._group.group_world_size)
+            table = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
+            companions.observation.goodput.round_begins(table, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, limits.restore_user_limit):
                 pids = start_processes()

@@ -28,13 +28,14 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
+from elastic_ext.events.recovery import MEMBERSHIP
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.sources import slurm
-from elastic_ext.observe import families
-from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 
@@ -72,7 +73,7 @@ class Supervisor(TorchAgent):
         self._companions: JobCompanions  # set while run() is under way
         self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
-        self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it was not told to leave
+        self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
         self._handler.attached = True
         self._handler.prepare(self.spec, launch.max_restarts(self.spec, self._settings))
 
@@ -150,7 +151,7 @@ class Supervisor(TorchAgent):
                     logger.info("all workers of all nodes have succeeded")
                     return result
             if result is None or result.state is WorkerState.SUCCEEDED:
-                self._metrics.restarted(families.MEMBERSHIP)
+                self._metrics.restarted(MEMBERSHIP)
                 self.next_round()
                 continue
             cause, others = verdicts.cause_and_others(self._failed_workers(result))
@@ -205,7 +206,7 @@ class Supervisor(TorchAgent):
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         leaving.take_as_one(error.sigval, lambda: self._leave_by)  # first: asking for the time takes some
         grace_s = leaving.time_left_s(self._settings, self.shutdown_timeout_s)
-        self._leave_by = self._companions.journal.told_to_leave(received(error), grace_s)
+        self._leave_by = self._companions.journal.must_leave(received(error), grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
@@ -302,7 +303,7 @@ def _rows(round_: RunningRound | None) -> list[WorkerProgress]:
 
 
 def _wait(delay_s: float, wakeup: Wakeup) -> None:
-    """Wait, unless a signal tells this agent to end."""
+    """Wait, unless a signal ends this agent."""
     deadline = time.monotonic() + delay_s
     while (left_s := deadline - time.monotonic()) > 0:
         readable(wakeup, left_s)

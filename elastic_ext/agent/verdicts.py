@@ -39,29 +39,21 @@ from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 
+PLATFORM_S = 2.0  # time for the platform to say why the agent has to stop
+
 
 @dataclass(frozen=True)
 class EndedRound:
-    """The workers of one node, all ended. Mappings and collections are by local rank, unless said otherwise.
+    """The workers of one node, all ended. Mappings and collections are by local rank, unless said otherwise."""
 
-    Attributes:
-        node: the name of this host.
-        host: the evidence of this host from the time of the round.
-        stderr: the last lines that the workers wrote to stderr.
-        warm: workers whose processes were warm standbys.
-        hung: workers that the others waited for.
-        torch_failures: torch's record of failed processes of a function entrypoint, by global rank.
-        asked_to_end: count a worker that was asked to end as failed, however it ended, because none failed by itself.
-    """
-
-    node: str
-    host: HostEvidence
+    node: str  # the name of this host
+    host: HostEvidence  # the evidence of this host from the time of the round
     workers: LocalWorkers
-    stderr: StderrTails
-    warm: Collection[int]
-    hung: Mapping[int, Stuck]
-    torch_failures: Mapping[int, ProcessFailure]
-    asked_to_end: bool
+    stderr: StderrTails  # the last lines that the workers wrote to stderr
+    warm: Collection[int]  # workers whose processes were warm standbys
+    hung: Mapping[int, Stuck]  # workers that the others waited for
+    torch_failures: Mapping[int, ProcessFailure]  # torch's record of failed processes of a function entrypoint, by global rank
+    asked_to_end: bool  # count a worker that was asked to end as failed, however it ended, because none failed unasked
 
 
 def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedWorker]:
@@ -105,7 +97,7 @@ def cause_and_others(failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list
 
 
 def failed_by_itself(workers: LocalWorkers) -> bool:
-    """Return whether one of the workers that were told to end had failed before.
+    """Return whether one of the workers that were asked to end had failed before.
 
     A worker that ends with an exception closes its connections. The others can fail because of that, and break the round, before
     its process is gone. Their failures must not hide its failure.
@@ -291,9 +283,6 @@ def _short(worker: FailedWorker) -> str:
     return signal if signal is not None else f"exit code {worker.exitcode}"
 
 
-PLATFORM_S = 2.0  # time for the platform to say why the agent was told to stop
-
-
 class Verdicts:
     """Makes the verdicts that no worker's failure causes, and ends this agent for any verdict.
 
@@ -324,7 +313,7 @@ class Verdicts:
         return self._node_stop(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
     def of_agent(self, error: BaseException) -> JobVerdict:
-        """Return a stop because this agent has failed. The others get its exit code: nobody else knows why the job ended."""
+        """Return a stop because this agent has failed. The others get its exit code: only this agent knows why the job ended."""
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error
         reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", ledger.MAX_TEXT)
@@ -384,7 +373,7 @@ class Verdicts:
             self._publish(self._job_verdict(decision), decision)
 
     def _publish_drain(self, error: NodeDrained) -> None:
-        """Publish that an operator has told this node to leave, and log it: its one line in place of a traceback."""
+        """Publish that an operator has drained this node, and log it: its one line in place of a traceback."""
         verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
         code = self._publish(verdict, verdict.decision)
         logger.warning("elastic_ext: %s; exit code %s", error, code)

@@ -1,7 +1,7 @@
 """Decides whether this node's part of the job hangs, and who is to blame. Pure, standard library only; times are in seconds.
 
 A job hangs when every worker has made no progress for longer than its limit: all others wait in a collective for the one that
-is stuck. So neither one worker nor one node can tell. Each node claims that all its workers stall and withdraws the claim when
+is stuck. So neither one worker nor one node can know it. Each node claims that all its workers stall and withdraws the claim when
 one of them continues. The job hangs when all nodes claim it.
 
 Progress is a sign of life of the training: an optimizer step, a report, a change of phase. The limit is learned from the gaps
@@ -51,12 +51,23 @@ RUNNING_SHARE = 0.2  # of a processor: an endless loop, perhaps on a shared proc
 STARVED_SHARE = 0.5  # of the time, ready to run but not running
 IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
 IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
-STEADY_GAPS = 20  # in this phase; fewer do not tell how long a step may take
+STEADY_GAPS = 20  # in this phase; fewer do not show how long a step may take
 STAY_SHARE = 0.8  # of that limit: a worker has not left its call for this long, whatever it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
 CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
+STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
+LOOK_SHARE = 0.2  # of the limit of a wait: from then on the agent looks whether the workers stay; leaves time for STAY_SHARE
+# Between later looks, and between reads of the process stats while this node claims a stall. No node looks again when the last
+# one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
+# all the same: each lasts for 12 s at least.
+LOOK_S = 3.0
+# Of the interval between checks, 30 s by default: the process stats are compared over this time at least, however often they are
+# read. Over LOOK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 27 s it takes 0.54 s, which a
+# process that computes uses up before the next look.
+WINDOW_SHARE = 0.9
+MIN_CHECK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -117,31 +128,22 @@ class Activity(Enum):
 
 @dataclass(frozen=True)
 class Assessment:
-    """The state of one node's workers.
+    """The state of one node's workers."""
 
-    Attributes:
-        stalled: whether all of them stall.
-        culprits: the ranks with the fewest steps.
-        reason: an explanation for people.
-        imminent: they do not stall yet but soon will, and no worker works: the job should save what it can. A wait for others is
-            no reason to save: only steps can save, and a worker that steps does not wait. It would also go on for ever in a job
-            whose others wait while one saves.
-        waiting: they stall by the limit of a wait only. On one of several nodes that is nothing special.
-    """
-
-    stalled: bool
-    culprits: tuple[int, ...]
-    reason: str
+    stalled: bool  # whether all of them stall
+    culprits: tuple[int, ...]  # the ranks with the fewest steps
+    reason: str  # an explanation for people
+    # they do not stall yet but soon will, and no worker works: the job should save what it can. A wait for others is no reason to
+    # save: only steps can save, and a worker that steps does not wait. It would also go on for ever in a job whose others wait
+    # while one saves.
     imminent: bool = False
-    waiting: bool = False
+    waiting: bool = False  # they stall by the limit of a wait only. On one of several nodes that is nothing special.
 
 
 def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Assessment:
     """Assess whether all workers of this node stall.
 
-    Args:
-        workers: all running workers.
-        fixed_s: the setting hang_timeout; None: the limits are learned.
+    workers: all running workers. fixed_s: the setting hang_timeout; None: the limits are learned.
     """
     # A worker that is still unknown after START_FLOOR_S is stuck before its first step.
     if not workers or any(not worker.known and worker.quiet_s < START_FLOOR_S for worker in workers):
@@ -239,7 +241,7 @@ def wait_limit_s(worker: WorkerStatus) -> float:
     longest_s, connect_s = learned_s(worker.gaps, idle=False), CONNECT_S * worker.world
     if worker.wait in (Wait.DEVICE, Wait.COLLECTIVE):  # the collective may be queued behind much work of its own device
         return max(WAIT_FLOOR_S[worker.wait], connect_s, longest_s)
-    # One long gap was mostly somebody's own part, which no call of all ranks contains; only the end of it may have been one.
+    # One long gap was mostly one rank's own part, which no call of all ranks contains; only the end of it may have been one.
     return max(WAIT_FLOOR_S[Wait.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 
 
@@ -372,22 +374,9 @@ def waits_for_others(stack: str) -> bool:
 
 
 def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
-    """Return the workers with the lowest `blame`; several if nothing tells them apart."""
+    """Return the workers with the lowest `blame`; several if nothing distinguishes them."""
     least = min((each.blame for each in stuck), default=())
     return [each for each in stuck if each.blame == least]
-
-
-STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
-LOOK_SHARE = 0.2  # of the limit of a wait: from then on the agent looks whether the workers stay; leaves time for STAY_SHARE
-# Between later looks, and between reads of the process stats while this node claims a stall. No node looks again when the last
-# one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
-# all the same: each lasts for 12 s at least.
-LOOK_S = 3.0
-# Of the interval between checks, 30 s by default: the process stats are compared over this time at least, however often they are
-# read. Over LOOK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 27 s it takes 0.54 s, which a
-# process that computes uses up before the next look.
-WINDOW_SHARE = 0.9
-MIN_CHECK_S = 0.1
 
 
 def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
@@ -442,5 +431,5 @@ def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -
 
 
 def _look_from_s(worker: WorkerStatus) -> float:
-    """Return the quiet seconds from which on this worker is looked at. Before that, nobody knows what it waits for."""
+    """Return the quiet seconds from which on this worker is looked at. Before that, it is unknown what it waits for."""
     return LOOK_SHARE * wait_limit_s(replace(worker, wait=Wait.RANKS))

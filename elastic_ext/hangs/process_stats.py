@@ -90,7 +90,7 @@ class Rates:
 def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
     """Return the rates of one worker over `took_s` seconds.
 
-    A sum shrinks when a family member has ended and nobody waited for it. Its rate is then not known.
+    A sum shrinks when a family member has ended and no process waited for it. Its rate is then unknown.
     """
     cpu_s, own_s, main_s = now.cpu_s - before.cpu_s, now.own_cpu_s - before.own_cpu_s, now.main_cpu_s - before.main_cpu_s
     moved = _moved(before, now)
@@ -237,7 +237,7 @@ def _cpu_s(fields: list[str]) -> float:
 
 
 def _io_bytes(family: Iterable[int]) -> int | None:
-    """Return the bytes moved by the living members. The counts of the others went to whoever waited for them."""
+    """Return the bytes moved by the living members. The counts of the others went to the process that waited for them."""
     total = 0
     for pid in family:
         try:

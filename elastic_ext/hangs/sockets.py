@@ -29,6 +29,20 @@ _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, po
 _REQUEST = struct.Struct("=BBBxI48x")  # inet_diag_req_v2: family, protocol, extensions, states, any address
 _ATTRIBUTES_AT = 72  # in inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
+_INODE_AT = 68  # in inet_diag_msg
+_MOVED = struct.Struct("=QQ")  # of tcp_info: tcpi_bytes_acked, tcpi_bytes_received
+_MOVED_AT = 120
+# TCP states (net/tcp_states.h) in which a socket can move bytes: established, fin wait 1 and 2, close wait, last ack, closing.
+_STATES = sum(1 << state for state in (1, 4, 5, 8, 9, 11))
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN = 1, 2, 4, 8, 10  # net/tcp_states.h
+_ENDS_KNOWN = sum(1 << state for state in (_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN))
+# inet_diag_msg: family, state, timer; ports and addresses in network byte order; ms until the timer expires; inode
+_MESSAGE = struct.Struct("=BBBx2x2s16s16s12xI12xI")
+_FAMILY_BYTES = {2: 4, 10: 16}  # AF_INET, AF_INET6
+_RETRANSMIT, _PROBE = 1, 4  # timers
+# tcp_info: retransmits, probes, backoff; rto in us; ms since the last acknowledgement
+_INFO = struct.Struct("=2xBBB3xI44xI")
 
 
 def sockets(states: int) -> Iterator[tuple[bytes, bytes]]:
@@ -36,8 +50,7 @@ def sockets(states: int) -> Iterator[tuple[bytes, bytes]]:
 
     states: a bit for each TCP state (net/tcp_states.h).
 
-    Raises:
-        OSError: the kernel refuses, or knows no such netlink family.
+    Raises OSError: the kernel refuses, or knows no such netlink family.
     """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.settimeout(_TIMEOUT_S)
@@ -82,15 +95,6 @@ def _padded(length: int) -> int:
     return (length + 3) & ~3
 
 
-_INODE_AT = 68  # in inet_diag_msg
-_MOVED = struct.Struct("=QQ")  # of tcp_info: tcpi_bytes_acked, tcpi_bytes_received
-_MOVED_AT = 120
-# TCP states (net/tcp_states.h) in which a socket can move bytes: established, fin wait 1 and 2, close wait, last ack, closing.
-_STATES = sum(1 << state for state in (1, 4, 5, 8, 9, 11))
-
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
-
-
 def moved_by_inode() -> dict[int, int] | None:
     """Return the bytes sent and acknowledged, or received, by each TCP socket of this network namespace; None: not known."""
     try:
@@ -118,16 +122,6 @@ def inodes_of(pid: int) -> set[int]:
 def bytes_moved(before: Mapping[int, int], now: Mapping[int, int]) -> int:
     """Return the bytes moved between two checks by the sockets that are open now."""
     return sum(max(0, total - before.get(inode, 0)) for inode, total in now.items())
-
-
-_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN = 1, 2, 4, 8, 10  # net/tcp_states.h
-_ENDS_KNOWN = sum(1 << state for state in (_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN))
-# inet_diag_msg: family, state, timer; ports and addresses in network byte order; ms until the timer expires; inode
-_MESSAGE = struct.Struct("=BBBx2x2s16s16s12xI12xI")
-_FAMILY_BYTES = {2: 4, 10: 16}  # AF_INET, AF_INET6
-_RETRANSMIT, _PROBE = 1, 4  # timers
-# tcp_info: retransmits, probes, backoff; rto in us; ms since the last acknowledgement
-_INFO = struct.Struct("=2xBBB3xI44xI")
 
 
 def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[Connection]] | None:

@@ -3,11 +3,11 @@
 Where the call may do anything (`loss.item()`, the backward pass, a launch), torch's flight recorder decides: a worker waits if it
 has a collective that does not complete and no other Python thread computes.
 
-Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
-the same line of the same short collective. So `Looks` asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
-thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
-long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
-Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
+Neither processor time nor one stack is enough. NCCL waits spin, as work does, and a healthy evaluation may spend most of its
+time in the same line of the same short collective. So `Looks` asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which
+the main thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread
+does. As long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor
+more signals. Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
 
 Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connection of the worker
 itself, no other process that computes, and no other Python thread that may use the processor. Threads without Python code may:
@@ -41,11 +41,13 @@ from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
 
-
 WAIT_S = 0.5  # a dump takes a few ms; a worker that is stopped or asleep in the kernel never makes one
 QUIET_S = 0.02
 _OURS = "/elastic_ext/workers/bootstrap/recorder.py"
 _THREADS = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
+FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
+RECORDED_S = 5.0  # the worker reads its recorder every 2 s
+RATES_S = 2.0  # over less time, the stacks that the worker writes would count as its work
 
 
 def dump(pid: int, path: str) -> str:
@@ -156,36 +158,21 @@ def _size(path: str) -> int:
         return 0
 
 
-FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
-RECORDED_S = 5.0  # the worker reads its recorder every 2 s
-RATES_S = 2.0  # over less time, the stacks that the worker writes would count as its work
-
-
 @dataclass(frozen=True)
 class Stay:
-    """A worker that has not left its call.
+    """A worker that has not left its call."""
 
-    Attributes:
-        since: monotonic seconds.
-        wait: what the call waits for.
-        answers: see Progress; another count means that it has left the call.
-        outstanding_ns: see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
-        others_idle: its other Python threads waited for work when this began.
-        confirmed: they did when the node was about to claim a stall, too.
-        stats: of its family, when this began.
-    """
-
-    since: float
-    wait: Wait
-    answers: int
-    others_idle: bool
-    stats: ProcessStats
-    confirmed: bool = False
-    outstanding_ns: int = 0
+    since: float  # monotonic seconds
+    wait: Wait  # what the call waits for
+    answers: int  # see Progress; another count means that it has left the call
+    others_idle: bool  # its other Python threads waited for work when this began
+    stats: ProcessStats  # of its family, when this began
+    confirmed: bool = False  # they did when the node was about to claim a stall, too
+    outstanding_ns: int = 0  # see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
 
 
 class Looks:
-    """The looks at the workers of this node while all of them are quiet. Start anew when one gives a sign of life."""
+    """Which workers of this node stay in their calls while all of them are quiet. Make a new one after a sign of life."""
 
     def __init__(self) -> None:
         self._stays: dict[int, Stay] = {}  # by local rank
@@ -220,7 +207,7 @@ class Looks:
         return (stay.wait, now - stay.since) if stay is not None else (Wait.NOTHING, 0.0)
 
     def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
-        """Return whether the stacks still tell what they told when each stay began; end the stays of which they do not.
+        """Return whether the stacks still show what they did when each stay began; end the stays whose stacks do not.
 
         A thread may have begun to compute since. Asks each worker once per stay. Arguments by local rank.
         """

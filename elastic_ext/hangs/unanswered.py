@@ -73,7 +73,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """rank: of a worker that gets no answer from this address and port, for so many seconds."""
+    """rank: of a worker that has had no answer from this address and port for for_s seconds."""
 
     rank: int
     address: str
@@ -98,7 +98,7 @@ def reach_of(connections: Mapping[int, Iterable[Connection]]) -> Reach:
     """Sum up the connections of a node's workers. connections: by global rank.
 
     A host has been silent for no longer than since its kernel last acknowledged anything on the same way: one connection may be
-    dead by itself, to a container that is gone or a port that a firewall now blocks.
+    dead alone, to a container that is gone or a port that a firewall now blocks.
     """
     own = {each.local for found in connections.values() for each in found if _between_hosts(each.local)}
     answered_s = _answered_s(each for found in connections.values() for each in found)

@@ -68,7 +68,7 @@ _SYNCHRONISING = (
     ("/torch/cuda/streams.py", ("synchronize",)),
     ("/torch/accelerator/__init__.py", ("synchronize",)),
 )
-# The innermost frames of threads that wait for work, or for the end of somebody else's.
+# The innermost frames of threads that wait for work, or for the end of another thread's.
 _IDLE = (
     ("/threading.py", ("wait", "join", "_wait_for_tstate_lock", "acquire", "__enter__")),
     ("/queue.py", ("get",)),

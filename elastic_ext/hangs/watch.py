@@ -28,9 +28,11 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-
 SLOW = 1.25  # times the median of the others
 MIN_STEPS = 10  # by each rank, or a single evaluation would make it a straggler
+NOTHING_FOUND = Assessment(False, (), "not checked yet")
+COLLECTIVE_BYTES = 4096
+RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ def stragglers(times: Mapping[int, float]) -> dict[int, float]:
         if others > 0 and seconds > SLOW * others:
             found[rank] = seconds / others
     return found
-
-
-NOTHING_FOUND = Assessment(False, (), "not checked yet")
-COLLECTIVE_BYTES = 4096
-RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
 class HangWatch:
@@ -246,12 +243,13 @@ class Sample:
 class Stall:
     """The activity of the workers' processes while all workers are quiet. A stall ends when one gives a sign of life.
 
-    Each sample is compared with one that is a window old, and with the one before it unless that is too young to tell work from
-    noise. So work that has just begun counts before the first claim, and each of the frequent looks after it sees a whole window.
+    Each sample is compared with one that is a window old, and with the one before it unless that is too young to separate work
+    from noise. So work that has just begun counts before the first claim, and each of the frequent looks after it sees a whole
+    window.
     """
 
     def __init__(self, window_s: float) -> None:
-        """window_s: the newest sample that is as old as this is compared, or the first. Half of it tells work from noise."""
+        """window_s: the newest sample that is as old as this is compared, or the first. Half of it separates work from noise."""
         self._window_s = window_s
         self._samples: deque[Sample] = deque()  # the first one is a window old
         self._worked: dict[int, float] = {}  # when each was last seen to work, or its activity was not known

@@ -16,12 +16,13 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-
 MAX_FILES = 1 << 20  # the kernel's default maximum (fs.nr_open); a hard limit may be 2 ** 63
 
 _lock = threading.Lock()
 _agents = 0  # how many agents of this process have raised the limit
 _user_limit: tuple[int, int] | None = None  # the limit before the first agent raised it; None: it could not be raised
+
+_UNLIMITED = 1 << 60  # "no limit" in cgroup v1 is a number near 2**63
 
 
 def open_standard() -> None:
@@ -73,7 +74,7 @@ def _raise() -> tuple[int, int] | None:
 
 
 def limit() -> tuple[int, int] | None:
-    """Return the soft and the hard limit; None if the kernel refuses to tell (a seccomp profile)."""
+    """Return the soft and the hard limit; None if the kernel refuses to say (a seccomp profile)."""
     try:
         return resource.getrlimit(resource.RLIMIT_NOFILE)
     except OSError as error:
@@ -98,9 +99,6 @@ def files_left() -> int:
     now = limit()
     hard = MAX_FILES if now is None or now[1] == resource.RLIM_INFINITY else min(now[1], MAX_FILES)
     return hard - len(os.listdir("/proc/self/fd"))
-
-
-_UNLIMITED = 1 << 60  # "no limit" in cgroup v1 is a number near 2**63
 
 
 def memory_left() -> int:

@@ -1,7 +1,8 @@
-"""Descriptors that become readable when a child of this process ends: pidfds, or a pipe and a thread if there are no pidfds.
+"""Children of this process: how helpers start, and descriptors that become readable when a child ends.
 
-Linux before 5.4 has no pidfds, some seccomp profiles refuse them, and an interpreter may have been built against old headers.
-These functions are for children that this process has not reaped, so no other process can have their pids.
+These are pidfds, or a pipe and a thread if there are none: Linux before 5.4 has no pidfds, some seccomp profiles refuse them, and
+an interpreter may have been built against old headers. Only for children that this process has not reaped, so that no other
+process can have their pids.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ import functools
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
+
+from elastic_ext.workers.reaper.reaper import BLOCKED_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +100,7 @@ def _await_end(pid: int, writer: int) -> None:
     try:
         os.write(writer, b".")  # closing it is not enough: a forked process may hold another copy
     except OSError:
-        pass  # nobody waits anymore
+        pass  # no thread waits anymore
     os.close(writer)
 
 
@@ -122,7 +128,7 @@ def state(pid: int) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether this child, which has not been reaped, has begun to end, or has ended. False if the kernel does not tell.
+    """Return whether this child, which has not been reaped, has begun to end, or has ended. False if the kernel does not say.
 
     The kernel marks a process before it closes its connections and devices, and reports its end only afterwards: seconds later
     where a driver has much to release.
@@ -132,6 +138,28 @@ def is_ending(pid: int) -> bool:
             return bool(int(stat.read().rpartition(") ")[2].split()[_FLAGS]) & _PF_EXITING)
     except (OSError, ValueError, IndexError):
         return False
+
+
+def start_helper(
+    program: str, *arguments: str, stdin: int, stderr: int | None = None, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a helper process that outlives this one: a file that needs only the standard library. Raises OSError."""
+    # Blocked signals stay blocked across exec: none of these can end it, even while it starts.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", program, *arguments],
+            stdin=stdin,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            # Without the workers' token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
+            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
+            pass_fds=pass_fds,
+            bufsize=0,  # or closing its input would retry writes that have failed
+            start_new_session=True,  # a signal to the agent's process group must not reach it
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def resume(pid: int, what: str) -> bool:

@@ -53,7 +53,7 @@ class Exit:
         return self.exitcode != 0
 
     def ended_by_agent(self, raised_ns: int | None) -> bool:
-        """Return whether the worker ended because the agent told it to.
+        """Return whether the worker ended because the agent asked it to.
 
         raised_ns: time.monotonic_ns() when it raised the exception that ended it; None if there was no exception. An exception
         raised in answer to our signal is how the worker ended, not why.
@@ -92,9 +92,7 @@ class WorkerProcesses:
     def __init__(self, pids: Mapping[int, int], own_groups: bool) -> None:
         """Start to watch processes. Raises OSError if no descriptor is left.
 
-        Args:
-            pids: by local rank.
-            own_groups: each worker leads its own process group, as commands started by torch do.
+        pids: by local rank. own_groups: each worker leads its own process group, as commands started by torch do.
         """
         self.pids = dict(pids)
         self._own_groups = own_groups
@@ -102,8 +100,8 @@ class WorkerProcesses:
         self._stop_sent_ns: dict[int, int] = {}
         self._sent: dict[int, set[int]] = {}
         self._cut_short: dict[int, int] = {}  # the exit codes of workers that were killed after their exit handlers
-        self._only_cut_short: set[int] = set()  # those that had not been told to end before
-        self._ending_before: set[int] = set()  # those that were ending when they were first told to
+        self._only_cut_short: set[int] = set()  # those that had got no signal to end before
+        self._ending_before: set[int] = set()  # those that were ending when they first got one
         self.stopped = False  # after stop() torch may reap, so no signal is sent to any of these pids again
         self.exits: dict[int, Exit] = {}
         try:
@@ -186,7 +184,7 @@ class WorkerProcesses:
         if stragglers := self.running:
             on_stragglers(stragglers)
         # Also signal the groups of dead workers: what a worker started must not outlive it. Their leaders are zombies until torch
-        # reaps them. A worker that succeeded by itself left its processes behind on purpose.
+        # reaps them. A worker that succeeded unasked left its processes behind on purpose.
         ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.stop_sent_ns is None}
         self._signal([rank for rank in self._pidfds if rank not in ended_well], signal.SIGKILL)
         self._await_all(max(grace_s, 1.0))

@@ -11,12 +11,12 @@ import logging
 import mmap
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from operator import itemgetter
 
 from elastic_ext.workers import progress_layout as layout
 
 logger = logging.getLogger(__name__)
-
 
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _logged: set[str] = set()  # reasons why named pipes cannot be made
@@ -30,8 +30,7 @@ def named_pipe(path: str) -> tuple[str, int, int | None]:
         reader's name in /proc if named pipes are refused (a seccomp profile, a file system). Such an unnamed pipe reads as ended
         while it has no writer, even before the first one opens it. The returned writer prevents that.
 
-    Raises:
-        OSError: no pipe can be made.
+    Raises OSError: no pipe can be made.
     """
     try:
         os.mkfifo(path, 0o600)
@@ -54,7 +53,7 @@ class WakePipe:
     def __init__(self, path: str) -> None:
         """Create the pipe at `path`. Workers open the attribute `path`, which may differ. Raises OSError."""
         self.path, self._descriptor, writer = named_pipe(path)
-        # A pipe that nobody else holds open would always be readable.
+        # A pipe that no other process holds open would always be readable.
         self._writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC) if writer is None else writer
 
     def fileno(self) -> int:
@@ -74,95 +73,109 @@ class WakePipe:
         os.close(self._writer)
 
 
+def _count(at: int) -> int:
+    return field(default=0, metadata={"decode": itemgetter(at)})
+
+
+def _flag(at: int) -> bool:
+    return field(default=False, metadata={"decode": lambda row: bool(row[at])})
+
+
+def _seconds(at: int) -> float:
+    return field(default=0.0, metadata={"decode": lambda row: row[at] / 1e9})
+
+
+def _less_one(at: int) -> int | None:
+    return field(default=None, metadata={"decode": lambda row: row[at] - 1 if row[at] else None})
+
+
+def _phase(row: memoryview) -> int:
+    return min(row[layout.PHASE], len(layout.PHASES) - 1)  # the script can write anything here
+
+
+def _gaps(row: memoryview) -> tuple[int, ...]:
+    first = layout.GAPS + _phase(row) * layout.GAP_BUCKETS
+    return tuple(row[first : first + layout.GAP_BUCKETS])
+
+
+def _account(row: memoryview) -> str:
+    doing = min(row[layout.DOING], len(layout.ACCOUNTS))  # the script can write anything here
+    return layout.ACCOUNTS[layout.account(doing, _phase(row), row[layout.STEPS], row[layout.REPEATED])]
+
+
 @dataclass(frozen=True)
 class Progress:
-    """One worker's row, decoded.
+    """One worker's row, decoded: each field names its place in the row, where `progress_layout` says more.
 
-    Attributes:
-        pid: pid of the worker whose bootstrap is in place; 0: no bootstrap, so nothing is known about this worker.
-        steps: optimizer steps done since the worker started.
-        first_step_ns, last_step_ns: time.monotonic_ns() of these steps; 0 before the first.
-        has_torch: it has imported torch.
-        answers: changes whenever its main thread has answered ANSWER_SIGNAL; 0: it answers none, and the signal would kill it.
-        stacks_armed: the signal that dumps the worker's stacks has a handler. Without one, the signal would kill the worker.
-        asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
-        saves: checkpoints that the worker has seen committed.
-        saved_step, save_s: step and duration in seconds of the last one. saved_after: its `steps` when that save began.
-        saved_ns: time.monotonic_ns() of its commit; 0: none yet.
-        saving_s: duration of all of them, in seconds.
-        save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
-        failed_saves: number of saves that failed.
-        loads, loading_s: number of checkpoints that the worker has loaded, and the seconds that this took, with the checks.
-        checks, checking_s: number of checkpoints whose files it has checked for damage, with the others, and the seconds.
-        ends_with: exit code of a worker whose script has ended with an error, or 0.
-        ended_ns: time.monotonic_ns() of the exception that ended the script; 0: none has.
-        exit_handlers_done: the part of the worker's end that the script can notice is over.
-        phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
-        reports: progress reports, besides the steps.
-        sign_ns: time.monotonic_ns() of the last sign of life (a step, a report, a change of phase); 0: none yet.
-        total_steps, steps_before: of the whole job, and of the job before this worker's first, if the script told; else None.
-        posts_status: the script posts the status of its Kubeflow TrainJob itself.
-        began_ns: when its bootstrap took over, time.monotonic_ns(); 0: it has not yet.
-        spent_ns: settled time of its training thread, by the index of its account in progress_layout.ACCOUNTS.
-        account: what the thread does since then, one of progress_layout.ACCOUNTS.
-        tokens, flops: as the script reported them.
-        copies, copies_stall_s: number of copies of its state in memory, and the seconds for which they have stalled training.
-        copied_step: step of the last one. copy_every: steps from one to the next; 0: unknown. failed_copies: those that failed.
-        unusable_copies: number of copies that it could not load.
-        outstanding_ns: since when it has had an outstanding collective and none has completed; 0: it has none.
-        outstanding_at_ns: when that was last read.
-        gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
+    A time ends in `_ns` and is that of time.monotonic_ns(); 0: it has not come yet. A step or number that may be None is unknown.
     """
 
-    pid: int
-    steps: int
-    first_step_ns: int
-    last_step_ns: int
-    stacks_armed: bool
-    asks_for_saves: bool = False
-    saves: int = 0
-    saved_step: int | None = None
-    saved_after: int = 0
-    save_s: float | None = None
-    saved_ns: int = 0
-    saving_s: float = 0.0
-    save_kept: int = 0
-    save_failed: int = 0
-    failed_saves: int = 0
-    ends_with: int = 0
-    exit_handlers_done: bool = False
-    phase: str = ""
-    reports: int = 0
-    sign_ns: int = 0
-    gaps: tuple[int, ...] = ()
-    has_torch: bool = False
-    answers: int = 0
-    total_steps: int | None = None
-    steps_before: int | None = None
-    posts_status: bool = False
-    ended_ns: int = 0
-    loads: int = 0
-    loading_s: float = 0.0
-    checks: int = 0
-    checking_s: float = 0.0
-    began_ns: int = 0
-    spent_ns: tuple[int, ...] = ()
-    account: str = ""
-    tokens: int = 0
-    flops: float = 0.0
-    copies: int = 0
-    copies_stall_s: float = 0.0
-    copied_step: int | None = None
-    copy_every: int = 0
-    failed_copies: int = 0
-    unusable_copies: int = 0
-    outstanding_ns: int = 0
-    outstanding_at_ns: int = 0
+    pid: int = _count(layout.PID)  # 0: no bootstrap is in place, so nothing is known about this worker
+    steps: int = _count(layout.STEPS)  # since the worker started
+    first_step_ns: int = _count(layout.FIRST_STEP_NS)
+    last_step_ns: int = _count(layout.LAST_STEP_NS)
+    stacks_armed: bool = _flag(layout.STACKS_ARMED)  # without a handler, the signal that dumps stacks would kill the worker
+    asks_for_saves: bool = _flag(layout.ASKS_FOR_SAVES)
+    saves: int = _count(layout.SAVES)
+    saved_step: int | None = _less_one(layout.SAVED_STEP)
+    saved_after: int = _count(layout.SAVED_AFTER)  # `steps` when the last committed save began
+    save_s: float | None = field(
+        default=None, metadata={"decode": lambda row: row[layout.SAVE_NS] / 1e9 if row[layout.SAVE_NS] else None}
+    )
+    saved_ns: int = _count(layout.SAVED_AT_NS)
+    saving_s: float = _seconds(layout.SAVES_NS)  # of all committed saves
+    save_kept: int = _count(layout.SAVE_KEPT)
+    save_failed: int = _count(layout.SAVE_FAILED)
+    failed_saves: int = _count(layout.FAILED_SAVES)
+    ends_with: int = _count(layout.ENDS_WITH)
+    exit_handlers_done: bool = _flag(layout.EXIT_HANDLERS_DONE)
+    phase: str = field(default="", metadata={"decode": lambda row: layout.PHASES[_phase(row)]})  # "": the script does not say
+    reports: int = _count(layout.PROGRESS)
+    sign_ns: int = _count(layout.SIGN_NS)  # the last sign of life: a step, a report, a change of phase
+    gaps: tuple[int, ...] = field(default=(), metadata={"decode": _gaps})  # histogram of this phase, see progress_layout.GAPS
+    has_torch: bool = _flag(layout.OPTIM_HOOKED)
+    answers: int = _count(layout.ANSWERS)  # changes with each answer; 0: it answers no ANSWER_SIGNAL, which would kill it
+    total_steps: int | None = field(default=None, metadata={"decode": lambda row: row[layout.TOTAL_STEPS] or None})
+    steps_before: int | None = _less_one(layout.STEPS_BEFORE)
+    posts_status: bool = _flag(layout.POSTS_STATUS)
+    ended_ns: int = _count(layout.ENDED_AT_NS)
+    loads: int = _count(layout.LOADS)
+    loading_s: float = _seconds(layout.LOADS_NS)  # with the checks
+    checks: int = _count(layout.CHECKS)
+    checking_s: float = _seconds(layout.CHECKS_NS)
+    began_ns: int = _count(layout.BEGAN_NS)
+    spent_ns: tuple[int, ...] = field(  # settled, by the index in progress_layout.ACCOUNTS
+        default=(), metadata={"decode": lambda row: tuple(row[layout.SPENT : layout.SPENT + len(layout.ACCOUNTS)])}
+    )
+    account: str = field(default="", metadata={"decode": _account})  # of what the training thread has done since then
+    tokens: int = _count(layout.TOKENS)
+    flops: float = field(default=0.0, metadata={"decode": lambda row: row[layout.MEGAFLOPS] * 1e6})
+    copies: int = _count(layout.COPIES)
+    copies_stall_s: float = _seconds(layout.COPIES_STALL_NS)
+    copied_step: int | None = _less_one(layout.COPIED_STEP)
+    copy_every: int = _count(layout.COPY_EVERY)  # steps from one copy to the next; 0: unknown
+    failed_copies: int = _count(layout.FAILED_COPIES)
+    unusable_copies: int = _count(layout.UNUSABLE_COPIES)
+    outstanding_ns: int = _count(layout.OUTSTANDING_NS)  # 0: no collective is outstanding
+    outstanding_at_ns: int = _count(layout.OUTSTANDING_AT_NS)
+
+    @property
+    def stepping_s(self) -> float:
+        """Return the seconds from its first step to its last."""
+        return max(0, self.last_step_ns - self.first_step_ns) / 1e9
+
+    @property
+    def step_s(self) -> float | None:
+        """Return the mean seconds of a step; None if not known."""
+        return self.stepping_s / (self.steps - 1) if self.steps > 1 else None
 
     @property
     def first_step_done(self) -> bool | None:
         """Return whether the first step is done; None if not known."""
         return self.steps > 0 if self.pid else None
+
+
+_DECODERS = [each.metadata["decode"] for each in fields(Progress)]
 
 
 class ProgressTable:
@@ -182,63 +195,13 @@ class ProgressTable:
             raise
         finally:
             os.close(descriptor)
-        fields = memoryview(self._map).cast("Q")
-        self._rows = [fields[at : at + layout.ROW_BYTES // 8] for at in range(0, len(fields), layout.ROW_BYTES // 8)]
+        words, size = memoryview(self._map).cast("Q"), layout.ROW_BYTES // 8
+        self._rows = [words[at : at + size] for at in range(0, len(words), size)]
 
     def read(self, slot: int) -> Progress:
         """Decode the row of the worker with this local rank."""
         row = self._rows[slot]
-        return Progress(
-            pid=row[layout.PID],
-            steps=row[layout.STEPS],
-            first_step_ns=row[layout.FIRST_STEP_NS],
-            last_step_ns=row[layout.LAST_STEP_NS],
-            stacks_armed=bool(row[layout.STACKS_ARMED]),
-            asks_for_saves=bool(row[layout.ASKS_FOR_SAVES]),
-            saves=row[layout.SAVES],
-            saved_step=row[layout.SAVED_STEP] - 1 if row[layout.SAVED_STEP] else None,
-            saved_after=row[layout.SAVED_AFTER],
-            save_s=row[layout.SAVE_NS] / 1e9 if row[layout.SAVE_NS] else None,
-            saved_ns=row[layout.SAVED_AT_NS],
-            saving_s=row[layout.SAVES_NS] / 1e9,
-            save_kept=row[layout.SAVE_KEPT],
-            save_failed=row[layout.SAVE_FAILED],
-            failed_saves=row[layout.FAILED_SAVES],
-            ends_with=row[layout.ENDS_WITH],
-            exit_handlers_done=bool(row[layout.EXIT_HANDLERS_DONE]),
-            phase=layout.PHASES[phase := min(row[layout.PHASE], len(layout.PHASES) - 1)],  # the script can write anything here
-            reports=row[layout.PROGRESS],
-            sign_ns=row[layout.SIGN_NS],
-            gaps=tuple(row[(gaps := layout.GAPS + phase * layout.GAP_BUCKETS) : gaps + layout.GAP_BUCKETS]),
-            has_torch=bool(row[layout.OPTIM_HOOKED]),
-            answers=row[layout.ANSWERS],
-            total_steps=row[layout.TOTAL_STEPS] or None,
-            steps_before=row[layout.STEPS_BEFORE] - 1 if row[layout.STEPS_BEFORE] else None,
-            posts_status=bool(row[layout.POSTS_STATUS]),
-            ended_ns=row[layout.ENDED_AT_NS],
-            loads=row[layout.LOADS],
-            loading_s=row[layout.LOADS_NS] / 1e9,
-            checks=row[layout.CHECKS],
-            checking_s=row[layout.CHECKS_NS] / 1e9,
-            began_ns=row[layout.BEGAN_NS],
-            spent_ns=tuple(row[layout.SPENT : layout.SPENT + len(layout.ACCOUNTS)]),
-            account=layout.ACCOUNTS[self._account(row, phase)],
-            tokens=row[layout.TOKENS],
-            flops=row[layout.MEGAFLOPS] * 1e6,
-            copies=row[layout.COPIES],
-            copies_stall_s=row[layout.COPIES_STALL_NS] / 1e9,
-            copied_step=row[layout.COPIED_STEP] - 1 if row[layout.COPIED_STEP] else None,
-            copy_every=row[layout.COPY_EVERY],
-            failed_copies=row[layout.FAILED_COPIES],
-            unusable_copies=row[layout.UNUSABLE_COPIES],
-            outstanding_ns=row[layout.OUTSTANDING_NS],
-            outstanding_at_ns=row[layout.OUTSTANDING_AT_NS],
-        )
-
-    @staticmethod
-    def _account(row: memoryview, phase: int) -> int:
-        doing = min(row[layout.DOING], len(layout.ACCOUNTS))  # the script can write anything here
-        return layout.account(doing, phase, row[layout.STEPS], row[layout.REPEATED])
+        return Progress(*[decode(row) for decode in _DECODERS])
 
     def read_all(self) -> list[Progress]:
         """Decode the rows of all workers of this node, by slot."""
@@ -262,7 +225,7 @@ class ProgressTable:
 
 
 class EndingWorkers:
-    """The workers of a round that are about to end with an error. They report it themselves and are not told to end.
+    """The workers of a round that are about to end with an error. They report it themselves and get no signal to end.
 
     After an error, a worker runs its exit handlers. They may take as long as the grace period allows. The agent does not wait
     for the interpreter's teardown that follows (0.4 s with torch, more with a device).

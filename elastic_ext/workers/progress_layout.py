@@ -72,7 +72,7 @@ ACCOUNTS = (
 BEGAN_NS = ANSWERS + 11  # time.monotonic_ns() when the bootstrap took over
 SETTLED_NS = BEGAN_NS + 1  # end of the last settled span
 SPENT = BEGAN_NS + 2  # first field: settled nanoseconds, one field per account
-DOING = SPENT + len(ACCOUNTS)  # 1 plus the account of what the thread does, if it is told; 0: the phase tells
+DOING = SPENT + len(ACCOUNTS)  # 1 plus the account of what the thread does, if the script says so; 0: that of the phase
 TOKENS = DOING + 1  # tokens reported by the script
 MEGAFLOPS = DOING + 2  # millions of floating-point operations reported by the script
 SAVED_AFTER = DOING + 3  # STEPS when the last committed save began
@@ -83,7 +83,7 @@ COPIES_STALL_NS = COPIES + 1  # for how long they have stalled training
 COPIED_STEP = COPIES + 2  # step of the last one, plus 1
 COPY_EVERY = COPIES + 3  # steps from one to the next
 FAILED_COPIES = COPIES + 4
-UNUSABLE_COPIES = COPIES + 5  # those that the worker was told to load, and that were damaged or did not fit
+UNUSABLE_COPIES = COPIES + 5  # those that the worker should load, and that were damaged or did not fit
 
 # What torch's flight recorder says; see bootstrap/recorder.py. All in time.monotonic_ns().
 OUTSTANDING_NS = COPIES + 6  # since when a collective of this worker has been outstanding and none has completed; 0: none is
@@ -92,7 +92,7 @@ OUTSTANDING_AT_NS = COPIES + 7  # when that was last read
 # Written by the agent.
 AGENT_FIELDS = COPIES + 8
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
-REPEATED = AGENT_FIELDS + 1  # the first so many steps were already done before the restart
+REPEATED = AGENT_FIELDS + 1  # how many of the first steps were done before the restart
 
 
 def note_sign(row: memoryview, now_ns: int) -> None:

@@ -34,7 +34,7 @@ def test_while_the_standbys_of_a_job_that_is_done_are_ended(tmp_path: Path) -> N
     """What is not copied yet is at least named."""
     (tmp_path / "job.py").write_text("print('trains')")
     where = {"ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "remote"), "ELASTIC_EXT_LOCAL_DIR": str(tmp_path / "local")}
-    done = run([*agent("agent.standbys:WarmStarts.close", signal.SIGTERM, COPIES), "job.py"], tmp_path, **where)
+    done = run([*agent("agent.companions:WarmStarts.close", signal.SIGTERM, COPIES), "job.py"], tmp_path, **where)
     assert done.returncode == 75, done.all
     assert f"enters {COPIES}" in done.out
 
@@ -53,7 +53,7 @@ def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> No
 
 def test_a_second_notice_at_the_moment_of_the_first_costs_no_checkpoint(tmp_path: Path) -> None:
     """timeout(1) sends SIGTERM to its child and to its child's group."""
-    command = [*agent("agent.notices:take_as_one", signal.SIGTERM, LEAVE), str(SCRIPTS / "saving_job.py"), str(tmp_path)]
+    command = [*agent("agent.leaving:take_as_one", signal.SIGTERM, LEAVE), str(SCRIPTS / "saving_job.py"), str(tmp_path)]
     with Job(command, tmp_path, STOP=str(tmp_path / "stop"), ELASTIC_EXT_PLATFORM_GRACE="600") as job:
         job.wait_for("steps 0")
         job.process.send_signal(signal.SIGTERM)

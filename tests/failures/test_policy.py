@@ -164,7 +164,7 @@ def test_the_budget(diagnosis, charged, limit, action):
     assert decided.action is action
     if action is Action.STOP and charged:
         assert (decided.rule, decided.exit_code) == ("budget", 1)
-        assert f"all {limit} restarts of the budget" in decided.reason
+        assert f"the budget of {limit} restart" in decided.reason
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,7 @@ def _is_ours(trace: "TracebackType") -> bool:
 def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
     """Install an excepthook that shows the current exception as if the interpreter had run the script itself.
 
-    Args:
-        quiet: the agent shows it; print nothing unless the script has its own excepthook.
-        namespace: loses its file names afterwards.
+    quiet: the agent shows it; print nothing unless the script has its own excepthook. namespace: loses its file names afterwards.
     """
     previous = getattr(sys, "excepthook", sys.__excepthook__)
     silent = quiet and _is_default(previous)
@@ -285,7 +283,7 @@ def _warn(text: str) -> None:
     try:
         os.write(2, f"elastic_ext: {text}\n".encode(errors="backslashreplace"))
     except OSError:
-        pass  # closed: nobody can read it
+        pass  # closed: no process can read it
 
 
 # What the message asks for.

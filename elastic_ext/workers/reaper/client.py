@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.workers import pidfds
@@ -50,11 +47,8 @@ class Reaper:
         self._start()
 
     def _start(self) -> None:
-        path = str(Path(__file__).with_name("reaper.py"))
-        # Blocked signals stay blocked across exec, so none of these can end the reaper, even while it starts.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
         try:
-            self._process = self._spawn(path)
+            self._process = self._spawn()
             self.pidfd = pidfds.watch(self._process.pid)
         except OSError as error:
             self._kill()
@@ -62,23 +56,13 @@ class Reaper:
                 logger.warning("cannot start the reaper: %s; if this agent is killed, its workers may outlive it", error)
             self._cannot_start = True
             return
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._cannot_start:
             self._cannot_start = False
             logger.warning("the reaper is running again (pid %s)", self._process.pid)
 
-    def _spawn(self, path: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", path, str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            # Without the token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
-            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            pass_fds=self._inherited(),
-            bufsize=0,  # or close() would retry writes that have failed
-            start_new_session=True,  # a signal to the agent's process group must not reach it
-        )
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        arguments = str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir
+        process = pidfds.start_helper(reaper.__file__, *arguments, stdin=subprocess.PIPE, pass_fds=self._inherited())
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent
         return process

@@ -59,7 +59,7 @@ def _log(text: str) -> None:
     try:
         os.write(2, text.encode() + b"\n")
     except OSError:
-        pass  # nobody can read it
+        pass  # no process can read it
 
 
 class Process:

@@ -1,7 +1,7 @@
 """Finds imports that must not happen before a fork, because forked processes would differ from ones that import by themselves.
 
 Fork copies one thread and all locks, open files stay shared, and a value computed at import is the same in every fork. After a
-cold start, each process has its own. So the server checks after each import whether a forked process could tell the difference.
+cold start, each process has its own. So the server checks after each import whether a forked process could notice a difference.
 
 Standard library only: `server.py` loads this by path, in an interpreter that may not have elastic_ext.
 """

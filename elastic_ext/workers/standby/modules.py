@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 _SOURCE_BYTES = 1 << 20
 
@@ -127,22 +126,19 @@ class StandbySpec:
 
 @dataclass(frozen=True)
 class ImportOutcome:
-    """The consequences of a server's imports for the pool.
+    """The consequences of a server's imports for the pool."""
 
-    Attributes:
-        hopeless: why no server can do better; None: another one can, or this one is good.
-        unsafe: this server imported modules that it must not; the next one leaves them out.
-    """
-
-    hopeless: str | None
-    unsafe: bool
+    hopeless: str | None  # why no server can do better; None: another one can, or this one is good
+    unsafe: bool  # this server imported modules that it must not; the next one leaves them out
 
 
 class PreloadedModules:
     """The modules to import. Any thread may call `learn`; only the pool's thread may call the rest."""
 
-    def __init__(self, spec: StandbySpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: StandbySpec, run_dir: str) -> None:
+        """Start with the defaults. run_dir: a directory for small files: what imports print, and the request for them."""
+        self.spec = spec
+        self.output, self._request = (os.path.join(run_dir, name) for name in ("standby.out", "standby.modules"))
         self._learned: Learned | None = None  # written once
         self._chosen: list[str] = []  # from `_learned`
         self._excluded = set(spec.exclude)
@@ -169,19 +165,25 @@ class PreloadedModules:
     def choose(self) -> bool:
         """Choose from the report; return whether waiting standbys may have read variables that the workers set."""
         assert self._learned is not None
-        folders = [self._spec.folder, os.getcwd()]
+        folders = [self.spec.folder, os.getcwd()]
         self._chosen = rules.worth_preloading(self._learned, folders, self._excluded) or list(DEFAULT_MODULES)
         return bool(self._learned.changed)
+
+    def write_request(self) -> str:
+        """Write the request for a server's imports; return the path."""
+        with open(self._request, "w", encoding="utf-8") as file:
+            json.dump(self.request(), file)
+        return self._request
 
     def request(self) -> PreloadRequest:
         """Return the request for a server's imports."""
         learned = self._learned.modules if self._learned is not None else ()
         return {
             "modules": [name for name in (*DEFAULT_MODULES, *self._chosen) if not rules.in_packages(name, self._excluded)],
-            "wanted": [name for name in self._spec.preload if not rules.in_packages(name, self._excluded)],
+            "wanted": [name for name in self.spec.preload if not rules.in_packages(name, self._excluded)],
             "excluded": sorted(self._excluded),
-            "script_dir": self._spec.folder,
-            "program": list(self._spec.program),
+            "script_dir": self.spec.folder,
+            "program": list(self.spec.program),
             "origins": {name: origin for name, origin in learned if origin is not None and not name.startswith("__")},
         }
 
@@ -190,7 +192,7 @@ class PreloadedModules:
         unsafe = {rules.to_exclude(name): why for name, why in {**ready["unsafe"], **self._read_too_early(ready)}.items()}
         absent = {name: why for name, why in ready["absent"].items() if rules.to_exclude(name) not in unsafe}
         for name, why in {**absent, **unsafe}.items():
-            level = logging.WARNING if name in unsafe and name in self._spec.preload else logging.INFO
+            level = logging.WARNING if name in unsafe and name in self.spec.preload else logging.INFO
             logger.log(level, "%s is not preloaded: %s", name or "a library", self._masked(why))
         hopeless = self._why_hopeless(ready, unsafe)
         if hopeless is None:
@@ -209,10 +211,10 @@ class PreloadedModules:
 
     def _read_too_early(self, ready: Ready) -> dict[str, str]:
         changed = self._learned.changed if self._learned is not None else frozenset()
-        changed |= rules.variables_set(source(self._spec.program, self._spec.folder))
+        changed |= rules.variables_set(source(self.spec.program, self.spec.folder))
         found = rules.read_too_early(changed, ready["read"], ready["changed"])
         return {module: f"it reads {name} when it is imported, which the script sets later" for module, name in found.items()}
 
     def _masked(self, text: str) -> str:
         """Mask the secrets of the workers' environment, because modules may print and raise anything."""
-        return masked(text, self._spec.environ())
+        return masked(text, self.spec.environ())

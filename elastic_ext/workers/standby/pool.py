@@ -8,7 +8,6 @@ all workers would have to import again.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import select
@@ -32,40 +31,14 @@ from elastic_ext.workers.standby.server import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
 
-
 MEMORY_CHECK_S = 5.0  # not every kernel and cgroup reports memory pressure
 REFILL_AFTER_S = 0.3  # for this long, newly started workers have the processors to themselves
 MAX_SERVERS = 8  # per job: after this many failures, another server would fail too
 TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
-
-
-class ServerStarter:
-    """Starts one server after another for a pool and tells each what to import.
-
-    Attributes:
-        spec: what the workers are.
-        started: number of servers.
-    """
-
-    def __init__(self, spec: StandbySpec, run_dir: str, modules: PreloadedModules) -> None:
-        """Start no server yet. run_dir: a directory for small files."""
-        self.spec = spec
-        self._output = os.path.join(run_dir, "standby.out")
-        self._request = os.path.join(run_dir, "standby.modules")
-        self._modules = modules
-        self.started = 0
-
-    def start(self, environ: dict[str, str]) -> ServerProcess:
-        """Start a server. Raises OSError."""
-        server = ServerProcess(self.spec.python, {**environ, TOKEN_ENV: self.spec.token}, self._output)
-        self.started += 1
-        return server
-
-    def preload(self, server: ServerProcess) -> None:
-        """Tell it what to import."""
-        with open(self._request, "w", encoding="utf-8") as file:
-            json.dump(self._modules.request(), file)
-        server.preload(self._request)
+RETRY_S = 5.0  # pause after a temporary shortage of descriptors, processes or memory; doubles each time
+RETRY_MAX_S = 300.0  # the longest pause
+NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
+AWAIT_S = 30.0  # for standbys that are on their way; imports that take longer may be stuck, and are not waited for again
 
 
 class Arrival:
@@ -103,14 +76,13 @@ class PoolThread:
 
     def __init__(
         self,
-        starter: ServerStarter,
         modules: PreloadedModules,
         waiting: WaitingStandbys,
         cold: ColdStarts,
         shown: Callable[[int, int], None],
     ) -> None:
-        """Start the thread. shown: called with the number of waiting standbys and the bytes that they and their server use."""
-        self._starter = starter
+        """Start the thread. shown: see `StandbyPool`."""
+        self._servers = 0  # started so far
         self._modules = modules
         self._waiting = waiting
         self._cold = cold
@@ -181,7 +153,7 @@ class PoolThread:
             if self._modules.can_choose and not self._server.importing:
                 if self._modules.choose():  # else the waiting ones are good until better ones replace them
                     self._waiting.end()
-                self._starter.preload(self._server)
+                self._server.preload(self._modules.write_request())
         if self._server is None and self._cold.off is None:
             self._start_server()
         refill_s = self._refill_due()
@@ -219,23 +191,25 @@ class PoolThread:
     # The server.
 
     def _start_server(self) -> None:
-        reason = rules.memory_shortage(limits.memory_left(), self._starter.spec.workers, server_runs=False)
+        reason = rules.memory_shortage(limits.memory_left(), self._modules.spec.workers, server_runs=False)
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)
             return
-        if self._starter.started >= MAX_SERVERS:
+        if self._servers >= MAX_SERVERS:
             self._give_up(f"{MAX_SERVERS} standby servers have failed")
             return
-        environ = {name: value for name, value in self._starter.spec.environ().items() if name not in PER_WORKER}
+        environ = {name: value for name, value in self._modules.spec.environ().items() if name not in PER_WORKER}
         self._waiting.start_in(environ)
         try:
-            self._server = self._starter.start(environ)
+            environ = {**environ, TOKEN_ENV: self._modules.spec.token}
+            self._server = ServerProcess(self._modules.spec.python, environ, self._modules.output)
         except OSError as error:
             if error.errno in TEMPORARY_ERRORS:
                 raise
-            self._give_up(f"{self._starter.spec.python[0]} cannot be started: {error}")
+            self._give_up(f"{self._modules.spec.python[0]} cannot be started: {error}")
             return
-        self._starter.preload(self._server)
+        self._servers += 1
+        self._server.preload(self._modules.write_request())
 
     def _receive_ready(self, server: ServerProcess) -> None:
         ready = server.receive_ready()
@@ -249,7 +223,7 @@ class PoolThread:
         if outcome.unsafe:
             self._end_server()  # the next one leaves them out; the waiting standbys are as good as before
             return
-        beside = rules.shadowing_file(modules.listed(self._starter.spec.folder), ready["names"])
+        beside = rules.shadowing_file(modules.listed(self._modules.spec.folder), ready["names"])
         hides = f"{beside} beside the script would shadow a module that the standby server has imported"
         self._cold.unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
         self._refill_at = 0.0
@@ -260,7 +234,7 @@ class PoolThread:
 
     def _server_ended(self, server: ServerProcess) -> None:
         ended = server.how_it_ended()
-        reason = masked(str(ended), self._starter.spec.environ())
+        reason = masked(str(ended), self._modules.spec.environ())
         logger.warning("the standby server (pid %s) has ended: %s", server.pid, Block(reason))
         self._end_all()
         if not ended.killed:  # another server would end the same way
@@ -269,19 +243,19 @@ class PoolThread:
     # The standbys.
 
     def _standbys_are_coming(self) -> bool:
-        importing = self._server is not None and self._server.importing and len(self._waiting) < self._starter.spec.workers
+        importing = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
         return importing and self._cold.off is None and self._cold.unfit is None
 
     def _refill_due(self) -> float | None:
         """Return the seconds until standbys are due to be forked; None if none are missing or none can be forked."""
-        missing = self._starter.spec.workers - len(self._waiting)
+        missing = self._modules.spec.workers - len(self._waiting)
         if self._server is None or self._server.importing or self._cold.unfit or self._cold.off or missing <= 0:
             return None
         return max(0.0, self._refill_at - time.monotonic())
 
     def _refill(self) -> None:
         assert self._server is not None
-        missing = self._starter.spec.workers - len(self._waiting)
+        missing = self._modules.spec.workers - len(self._waiting)
         reason = rules.memory_shortage(limits.memory_left(), missing, server_runs=True)
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)
@@ -302,7 +276,7 @@ class PoolThread:
     def _pause(self, error: Exception) -> None:
         """End everything for a while, because standbys lack a resource."""
         if self._server is not None:
-            self._starter.started -= 1  # this server does not count as failed
+            self._servers -= 1  # this server does not count as failed
         self._end_all()
         self._cold.pause(getattr(error, "strerror", None) or str(error))
 
@@ -384,11 +358,6 @@ class WaitingStandbys:
         with self._lock:
             stale, self._stale = self._stale, False
         return stale
-
-
-RETRY_S = 5.0  # pause after a temporary shortage of descriptors, processes or memory; doubles each time
-RETRY_MAX_S = 300.0  # the longest pause
-NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
 
 
 class ColdStarts:
@@ -473,9 +442,6 @@ class ColdStarts:
             logger.warning("warm standbys are ready again")
 
 
-AWAIT_S = 30.0  # for standbys that are on their way; imports that take longer may be stuck, and are not waited for again
-
-
 class StandbyPool:
     """The pool, for the supervisor's thread. It shares its `_cold`, `_modules` and `_waiting` with the pool's thread.
 
@@ -497,15 +463,13 @@ class StandbyPool:
             started: called for each worker start with "warm" or "cold", and the reason.
             shown: called with the number of waiting standbys and the bytes that they and their server use.
 
-        Raises:
-            OSError, RuntimeError: no descriptor or thread is available.
+        Raises OSError, RuntimeError: no descriptor or thread is available.
         """
         self._spec = spec
         self._cold = ColdStarts(started)
-        self._modules = PreloadedModules(spec)
+        self._modules = PreloadedModules(spec, run_dir)
         self._waiting = WaitingStandbys()
-        starter = ServerStarter(spec, run_dir, self._modules)
-        self._thread = PoolThread(starter, self._modules, self._waiting, self._cold, shown)
+        self._thread = PoolThread(self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started
         self._patient = True  # no wait for standbys has been too long
         self.workers_import_torch = False

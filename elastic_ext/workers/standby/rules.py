@@ -68,15 +68,10 @@ class Cold:
 
 @dataclass(frozen=True)
 class Learned:
-    """A worker's imports and changes by its first step.
+    """A worker's imports and changes by its first step."""
 
-    Attributes:
-        modules: modules that it had imported, in order, each with its file if it has one.
-        changed: names of the environment variables that it had changed.
-    """
-
-    modules: tuple[tuple[str, str | None], ...] = ()
-    changed: frozenset[str] = frozenset()
+    modules: tuple[tuple[str, str | None], ...] = ()  # modules that it had imported, in order, each with its file if it has one
+    changed: frozenset[str] = frozenset()  # names of the environment variables that it had changed
 
 
 def in_packages(name: str, packages: Collection[str]) -> bool:

@@ -104,7 +104,7 @@ class Console:
         self._queue: deque[tuple[memoryview, Ring]] = deque()
         self._gone = False
         self.bytes_in = 0  # queued in total
-        self.bytes_out = 0  # written in total, or dropped because nobody can read them
+        self.bytes_out = 0  # written in total, or dropped because no process can read them
         try:
             self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         except OSError:

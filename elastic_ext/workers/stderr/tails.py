@@ -28,7 +28,7 @@ Why not a file in the run directory that the agent reads and punches holes into,
 100 MB/s on 2 cores that takes about as much processor time in all (1.5 s instead of 1.4 s in 5 s), but 0.87 s instead of 0.5 s in
 the worker, and 0.67 s instead of none in the agent. What decides is the rest. A file has no limit: while the agent was stopped
 for 3 s it took 290 MB of memory, and a write to a full /dev/shm (64 MB in a Docker container) fails in the worker. `echo >
-/dev/stderr` truncates it, with what others have written. And after the agent's end nobody reads it.
+/dev/stderr` truncates it, with what others have written. And after the agent's end no process reads it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import named_pipe
@@ -55,6 +53,12 @@ from elastic_ext.workers.reaper import reaper
 from elastic_ext.workers.stderr import relay
 
 logger = logging.getLogger(__name__)
+
+RETRY_S = 0.05  # how long to wait for a relay that is about to end, before offering a source to the next one
+END_S = 5.0  # how long the end of the job waits for the console; the relay writes later bytes on its own
+STOPPED_CHECK_S = 5.0  # no event reports that a process was stopped
+FLUSH_S = 0.05  # the longest time that a recovery waits for the console
+TAIL_BYTES = relay.RING_BYTES
 
 
 @dataclass
@@ -113,110 +117,26 @@ def _shared_memory() -> int:
             return os.dup(file.fileno())
 
 
-class RelayLink:
-    """One running relay: a process, or a thread of the agent. Messages to a relay that has ended are lost without an error.
+def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
+    """Start a relay process, or a thread if no process can start. Return it (None: a thread) and our end of its socket.
 
-    Attributes:
-        process: None for a thread, which lives as long as the agent does.
+    console: a descriptor. Raises OSError, RuntimeError.
     """
-
-    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
-        self.process = process
-        self._control: socket.socket | None = control
-        self._numbers = itertools.count()
-
-    def add(self, source: Source) -> bool:
-        """Make the relay read this pipe; return False if the message could not be sent."""
-        return self._send(b"%s %d" % (relay.SOURCE, source.shown), [source.pipe, source.ring_fd])
-
-    def forget_unopened(self) -> None:
-        """Make the relay close the pipes that no worker has opened."""
-        self._send(relay.FORGET)
-
-    def flush(self, deadline: float) -> int | None:
-        """Make the relay empty the pipes; return how many are still open, None on a timeout or if the relay has ended."""
-        number = next(self._numbers)
-        self._send(b"%s %d" % (relay.FLUSH, number))
-        return self._answer(number, deadline)
-
-    def resume(self) -> None:
-        """Continue the process if it was stopped: full pipes would soon block the workers."""
-        if self.process is not None:
-            pidfds.resume(self.process.pid, "stderr relay")
-
-    def await_end(self, timeout_s: float) -> bool:
-        """Return whether the process ended within this time; True for a thread."""
-        if self.process is None:
-            return True
-        try:
-            self.process.wait(max(0.0, timeout_s))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close the socket. The relay ends by itself once its pipes have ended."""
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
-
-    def _send(self, message: bytes, descriptors: Sequence[int] = ()) -> bool:
-        if self._control is None:
-            return False
-        try:
-            socket.send_fds(self._control, [message], list(descriptors), socket.MSG_DONTWAIT)
-        except OSError:
-            return False  # the relay was killed and another one will get every message, or it does not read
-        return True
-
-    def _answer(self, number: int, deadline: float) -> int | None:
-        if self._control is None:
-            return None
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            try:
-                answer = self._control.recv(256).split()
-            except OSError:
-                answer = []
-            if not answer:  # the socket has ended, so the process is about to end
-                self.await_end(deadline - time.monotonic())
-                return None
-            if int(answer[0]) == number:
-                return int(answer[1])
-        return None
-
-
-def start_process(console: int) -> RelayLink:
-    """Start a relay process, or a thread if no process can start. console: a descriptor. Raises OSError, RuntimeError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Blocked signals stay blocked across exec. These are for the agent, and the relay must outlive it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("relay.py")), str(relay.VERSION)],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=console,
-            # Without the workers' token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
-            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            start_new_session=True,  # a signal to the agent's process group must not reach it
-        )
+        process = pidfds.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
-        return _serve(ours, theirs, console, str(error))
+        ours.close()
+        return None, _start_thread(console, str(error))
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return RelayLink(ours, process)
+        theirs.close()
+    return process, ours
 
 
-def start_thread(console: int, why: str) -> RelayLink:
-    """Run the relay in this process. why: reason for the log why no process can run. Raises OSError, RuntimeError."""
-    return _serve(*socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), console, why)
-
-
-def _serve(ours: socket.socket, theirs: socket.socket, console: int, why: str) -> RelayLink:
+def _start_thread(console: int, why: str) -> socket.socket:
+    """Run the relay in this process; return our end of its socket. why: no process can run. Raises OSError, RuntimeError."""
     logger.error("the agent itself copies the workers' stderr, because the relay process cannot run: %s", why)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         ends = theirs, os.dup(console)
         threading.Thread(target=_relay_and_close, args=ends, name="elastic_ext_relay", daemon=True).start()
@@ -224,7 +144,7 @@ def _serve(ours: socket.socket, theirs: socket.socket, console: int, why: str) -
         ours.close()
         theirs.close()
         raise
-    return RelayLink(ours, None)
+    return ours
 
 
 def _relay_and_close(control: socket.socket, console: int) -> None:
@@ -232,15 +152,11 @@ def _relay_and_close(control: socket.socket, console: int) -> None:
     os.close(console)
 
 
-RETRY_S = 0.05  # how long to wait for a relay that is about to end, before offering a source to the next one
-END_S = 5.0  # how long the end of the job waits for the console; the relay writes later bytes on its own
-STOPPED_CHECK_S = 5.0  # no event reports that a process was stopped
-
-
 class RelayClient:
     """The relay of one agent, from construction to close(). A thread starts another relay as soon as one is killed.
 
-    Invariant: the running relay has every source of this round. Methods may be called from any thread.
+    Messages to a relay that has ended are lost without an error. Invariant: the running relay has every source of this round.
+    Methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -249,30 +165,36 @@ class RelayClient:
         self._sources: list[Source] = []
         self._closed = False
         self._cannot_start = False  # logged once
+        self._numbers = itertools.count()  # of flushes
         self._console = os.dup(2)  # a relay started later writes to the same console
         closing: tuple[int, ...] = ()
         try:
             closing = os.pipe()
             self._closing = closing
-            self._link = start_process(self._console)
+            self._process, self._control = _start_process(self._console)  # no process: a thread, which lives as long as the agent
             self._thread = threading.Thread(target=self._watch, name="elastic_ext_stderr", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:
-                self._link.close()
+                self._control.close()
                 raise
         except (OSError, RuntimeError):
             for descriptor in (self._console, *closing):
                 os.close(descriptor)
             raise
 
+    @property
+    def pid(self) -> int | None:
+        """The pid of the relay; None if it is a thread of the agent."""
+        return self._process.pid if self._process is not None else None
+
     def add(self, source: Source) -> bool:
         """Make the relay read this source; close it after the round. On failure, close it at once and return False."""
         with self._lock:
-            if not self._link.add(source):  # perhaps the relay has just been killed
-                self._link.await_end(RETRY_S)
+            if not self._offer(source):  # perhaps the relay has just been killed
+                self._await_end(RETRY_S)
                 self._revive()
-                if not self._link.add(source):
+                if not self._offer(source):
                     source.close()
                     return False
             self._sources.append(source)
@@ -291,7 +213,9 @@ class RelayClient:
         with self._lock:
             while time.monotonic() < deadline:
                 self._revive()
-                answer = self._link.flush(deadline)
+                number = next(self._numbers)
+                self._send(b"%s %d" % (relay.FLUSH, number))
+                answer = self._answer(number, deadline)
                 if answer is not None or self._cannot_start:
                     return answer
         return None
@@ -300,7 +224,7 @@ class RelayClient:
         """Let the relay finish. It stays only while a process holds a pipe open or the console accepts nothing."""
         if self._closed:
             return
-        self._link.resume()
+        self._resume()
         with self._lock:
             self._forget_unopened()
         still_open = self.flush(END_S)
@@ -309,36 +233,79 @@ class RelayClient:
             os.close(self._closing[1])
         self._thread.join()
         os.close(self._closing[0])
-        self._link.close()
-        if still_open == 0:
-            self._await_end()
+        self._control.close()  # the relay ends by itself once its pipes have ended
+        if still_open == 0 and not self._await_end(END_S):
+            logger.warning("the stderr relay (pid %s) has not ended yet", self.pid)
         self._close_sources()
         os.close(self._console)
-
-    def _await_end(self) -> None:
-        if not self._link.await_end(END_S) and self._link.process is not None:
-            logger.warning("the stderr relay (pid %s) has not ended yet", self._link.process.pid)
 
     def _forget_unopened(self) -> None:
         for source in self._sources:
             source.close_writer()
-        self._link.forget_unopened()
+        self._send(relay.FORGET)
 
     def _close_sources(self) -> None:
         for source in self._sources:
             source.close()
         self._sources.clear()
 
+    # One relay.
+
+    def _offer(self, source: Source) -> bool:
+        """Make the relay read this pipe; return False if the message could not be sent."""
+        return self._send(b"%s %d" % (relay.SOURCE, source.shown), [source.pipe, source.ring_fd])
+
+    def _send(self, message: bytes, descriptors: Sequence[int] = ()) -> bool:
+        try:
+            socket.send_fds(self._control, [message], list(descriptors), socket.MSG_DONTWAIT)
+        except OSError:
+            return False  # the relay was killed and another one will get every message, or it does not read
+        return True
+
+    def _answer(self, number: int, deadline: float) -> int | None:
+        """Return the answer to this flush; None on a timeout or if the relay has ended."""
+        if self._control.fileno() < 0:
+            return None
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            try:
+                answer = self._control.recv(256).split()
+            except OSError:
+                answer = []
+            if not answer:  # the socket has ended, so the process is about to end
+                self._await_end(deadline - time.monotonic())
+                return None
+            if int(answer[0]) == number:
+                return int(answer[1])
+        return None
+
+    def _resume(self) -> None:
+        """Continue the process if it was stopped: full pipes would soon block the workers."""
+        if self._process is not None:
+            pidfds.resume(self._process.pid, "stderr relay")
+
+    def _await_end(self, timeout_s: float) -> bool:
+        """Return whether the process ended within this time; True for a thread."""
+        try:
+            if self._process is not None:
+                self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    # The next one.
+
     def _watch(self) -> None:
-        """Start another relay as soon as somebody kills this one. This is the thread's target."""
+        """Start another relay as soon as this one is killed. This is the thread's target."""
         signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for these
-        while (process := self._link.process) is not None:
+        while (process := self._process) is not None:
             pidfd = None
             try:
                 pidfd = pidfds.watch(process.pid)
             except ProcessLookupError:  # another thread has reaped it in _revive, and may be about to start the next
                 with self._lock:
-                    if self._link.process is not process:
+                    if self._process is not process:
                         continue
             except OSError as error:  # descriptors or threads have run out: the regular checks continue
                 logger.debug("cannot watch the stderr relay, its end will be seen at the next check: %s", error)
@@ -347,7 +314,7 @@ class RelayClient:
                 os.close(pidfd)
             if closing:
                 return
-            self._link.resume()
+            self._resume()
             self._revive()
 
     def _wait(self, pidfd: int | None) -> bool:
@@ -361,29 +328,26 @@ class RelayClient:
     def _revive(self) -> None:
         """Start another relay if this one has ended."""
         with self._lock:
-            process = self._link.process
+            process = self._process
             if self._closed or process is None or process.poll() is None:
                 return
-            self._link.close()
+            self._control.close()
             try:
                 if process.returncode >= 0:  # another process would end the same way
-                    self._link = start_thread(self._console, f"it ended with exit code {process.returncode}")
+                    self._control = _start_thread(self._console, f"it ended with exit code {process.returncode}")
+                    self._process = None
                 else:
                     if not self._cannot_start:
                         logger.warning("the stderr relay (pid %s) was killed from outside; starting another", process.pid)
-                    self._link = start_process(self._console)
-            except (OSError, RuntimeError) as error:  # the link is still the dead relay's: the next check tries again
+                    self._process, self._control = _start_process(self._console)
+            except (OSError, RuntimeError) as error:  # the process is still the dead relay: the next check tries again
                 level = logging.DEBUG if self._cannot_start else logging.WARNING
                 self._cannot_start = True
                 logger.log(level, "the stderr relay (pid %s) has ended, and another cannot be started: %s", process.pid, error)
                 return
             self._cannot_start = False
             for source in self._sources:
-                self._link.add(source)
-
-
-FLUSH_S = 0.05  # the longest time that a recovery waits for the console
-TAIL_BYTES = relay.RING_BYTES
+                self._offer(source)
 
 
 class StderrTails:

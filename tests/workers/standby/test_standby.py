@@ -247,7 +247,7 @@ def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
 
 def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
     script = make(tmp_path, 'import os\nos.environ["TORCH_LOGS"] = "+dynamo"\nimport torch')
-    modules = PreloadedModules(StandbySpec(("python",), "bootstrap", (str(script),), 1, (), (), dict, "token"))
+    modules = PreloadedModules(StandbySpec(("python",), "bootstrap", (str(script),), 1, (), (), dict, "token"), str(tmp_path))
     ready = {"unsafe": {}, "absent": {}, "threads": 1, "read": {"torch": ["TORCH_LOGS"]}, "changed": []}
     assert modules.check(ready).hopeless == "torch: it reads TORCH_LOGS when it is imported, which the script sets later"
     assert modules.check({**ready, "changed": ["TORCH_LOGS"]}).hopeless is None

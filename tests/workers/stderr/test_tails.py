@@ -144,8 +144,8 @@ def go(process: "subprocess.Popen[bytes]") -> None:
 
 def relay_pid(tails: StderrTails) -> int:
     assert tails._relay is not None
-    assert tails._relay._link.process is not None
-    return tails._relay._link.process.pid
+    assert tails._relay.pid is not None
+    return tails._relay.pid
 
 
 def assert_same(got: bytes, expected: bytes) -> None:
@@ -226,7 +226,7 @@ def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, wor
     process = worker("for n in range(40_000): os.write(2, b'%06d\\n' % n)\nsys.stdin.readline()\nos.write(2, b'end\\n')")
     for part in range(1, 6):
         console.wait_for(lambda data, part=part: len(data) > part * 20_000)
-        tails._relay._link.process.kill()  # nothing happens if the one before has not been replaced yet
+        tails._relay._process.kill()  # nothing happens if the one before has not been replaced yet
     go(process)
     assert process.wait(LIMIT_S) == 0
     console.wait_for(lambda data: data.endswith(b"end\n"))

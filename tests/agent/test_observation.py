@@ -1,0 +1,129 @@
+"""What an agent shows of its own node, and the thread behind the job's status."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+from elastic_ext.agent.metrics import AccountedMetrics
+from elastic_ext.agent.observation import (
+    CHANGES_PER_S,
+    MAX_POINTS,
+    POINT_S,
+    SETTLE_S,
+    JobView,
+    Place,
+    Points,
+    after,
+    own_report,
+    settle_s,
+)
+from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.status import status_records
+from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
+from tests.until import LIMIT_S
+
+PLACE = Place(1, 4, 2, 100)
+
+
+def told(rows: list[WorkerProgress], now: float = 60.0) -> NodeReport:
+    metrics = AccountedMetrics(version="1", torch="2", run_id="job", progress=lambda: rows)
+    return own_report("n1", metrics, PLACE, 3, now)
+
+
+def test_the_slowest_worker_counts_and_the_newest_checkpoint():
+    rows = [
+        WorkerProgress(0, 4, 50, 59.0, 49.0, 1.0, 40, 30.0),
+        WorkerProgress(1, 5, 21, 58.0, 40.0, 1.5, 60, 50.0),
+    ]
+    report = told(rows)
+    assert (report.step, report.steps_per_s, report.last_step_s) == (121, 0.5, 2.0)
+    assert (report.saved_step, report.saved_s) == (60, 10.0)
+    assert [(each.rank, each.skew) for each in report.pace] == [(4, 1.0), (5, 1.5)]
+    assert status_records.decode_report(status_records.encode_report(report), "it") == report
+
+
+def test_what_a_script_reports_comes_before_what_it_was_given():
+    """It has loaded something else, or nothing was given to it."""
+    assert told([WorkerProgress(0, 4, 50, steps_before=900)]).step == 950
+
+
+def test_without_workers_nothing_is_made_up():
+    report = told([])
+    assert (report.step, report.steps_per_s, report.last_step_s, report.saved_step) == (None, None, None, None)
+    first = told([WorkerProgress(0, 4, 0)])
+    assert (first.step, first.steps_per_s, first.last_step_s) == (100, None, None)
+
+
+def test_between_two_rounds_the_last_step_and_checkpoint_stay_and_age():
+    before = NodeReport("n1", "running", step=70, last_step_s=1.0, saved_step=60, saved_s=4.0)
+    later = after(before, NodeReport("n1", "rendezvous"), 10.0)
+    assert (later.step, later.last_step_s, later.saved_step, later.saved_s) == (70, 11.0, 60, 14.0)
+    again = after(later, NodeReport("n1", "running", step=61), 1.0)  # the next round has no checkpoint yet, but steps
+    assert (again.step, again.last_step_s, again.saved_step, again.saved_s) == (61, None, 60, 15.0)
+
+
+def test_points_stay_few_and_cover_the_whole_job():
+    points = Points()
+    for number in range(1000):
+        points.add((StateSeconds("productive", float(number)),), number * POINT_S)
+    found = points.ages(1000 * POINT_S)
+    assert MAX_POINTS / 2 <= len(found) <= MAX_POINTS
+    assert found[0].age_s == 1000 * POINT_S
+    gaps = {a.age_s - b.age_s for a, b in pairwise(found)}
+    assert max(gaps) <= 2 * min(gaps)
+
+
+def test_rounds_end_when_the_workers_stop_and_say_why():
+    history = RoundHistory()
+    for state, round_, now in (("rendezvous", 1, 0.0), ("running", 1, 2.0), ("stop", 1, 5.0), ("running", 2, 8.0)):
+        history.entered(state, round_, now)
+    history.explain(1, "a crash")
+    history.explain(1, "what others made of it later")
+    assert history.spans(10.0) == (RoundSpan(1, 8.0, 5.0, "a crash"), RoundSpan(2, 2.0))
+    for round_ in range(3, 200):
+        history.entered(families.RUNNING, round_, 10.0 + round_)
+    assert len(history.spans(300.0)) == MAX_ROUNDS
+    assert replace(history.spans(300.0)[-1], began_s=0.0) == RoundSpan(199, 0.0)
+
+
+class Broken:
+    """A rendezvous with a bug in its status."""
+
+    round, host, node_id = 1, "n0", "a"
+
+    def get_run_id(self) -> str:
+        return "job"
+
+    def get_backend(self) -> str:
+        return "ext_etcd"
+
+    def show(self, report: str, last: bool) -> None:
+        pass
+
+    def status(self) -> None:
+        raise ValueError("a bug")
+
+
+def test_a_thread_that_has_failed_is_said_on_the_page():
+    view = JobView(Broken(), AccountedMetrics(version="1", torch="2", run_id="job", progress=list))
+    try:
+        view.document()
+        view._thread.join(LIMIT_S)
+        view._answer = None
+        assert "has failed" in json.loads(view.document())["fault"]
+    finally:
+        view.close(0.0)
+
+
+def test_nodes_whose_state_changes_at_once_tell_of_it_one_after_the_other():
+    ids = [f"node{number}-77-ab" for number in range(512)]
+    spread = [settle_s(id_, 512) for id_ in ids]
+    assert spread == [settle_s(id_, 512) for id_ in ids]
+    assert SETTLE_S <= min(spread) < max(spread) <= SETTLE_S + 5.12
+    assert max(Counter(map(int, spread)).values()) < 1.5 * CHANGES_PER_S
+    assert settle_s("a", 2) < SETTLE_S + 0.02

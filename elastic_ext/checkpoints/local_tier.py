@@ -25,7 +25,7 @@ from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.tiers import node_of, rank_of, ranks_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, remove_if_there
 
 logger = logging.getLogger(__name__)
 
@@ -212,14 +212,14 @@ class PieceExchange:
         all ranks.
         """
         local, first = self._tier.storage, self._tier.first
-        self._ranks.run_on_all(lambda: _remove_fetched(local) if first else None)
+        self._ranks.run_on_all(lambda: remove_if_there(local, FETCHED) if first else None)
         try:
             self.fetch((file.name, 0, file.size) for file in files)
             yield _Overlay(local)
         finally:
             try:
                 if first:
-                    _remove_fetched(local)
+                    remove_if_there(local, FETCHED)
             except OSError as error:  # the next load removes it
                 logger.warning("cannot remove the files that other nodes sent, %s: %s", local.path(FETCHED), error)
 
@@ -274,13 +274,6 @@ class _Overlay(Storage):
     def open(self, name: str) -> AbstractContextManager[BufferedReader]:
         fetched = f"{FETCHED}/{name}"
         return self._local.open(fetched if self._local.stat(fetched) is not None else name)
-
-
-def _remove_fetched(local: Storage) -> None:
-    try:
-        local.remove_tree(FETCHED)
-    except FileNotFoundError:
-        pass
 
 
 def _read(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:

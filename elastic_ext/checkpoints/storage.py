@@ -186,6 +186,14 @@ def open_parent(path: str) -> tuple[Storage, str]:
     return open_storage(folder), name
 
 
+def remove_if_there(storage: Storage, name: str) -> None:
+    """Remove a file or directory with everything in it, if it exists. Raises OSError."""
+    try:
+        storage.remove_tree(name)
+    except FileNotFoundError:
+        pass
+
+
 def split_path(path: str) -> tuple[str, str]:
     """Split a path or URL into its directory and the name in it, ignoring trailing slashes."""
     folder, _, name = path.rstrip("/").rpartition("/")

@@ -202,7 +202,7 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
             with open(f"{args['told']}.{rank}", "a") as file:
                 file.write(f"{step}\n")
 
-    saver.reports.report_copied = note
+    saver.saves.report_copied = note
     checkpointer = training.checkpointer(args["directory"], **{"memory_every": 1, **args.get("options", {})})
     position = checkpointer.load()
     if rank == 0:

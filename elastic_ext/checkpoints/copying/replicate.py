@@ -36,7 +36,7 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.copying import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
 from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
-from elastic_ext.checkpoints.directory.tiers import manifest_of, own_checkpoints, rank_of, unless_pinned
+from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
 from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_storage
@@ -255,11 +255,8 @@ class Replicator:
 
     def _missing(self, name: str, manifest: Manifest) -> list[str]:
         """Return the files that are not in the remote directory with the right size. Costs one listing."""
-        try:
-            sizes = {entry.name: entry.size for entry in self._remote.entries(name)}
-        except FileNotFoundError:
-            sizes = {}
-        return [file.name for file in manifest.files if sizes.get(file.name) != file.size]
+        there = files_here(self._remote, name, manifest)
+        return [file.name for file in manifest.files if file.name not in there]
 
     def _copy(self, checkpoint: LocalCheckpoint) -> None:
         name, manifest = checkpoint.name, checkpoint.manifest

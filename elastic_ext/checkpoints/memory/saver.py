@@ -29,6 +29,7 @@ from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Timing, Tro
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
+from elastic_ext.checkpoints.storage import remove_if_there
 from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class MemorySaver:
         def clear() -> None:
             if self._tier.first:
                 for name in {*own_checkpoints(self._tier.storage), SPARE} - {kept}:
-                    _remove(self._tier, name)
+                    remove_if_there(self._tier.storage, name)
 
         self._ranks.run_on_all(clear)
         own = self._ranks.run_on_all(lambda: self._is_own(kept))
@@ -419,10 +420,3 @@ def make(
 
 def _rests(path: Path, parameters: set[str]) -> bool:
     return path[0] == "optimizer" or (path[0] == "model" and path[-1] in parameters)
-
-
-def _remove(tier: LocalTier, name: str) -> None:
-    try:
-        tier.storage.remove_tree(name)
-    except FileNotFoundError:
-        pass

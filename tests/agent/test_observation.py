@@ -14,7 +14,7 @@ from elastic_ext.agent.observation import (
     POINT_S,
     SETTLE_S,
     JobView,
-    Place,
+    NodePlace,
     Points,
     after,
     own_report,
@@ -26,7 +26,7 @@ from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.observe.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from tests.until import LIMIT_S
 
-PLACE = Place(1, 4, 2, 100)
+PLACE = NodePlace(1, 4, 2, 100)
 
 
 def told(rows: list[WorkerProgress], now: float = 60.0) -> NodeReport:

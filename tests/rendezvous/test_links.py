@@ -66,13 +66,15 @@ class Messages(logging.Handler):
 
 @pytest.fixture
 def messages() -> Iterator[Messages]:
-    logger = logging.getLogger(links.__name__)
-    handler, before = Messages(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
+    handler, loggers = Messages(), [logging.getLogger(module.__name__) for module in (links, presence)]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
     yield handler
-    logger.setLevel(before)
-    logger.removeHandler(handler)
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -267,11 +267,11 @@ assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
 UNCOUNTED = """
 import sys
 from pathlib import Path
-from elastic_ext.hangs import detector, process_stats, tcp_traffic
+from elastic_ext.hangs import detector, process_stats, sockets
 from tests.hangs.test_process_stats import watched
 found = process_stats.read([os.getpid()])[os.getpid()]
 detector.IDLE_FLOOR_S = 1.0
-print(tcp_traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
+print(sockets.moved_by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
 """
 
 

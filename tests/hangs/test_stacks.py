@@ -381,7 +381,7 @@ def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quic
 def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp_path, quick, monkeypatch):
     go = tmp_path / "go"
     os.mkfifo(go)
-    look = stacks.CallChecks._look
+    look = stacks.CallChecks._check_calls
 
     def looked(self: stacks.CallChecks, *args: object) -> None:
         look(self, *args)
@@ -395,7 +395,7 @@ def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp
 
     confirmed: list[bool] = []
     confirmation = stacks.CallChecks.confirm
-    monkeypatch.setattr(stacks.CallChecks, "_look", looked)
+    monkeypatch.setattr(stacks.CallChecks, "_check_calls", looked)
     monkeypatch.setattr(stacks.CallChecks, "confirm", confirm)
     with workers(tmp_path, [SPIN, LATER.format(go=str(go), then="spin()") + SPIN]) as (table, pids, files):
         watch = HangWatch(table, {0: 0, 1: 1}, None)
@@ -525,12 +525,12 @@ def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
         looked_at.append(args[-1])
         look_at(self, *args)
 
-    dump_all, look_at = stacks.dump_all, stacks.CallChecks._look
+    dump_all, look_at = stacks.dump_all, stacks.CallChecks._check_calls
     monkeypatch.setattr(stacks, "RATES_S", LIMIT_S)  # what two reads of /proc differ by is nobody's work
     with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, files):
         until(lambda: "in all_reduce" in stacks.dump(pids[0], files[0]))
         monkeypatch.setattr(stacks, "dump_all", counted)
-        monkeypatch.setattr(stacks.CallChecks, "_look", look)
+        monkeypatch.setattr(stacks.CallChecks, "_check_calls", look)
         watch = HangWatch(table, {0: 0, 1: 1}, None)
         until(lambda: watch.check(dict(enumerate(pids)), files) and len(looked_at) == 4)
         assert not watch.stalled

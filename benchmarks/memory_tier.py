@@ -45,11 +45,10 @@ from standby_count import await_standbys
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
-from elastic_ext.checkpoints.memory.buffers import create, open_mapped
-from elastic_ext.checkpoints.memory.peers import request
-from elastic_ext.checkpoints.memory.peers.request import Send
-from elastic_ext.checkpoints.memory.peers.send import Circle
-from elastic_ext.checkpoints.memory.peers.service import PeerService
+from elastic_ext.checkpoints.memory import contract
+from elastic_ext.checkpoints.memory.contract import Send
+from elastic_ext.checkpoints.memory.part import create, open_mapped
+from elastic_ext.checkpoints.memory.peers import Circle, PeerService
 from elastic_ext.checkpoints.storage import open_storage
 from tests.etcd_server import EtcdServer
 
@@ -320,7 +319,7 @@ def rates(megabytes: int, repeat: int) -> dict[str, float | None]:
             part.write_bytes(data)
             wanted = Send(part.parent.name, part.name, size, xxhash.xxh3_64_hexdigest(data), directory_name(step - 1, 1), 60.0)
             began = time.monotonic()
-            if failed := request.send(services[0].socket_path, wanted):
+            if failed := contract.send(services[0].socket_path, wanted):
                 raise SystemExit(f"the part was not sent: {failed}")
             found["peer"].append(size / (time.monotonic() - began))
             if step > 1:

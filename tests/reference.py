@@ -13,14 +13,16 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from elastic_ext.base import goodput
 from elastic_ext.base.settings import Settings
+from elastic_ext.events import event_table
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
-from elastic_ext.observe import event_table, families, status_records
+from elastic_ext.status import status_records
+from elastic_ext.telemetry import families
 from tests.jobs import ROOT
 
 PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
-EVENT_SCHEMA = ROOT / "elastic_ext" / "observe" / "events.schema.json"
-JOB_SCHEMA = ROOT / "elastic_ext" / "observe" / "job.schema.json"
+EVENT_SCHEMA = ROOT / "elastic_ext" / "events" / "events.schema.json"
+JOB_SCHEMA = ROOT / "elastic_ext" / "status" / "job.schema.json"
 
 TIERS = ("your own", "stop requested", "hardware", "program output", "exit code or signal alone")
 
@@ -67,7 +69,7 @@ def exit_codes() -> str:
 def metrics() -> str:
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
-    tables = (families.JOB, families.WORKERS, families.OTHERS, families.INCIDENTS, families.ETCD, families.GOODPUT)
+    tables = (families.JOB, families.WORKERS, families.OTHERS, families.VERDICTS, families.ETCD, families.GOODPUT)
     for name, family in (item for table in tables for item in table.items()):
         kind = family.new(name).type
         rows.append((f"`{name}{suffixes.get(kind, '')}`", kind, ", ".join(family.labels), family.most, family.help))

@@ -14,7 +14,11 @@ MAY_IMPORT = {
     "base": "",
     ".": "base",
     "etcd": "base",
-    "observe": "base failures rendezvous",
+    "events": "base",
+    "telemetry": "base events",
+    "http": "base",
+    "status": "base failures rendezvous telemetry",
+    "timeline": "base events status telemetry",
     "failures": "base",
     "workers": "base",
     "hangs": "base workers",
@@ -23,8 +27,8 @@ MAY_IMPORT = {
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
     "embedded": "base etcd failures own_etcd rendezvous",
-    "agent": ". base checkpoints failures embedded hangs observe own_etcd rendezvous workers",
-    "cli": ". base checkpoints embedded etcd failures observe own_etcd rendezvous workers",
+    "agent": ". base checkpoints events failures embedded hangs http own_etcd rendezvous status telemetry workers",
+    "cli": ". base checkpoints embedded etcd failures own_etcd rendezvous status telemetry timeline workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.
@@ -32,12 +36,15 @@ PURE = (
     *("failures/classify.py", "failures/ledger.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
     *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
+    *(f"timeline/{name}.py" for name in ("builder", "events", "model")),
     *(
-        f"observe/timeline/{name}.py"
-        for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
+        "telemetry/goodput.py",
+        "status/job_status.py",
+        "events/recovery.py",
+        "status/status_records.py",
+        "status/trainjob.py",
     ),
-    *("checkpoints/choice/in_memory.py", "checkpoints/memory/interval.py", "checkpoints/memory/peers/plan.py"),
-    "checkpoints/memory/steps_seen.py",
+    *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
     *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
 )
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elastic_ext import Checkpointer
-from elastic_ext.training import memory as reports
+from elastic_ext.training import saves as reports
 
 TENSORS = 16
 # (products, size of their matrices): about a millisecond on the machines of the published figures

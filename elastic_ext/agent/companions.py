@@ -29,10 +29,10 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.metrics import AgentMetrics, bridge_torchelastic
-from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_of
-from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.status.trainjob import State, TrainerStatus, Training, status_of
+from elastic_ext.status.trainjob_posts import Poster, Target, target_of
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.progress import Progress, WakePipe
 from elastic_ext.workers.reaper.client import Reaper

@@ -1,4 +1,4 @@
-"""The agent's structured events and spans; `observe.event_table` says what each event means.
+"""The agent's structured events and spans; `events.event_table` says what each event means.
 
 A companion for what happens to the workers; the agent's loop calls it for the rest, where it logs the same. It never decides.
 """
@@ -25,16 +25,16 @@ from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
+from elastic_ext.events.event_table import Source
+from elastic_ext.events.output import Events, Spans
+from elastic_ext.events.recovery import Cause, Recovery, RecoveryTrace
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
-from elastic_ext.observe import families
-from elastic_ext.observe.collectors import Outage
-from elastic_ext.observe.event_table import Source
-from elastic_ext.observe.events import Events, Spans
-from elastic_ext.observe.recovery_trace import Cause, Recovery, RecoveryTrace
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.collectors import Outage
 
 FIRST = "start"  # cause of the first round of an agent
 

@@ -20,11 +20,11 @@ from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Position, Shared, Spent
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import families
-from elastic_ext.observe.collectors import GoodputCollector, goodput_status
-from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
-from elastic_ext.observe.metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
 from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
+from elastic_ext.telemetry.collectors import GoodputCollector, goodput_status
+from elastic_ext.telemetry.goodput import Ledger, Look, WorkerTime
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.standby.rules import ColdReason

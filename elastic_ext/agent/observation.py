@@ -28,18 +28,19 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import families, gate, job_status, pages, prometheus_files, status_records
-from elastic_ext.observe.collectors import EtcdHealth, Incidents, Outage
-from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_status import Own, ReportAges, Sources
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.pages import LastScrape, Pages
-from elastic_ext.observe.prometheus_files import TextFile
-from elastic_ext.observe.script_metrics import ScriptMetrics
-from elastic_ext.observe.server import MetricsServer
-from elastic_ext.observe.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.http import gate, pages, server
+from elastic_ext.http.gate import Gate
+from elastic_ext.http.pages import LastScrape, Pages, TextFile
+from elastic_ext.http.server import MetricsServer
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.status import job_status, status_records
+from elastic_ext.status.job_status import Own, ReportAges, Sources
+from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from elastic_ext.telemetry.collectors import EtcdHealth, Outage, VerdictMetrics
+from elastic_ext.telemetry.script_metrics import ScriptMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +332,7 @@ class Serving:
         self.url = self._server.url
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
-            self._unannounce = prometheus_files.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
+            self._unannounce = server.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
 
     def ended(self) -> None:
         """Note that what is served from now on is the last."""
@@ -366,8 +367,8 @@ class Observation(Companion):
         self._metrics, self._settings, self._handler = metrics, settings, handler
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
-        self._incidents = Incidents(handler.host, settings.refuse_node)
-        metrics.registry.register(self._incidents)
+        self._verdicts = VerdictMetrics(handler.host, settings.refuse_node)
+        metrics.registry.register(self._verdicts)
         handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
@@ -452,7 +453,7 @@ class Observation(Companion):
         self._decided = verdict.round
         self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
-        self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)
+        self._verdicts.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
     def acts(self, since: float | None) -> None:
         """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
@@ -461,7 +462,7 @@ class Observation(Companion):
 
     def hung(self) -> None:
         """Count a hang of the job."""
-        self._incidents.hung()
+        self._verdicts.hung()
 
     def linger_at_close(self) -> None:
         """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: no other node waits for this one."""

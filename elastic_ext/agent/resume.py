@@ -24,16 +24,13 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import checkpoint_variables, files, kinds
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import blame, discovery, resolution
-from elastic_ext.checkpoints.choice.in_memory import NONE_SAVED, Saved
-from elastic_ext.checkpoints.choice.messages import MAX_OFFERS
-from elastic_ext.checkpoints.choice.peering import PeerPlan
+from elastic_ext.checkpoints.choice import discovery, resolution, sources
+from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, PeerPlan, Saved
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Pin
-from elastic_ext.checkpoints.memory.peers.send import Circle, PeerMetrics
-from elastic_ext.checkpoints.memory.peers.service import PeerService
-from elastic_ext.checkpoints.memory.room import Room
+from elastic_ext.checkpoints.memory.contract import Room
+from elastic_ext.checkpoints.memory.peers import Circle, PeerMetrics, PeerService
 from elastic_ext.checkpoints.storage import open_storage, split_path
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -289,7 +286,7 @@ class ResumePoint(Companion):
                 copies.refuse_all()
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+                sources.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
             logger.warning("what is blamed for the failure could not be refused or quarantined: %s", error)
 

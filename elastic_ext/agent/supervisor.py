@@ -28,13 +28,14 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
+from elastic_ext.events.recovery import MEMBERSHIP
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.sources import slurm
-from elastic_ext.observe import families
-from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 
@@ -150,7 +151,7 @@ class Supervisor(TorchAgent):
                     logger.info("all workers of all nodes have succeeded")
                     return result
             if result is None or result.state is WorkerState.SUCCEEDED:
-                self._metrics.restarted(families.MEMBERSHIP)
+                self._metrics.restarted(MEMBERSHIP)
                 self.next_round()
                 continue
             cause, others = verdicts.cause_and_others(self._failed_workers(result))

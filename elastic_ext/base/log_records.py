@@ -66,14 +66,24 @@ def say(text: str, level: int = logging.ERROR) -> None:
 
 
 class Lines(logging.Formatter):
-    """The one format of our lines. Those of other libraries also name their logger."""
+    """The one format of our lines. Those of other libraries also name their logger.
+
+    Each line of a block begins like its first one: the output of several nodes may be mixed in one file.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         origin = "" if record.name.partition(".")[0] == ROOT else f"{record.name}: "
-        return f"{record.asctime} {node()} {record.levelname} {origin}{record.message}"
+        return f"{_beginning(record)}{origin}{record.message}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", f"\n{_beginning(record)}")
+
+
+def _beginning(record: logging.LogRecord) -> str:
+    return f"{record.asctime} {node()} {record.levelname} "
 
 
 class _Cleaner(logging.Handler):

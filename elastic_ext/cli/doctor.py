@@ -28,7 +28,7 @@ from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import EX_CONFIG, ElasticExtError
 from elastic_ext.base.printable import cut, printable, redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
-from elastic_ext.checkpoints.choice import below, discovery
+from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
@@ -226,7 +226,7 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
         newest = f"newest complete: {choice.resume.path}, step {choice.resume.step}"
     else:
         newest = f"no complete checkpoint, {len(choice.passed_over)} passed over"
-        seen = choice.question or below.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
+        seen = choice.question or discovery.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
         newest += f"; {seen}" if seen else ""
     checks = [_writable("checkpoint_dir", directory, newest)]
     if choice.all_bad:

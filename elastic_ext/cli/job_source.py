@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import MAX_BYTES
-from elastic_ext.observe import job_status, status_records
-from elastic_ext.observe.job_status import ReportAges, Sources
-from elastic_ext.observe.status_records import Document
+from elastic_ext.status import job_status, status_records
+from elastic_ext.status.job_status import ReportAges, Sources
+from elastic_ext.status.status_records import Document
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import EtcdClient
@@ -40,7 +40,7 @@ MAX_PASSWORD_FILE = 4096  # bytes
 
 
 class _SamePage(urllib.request.HTTPRedirectHandler):
-    """Follows nobody: a password is for this agent only."""
+    """Follows no redirect: a password is for this agent only."""
 
     def redirect_request(self, *args: object) -> None:
         return None

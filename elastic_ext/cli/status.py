@@ -16,9 +16,10 @@ from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error
-from elastic_ext.observe import families, status_records
-from elastic_ext.observe.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
 from elastic_ext.rendezvous.job_status import NoSuchJob
+from elastic_ext.status import status_records
+from elastic_ext.status.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
+from elastic_ext.telemetry import families
 
 WATCH_S = 2.0  # between two looks
 LOST_S = 60.0  # without an answer, after which `--watch` gives up: longer than an election in etcd
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(read: job_source.Read, as_json: bool) -> int:
-    """Show the job again and again until it has ended, or nobody answers any more. Raises what the first `read` raises."""
+    """Show the job again and again until it has ended, or no answer comes any more. Raises what the first `read` raises."""
     document, read_at, fault = read(), time.monotonic(), ""
     code = _show(document, as_json, again=True)
     while document.job.state not in status_records.ENDED_STATES:
@@ -152,9 +153,9 @@ def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     for slow in document.stragglers:
         who, than = (f"rank {slow.rank} on {slow.node}", "worker of its node") if slow.rank >= 0 else (slow.node, "node")
         yield ((f"straggler: {who} takes {slow.skew:.2f} times as long per step as the median {than}", BUSY),)
-    told = {each.round for each in document.failures[-LATEST:]}
+    explained = {each.round for each in document.failures[-LATEST:]}
     for span in document.rounds[-LATEST:]:
-        yield ((_round(replace(span, why="") if span.round in told else span), PLAIN),)
+        yield ((_round(replace(span, why="") if span.round in explained else span), PLAIN),)
     for failure in document.failures[-LATEST:]:
         code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
         where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host

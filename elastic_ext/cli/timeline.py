@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error, print_line
-from elastic_ext.observe.timeline import lines, of_document, of_events
-from elastic_ext.observe.timeline.course import Course
-from elastic_ext.observe.timeline.lines import Fault, Line
+from elastic_ext.timeline import builder, events
+from elastic_ext.timeline.events import Event, Fault
+from elastic_ext.timeline.model import Timeline
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
 STDIN = "-"
+KINDS = (".png", ".svg", ".html")
 MOST_FAULTS = 20  # lines named; the rest is counted
 MISSING = "timeline: drawing needs matplotlib: pip install 'elastic_ext[timeline]'"
 
@@ -48,19 +49,19 @@ def run(args: argparse.Namespace) -> int:
     draw = _drawing(args.output)
     faults: list[Fault] = []
     if args.files:
-        course, faults = _of_files(args.files, args.rdzv_id)
+        drawn, faults = _of_files(args.files, args.rdzv_id)
     else:
         try:
             with job_source.reader(args, agent) as read:
-                course = of_document.of_document(read(), time.time())
+                drawn = builder.from_status(read(), time.time())
         except (UsageError, RecordError) as error:
             print_error(str(error))
             return EX_UNAVAILABLE
     try:
-        write_whole_bytes(Path(args.output), draw(course))
+        write_whole_bytes(Path(args.output), draw(drawn))
     except OSError as error:
         raise UsageError(f"timeline: {args.output} cannot be written: {error}") from error
-    print_line(f"{args.output}: {len(course.rows)} rows, {len(course.marks)} failures, {len(course.saved)} checkpoints")
+    print_line(f"{args.output}: {len(drawn.rows)} rows, {len(drawn.interruptions)} failures, {len(drawn.saved)} checkpoints")
     return EX_CONFIG if faults else 0
 
 
@@ -69,21 +70,21 @@ def _check(args: argparse.Namespace) -> None:
     if sum(sources) != 1 or (args.rdzv_endpoint and not args.rdzv_id) or (args.url and args.rdzv_id):
         raise UsageError("timeline: expected files of events, or --rdzv-endpoint and --rdzv-id of a job, or --url of an agent")
     job_source.check_web(args, "timeline")
-    if Path(args.output).suffix.lower() not in _KINDS:
-        raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(_KINDS)}")
+    if Path(args.output).suffix.lower() not in KINDS:
+        raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(KINDS)}")
 
 
-def _of_files(files: Sequence[str], run_id: str) -> tuple[Course, list[Fault]]:
-    """Return the course that the events in the files tell, and the lines that are no events. Raises UsageError."""
-    found: list[Line] = []
+def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[Fault]]:
+    """Return the timeline of the events in the files, and the lines that are not events. Raises UsageError."""
+    found: list[Event] = []
     faults: list[Fault] = []
     for file in files:
         try:
             text = _stdin() if file == STDIN else read_text(file, MAX_BYTES)
         except (OSError, ValueError) as error:
             raise UsageError(f"timeline: {file} cannot be read: {error}") from error
-        events, wrong = lines.parse(text, file)
-        found += events
+        parsed, wrong = events.parse(text, file)
+        found += parsed
         faults += wrong
     for fault in faults[:MOST_FAULTS]:
         print_error(f"{fault.file}:{fault.number}: {fault.why}")
@@ -98,7 +99,7 @@ def _of_files(files: Sequence[str], run_id: str) -> tuple[Course, list[Fault]]:
     if not found:
         of = f" of a job {run_id}" if run_id and jobs else ""
         raise UsageError(f"timeline: no events{of} in {', '.join(files)}: expected what the setting events_file makes")
-    return of_events.course(found), faults
+    return builder.from_events(found), faults
 
 
 def _stdin() -> str:
@@ -108,34 +109,16 @@ def _stdin() -> str:
     return data.decode("utf-8")
 
 
-# Drawing. matplotlib is imported only here: it is not needed by anything else, and may be missing.
-
-
-def _png(course: Course) -> bytes:
-    from elastic_ext.observe.timeline import picture
-
-    return picture.png(course)
-
-
-def _svg(course: Course) -> bytes:
-    from elastic_ext.observe.timeline import page, picture
-
-    return page.svg_text(picture.svg(course)).encode()
-
-
-def _html(course: Course) -> bytes:
-    from elastic_ext.observe.timeline import page, picture
-
-    return page.html(course, picture.svg(course, listed=False)).encode()
-
-
-_KINDS: Mapping[str, Callable[[Course], bytes]] = {".png": _png, ".svg": _svg, ".html": _html}
-
-
-def _drawing(output: str) -> Callable[[Course], bytes]:
+def _drawing(output: str) -> Callable[[Timeline], bytes]:
     """Return what draws for this file. Raises UsageError: matplotlib is missing, which is said before a long file is read."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401 - nothing else needs it
     except ImportError as error:
         raise UsageError(MISSING) from error
-    return _KINDS[Path(output).suffix.lower()]
+    from elastic_ext.timeline import picture
+
+    return {
+        ".png": picture.png,
+        ".svg": lambda drawn: picture.svg(drawn).encode(),
+        ".html": lambda drawn: picture.html(drawn).encode(),
+    }[Path(output).suffix.lower()]

@@ -372,7 +372,7 @@ TIER_3 = (
     _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL,
          errnos=_FILE_SYSTEM_ERRNOS),
     _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
-         exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
+         exceptions=_names("elastic_ext.checkpoints.ranks.StorageFailed")),
     _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
          survivable=True),
     _program("access-expired", CODE, CONFIRM, "the credentials have expired", texts=_EXPIRED,

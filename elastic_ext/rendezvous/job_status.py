@@ -21,7 +21,7 @@ class NoSuchJob(UsageError):
 
 @dataclass(frozen=True)
 class NodeText:
-    """What a node tells of itself for people (`observe.node_report`), as it was read.
+    """What a node tells of itself for people (`status.status_records`), as it was read.
 
     version: another number means that the node has told it again; the same number, that it has not.
     """

@@ -34,7 +34,7 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     charges/NUMBER  empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
-    reports/ID      an observe.node_report.NodeReport, for people. Lease: node; of a job that has ended: job.
+    reports/ID      a status.status_records.NodeReport, for people. Lease: node; of a job that has ended: job.
                     Written by that node when its state changes, else every 15 s. Read by whoever is asked for the job's status.
     joins/HOST/ROUND  empty: with this round, that host joined a job that was under way. Lease: its own, of late_joins.WINDOW_S.
                     Written and counted by that host's nodes.

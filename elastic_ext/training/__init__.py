@@ -6,8 +6,7 @@
 from elastic_ext.base import log_records
 from elastic_ext.training.barrier import health_barrier
 from elastic_ext.training.progress import Phase, phase, report_flops, report_progress, report_tokens, report_total_steps
-from elastic_ext.training.resume import resume_from, resume_step
-from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
+from elastic_ext.training.saves import report_save_failed, report_saved, resume_from, resume_step, save_requested
 
 __all__ = [
     "Phase",

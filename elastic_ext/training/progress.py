@@ -14,8 +14,7 @@ _PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 def report_progress() -> None:
     """Report progress other than a step of a torch.optim.Optimizer, e.g. an evaluation batch."""
-    worker = this_worker()
-    if worker is not None:
+    if (worker := this_worker()) is not None:
         worker.row.report_progress()
 
 
@@ -31,8 +30,7 @@ def report_total_steps(total: int, done: int | None = None) -> None:
     """
     if not _is_whole(total, 1) or not (done is None or _is_whole(done, 0)):
         raise UsageError(f"report_total_steps({total!r}, {done!r}): expected whole numbers, of 1 or more and of 0 or more")
-    worker = this_worker()
-    if worker is not None:
+    if (worker := this_worker()) is not None:
         worker.row.report_total_steps(total, done)
 
 
@@ -54,8 +52,7 @@ def phase(name: str) -> Phase:
     """
     if name not in _PHASES:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
-    worker = this_worker()
-    before = worker.row.phase if worker is not None else 0
+    before = worker.row.phase if (worker := this_worker()) is not None else 0
     _enter(progress_layout.PHASES.index(name))
     return Phase(before)
 
@@ -74,8 +71,7 @@ class Phase:
 
 
 def _enter(phase_: int, failed: bool = False) -> None:
-    worker = this_worker()
-    if worker is not None:
+    if (worker := this_worker()) is not None:
         worker.row.enter_phase(phase_, failed)
 
 
@@ -87,8 +83,7 @@ def report_tokens(count: int) -> None:
     """Count tokens that this process has trained on. Raises UsageError for less than 0 and for what is no whole number."""
     if not isinstance(count, int) or count < 0:
         raise UsageError(f"report_tokens({count!r}): expected a whole number of 0 or more")
-    worker = this_worker()
-    if worker is not None:
+    if (worker := this_worker()) is not None:
         worker.row.add_tokens(count)
 
 
@@ -97,8 +92,7 @@ def report_flops(count: float) -> None:
     global _flops_left
     if not 0 <= count <= MOST_FLOPS:
         raise UsageError(f"report_flops({count!r}): expected a number from 0 to {MOST_FLOPS:g}")
-    worker = this_worker()
-    if worker is not None:
+    if (worker := this_worker()) is not None:
         whole, _flops_left = divmod(count + _flops_left, 1e6)
         worker.row.add_megaflops(int(whole))
 

@@ -1,4 +1,6 @@
-"""Saves on demand, the script's side. The agent asks for one, e.g. before a preemption or for `elastic-ext checkpoints save`.
+"""Checkpoints, the script's side: which one to resume from, and what the agent is told of saves, loads and copies in memory.
+
+Saves on demand: the agent asks for one, e.g. before a preemption or for `elastic-ext checkpoints save`.
 All ranks must save at the same step boundary, but they see the request at different moments. So:
 
 1. Each agent shows the request to its workers, then counts itself in the store of the round. The last agent writes `go`.
@@ -17,13 +19,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from elastic_ext.base import round_store
+from elastic_ext.base import checkpoint_variables, round_store
 from elastic_ext.training.worker import Worker, this_worker
 
 logger = logging.getLogger(__name__)
+
 
 CLOCK_S = 0.001  # tolerance for adding and subtracting times
 
@@ -40,8 +46,7 @@ def save_requested() -> bool:
 
 def note_save_begins(step: int) -> None:
     """Note that the state of this step is what will be saved. Without it, `report_saved` takes the state of its own moment."""
-    boundaries = _this_workers_boundaries()
-    if boundaries is not None:
+    if (boundaries := _this_workers_boundaries()) is not None:
         boundaries.begins(step)
 
 
@@ -52,15 +57,13 @@ def report_saved(step: int, seconds: float) -> None:
         step: the step of the checkpoint.
         seconds: time from the request to the complete checkpoint.
     """
-    boundaries = _this_workers_boundaries()
-    if boundaries is not None:
+    if (boundaries := _this_workers_boundaries()) is not None:
         boundaries.saved(step, seconds)
 
 
 def report_save_failed() -> None:
     """Report that the requested checkpoint failed, so that nobody waits for it."""
-    boundaries = _this_workers_boundaries()
-    if boundaries is not None:
+    if (boundaries := _this_workers_boundaries()) is not None:
         boundaries.failed()
 
 
@@ -147,3 +150,57 @@ def _this_workers_boundaries() -> _StepBoundaries | None:
 @functools.cache
 def _boundaries_of(worker: Worker) -> _StepBoundaries:
     return _StepBoundaries(worker)
+
+
+def resume_from() -> str | None:
+    """Return the checkpoint that the agent chose for this round; it is the same on all ranks.
+
+    Returns:
+        A path or a URL: of this rank's own file, if each rank wrote one. None to start from nothing.
+    """
+    return os.environ.get(checkpoint_variables.RESUME_FROM) or None
+
+
+def resume_step() -> int | None:
+    """Return the step of the checkpoint from `resume_from`.
+
+    Returns:
+        The step in the checkpoint's content, else in its name; None if neither holds one, or if there is nothing to resume from.
+    """
+    step = os.environ.get(checkpoint_variables.RESUME_STEP)
+    return int(step) if step else None
+
+
+def report_loaded(seconds: float) -> None:
+    """Report that a checkpoint is in place. seconds: from the request, with the check of its files."""
+    if (worker := this_worker()) is not None:
+        worker.row.report_loaded(seconds)
+
+
+@contextmanager
+def timed_check() -> Iterator[None]:
+    """Report the time that this block takes as that of a check for damage, whatever it finds."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        if (worker := this_worker()) is not None:
+            worker.row.report_checked(time.monotonic() - began)
+
+
+def report_copied(step: int, stall_s: float, every: int) -> None:
+    """Report a committed copy of this step. stall_s: for how long it has stalled training. every: steps until the next one."""
+    if (worker := this_worker()) is not None:
+        worker.row.report_copied(step, stall_s, every)
+
+
+def report_copy_failed() -> None:
+    """Report that the state could not be copied, on this rank or another."""
+    if (worker := this_worker()) is not None:
+        worker.row.report_copy_failed()
+
+
+def report_copy_unusable() -> None:
+    """Report that the copy which the agent has chosen could not be loaded."""
+    if (worker := this_worker()) is not None:
+        worker.row.report_copy_unusable()

@@ -17,7 +17,7 @@ import pytest
 from elastic_ext.agent.companion import END_S, LEAST_S, Companion, EndLimit
 from elastic_ext.agent.companions import JobCompanions
 from tests.jobs import AGENT, Gate, Job, children, command_of
-from tests.observe.trainer_server import TrainerServer, make_certificates
+from tests.status.trainer_server import TrainerServer, make_certificates
 from tests.until import until
 
 

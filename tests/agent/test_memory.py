@@ -16,13 +16,12 @@ from elastic_ext.base import checkpoint_variables, kinds, settings
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice.in_memory import Saved
-from elastic_ext.checkpoints.choice.messages import read_offers
+from elastic_ext.checkpoints.choice.offers import Saved, read_offers
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
-from elastic_ext.checkpoints.memory.room import Room
+from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision

@@ -29,10 +29,10 @@ from elastic_ext.agent.metrics import Goodput, share_every_s
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, Spent, StateSeconds
 from elastic_ext.etcd import EtcdClient, Unavailable
-from elastic_ext.observe import families
-from elastic_ext.observe.goodput import Ledger
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.goodput import Ledger
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
 from tests.until import LIMIT_S

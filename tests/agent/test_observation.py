@@ -21,9 +21,10 @@ from elastic_ext.agent.observation import (
     settle_s,
 )
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.observe import families, status_records
-from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.observe.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
+from elastic_ext.status import status_records
+from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from tests.until import LIMIT_S
 
 PLACE = NodePlace(1, 4, 2, 100)

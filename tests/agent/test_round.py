@@ -18,7 +18,7 @@ from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostEvidence
-from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable, WakePipe

@@ -73,7 +73,7 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     job = run([*EXT, "--rdzv-conf=node_name=n2", "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
     assert job.returncode == 1
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
-    assert "all 1 restarts of the budget" in job.err
+    assert "the budget of 1 restart (--max-restarts)" in job.err
     for line in ("WARNING elastic_ext .* supervises", "WARNING elastic_ext: seen", "ERROR elastic_ext: stop: "):
         assert re.search(rf"^[\d-]+ [\d:,]+ n2 {line}", job.err, re.MULTILINE), job.err
     assert "ChildFailedError" in job.err
@@ -115,7 +115,7 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
     job = run(command, tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger")
     assert job.returncode == 1
     assert re.findall(r"try (\d)", job.out) == ["3", "4"]
-    assert "all 3 restarts of the budget" in job.err
+    assert "the budget of 3 restarts (--max-restarts)" in job.err
     # Whoever starts it after that has seen the verdict.
     job = run([*command[:-1], "tries"], tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger")
     assert "budget" not in job.err

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.companions import training_of
-from elastic_ext.observe.trainjob import Training
+from elastic_ext.status.trainjob import Training
 from elastic_ext.workers.progress import Progress
 from tests.jobs import AGENT, SCRIPTS, Gate, Job
-from tests.observe.trainer_server import Post, TrainerServer, make_certificates
+from tests.status.trainer_server import Post, TrainerServer, make_certificates
 
 OURS = "elastic_ext"
 

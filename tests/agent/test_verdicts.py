@@ -11,7 +11,7 @@ from elastic_ext.failures.evidence import ErrorFile, Evidence, RaisedException
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 
-SPENT = Decision(Action.STOP, kinds.UNKNOWN, "rank 3 was killed by SIGKILL; all 3 restarts of the budget are spent", 1, "budget")
+SPENT = Decision(Action.STOP, kinds.UNKNOWN, "rank 3 was killed by SIGKILL; the budget of 3 restarts is spent", 1, "budget")
 
 
 def failed(**evidence) -> verdicts.FailedWorker:

@@ -280,7 +280,7 @@ def test_classification(tmp_path):
 
 @pytest.mark.full
 def test_scrape_load():
-    """The kind of run that needs all parts. What a storm does to the agent's own server: see observe/test_server_load.py."""
+    """The kind of run that needs all parts. What a storm does to the agent's own server: see http/test_server_load.py."""
     command = (
         "import sys; sys.path.insert(0, sys.argv[1]); import scrape_load\n"
         "scrape_load.STORM_SPARE_S = scrape_load.DROPPED_S = 200.0\n"  # for a busy machine,

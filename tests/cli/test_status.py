@@ -21,18 +21,18 @@ from elastic_ext.cli.status import Terminal
 from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.observe import job_status, status_records
-from elastic_ext.observe import server as agent_server
-from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_status import Own, ReportAges, Sources
-from elastic_ext.observe.status_records import Document, NodeReport, Pace, RoundSpan
+from elastic_ext.http import server as agent_server
+from elastic_ext.http.gate import Gate
 from elastic_ext.rendezvous.job_status import JobStatus, NodeText
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
+from elastic_ext.status import job_status, status_records
+from elastic_ext.status.job_status import Own, ReportAges, Sources
+from elastic_ext.status.status_records import Document, NodeReport, Pace, RoundSpan
 from tests.etcd_server import Certificates
 from tests.jobs import ROOT
-from tests.observe.pages_in_chromium import document, failure, hashed, of_nodes, served
 from tests.reference import JOB_SCHEMA
+from tests.status.pages_in_chromium import document, failure, hashed, of_nodes, served
 from tests.until import LIMIT_S
 
 PIPE = Terminal()

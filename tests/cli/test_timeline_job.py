@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.cli import main
-from elastic_ext.observe.timeline import lines, of_events
+from elastic_ext.timeline import builder, events
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, ROOT, SCRIPTS, Job
 from tests.until import until
@@ -104,23 +104,23 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
         nodes.saved()
         nodes.finish.touch()
         assert [job.finish().returncode for job in nodes.jobs.values()] == [0, 0, 0]
-    events = sorted(map(str, tmp_path.glob("*.jsonl")))
+    files = sorted(map(str, tmp_path.glob("*.jsonl")))
     for kind in ("png", "svg", "html"):
-        assert main.main(["timeline", *events, f"--output={tmp_path / f'life.{kind}'}"]) == 0
-    found = of_events.course([each for file in events for each in lines.parse(Path(file).read_text(), file)[0]])
-    marks = {each.kind: each.node for each in found.marks}
-    assert marks["unknown"] == "n1"
-    assert marks["node lost"] == "n2"
+        assert main.main(["timeline", *files, f"--output={tmp_path / f'life.{kind}'}"]) == 0
+    found = builder.from_events([each for file in files for each in events.parse(Path(file).read_text(), file)[0]])
+    kinds = {each.kind: each.node for each in found.interruptions}
+    assert kinds["unknown"] == "n1"
+    assert kinds["node lost"] == "n2"
     for each in said:  # unless both others were told that it is lost before their workers noticed
         assert re.match(r"  n2: node n2 was lost; then rank [012] raised RuntimeError: .*, on n[01]$", each), each
-    decided = [line for file in events for line in map(json.loads, Path(file).read_text().splitlines()) if "culprit_rank" in line]
+    decided = [line for file in files for line in map(json.loads, Path(file).read_text().splitlines()) if "culprit_rank" in line]
     of_lost = [line for line in decided if line["kind"] == "network"]
     assert bool(of_lost) == bool(said)
     assert {(line["culprit_host"], line["culprit_rank"], line["decision"]) for line in of_lost} <= {("n2", -1, "restart_free")}
-    assert marks["preemption"] in ("n0", "n1")
+    assert kinds["preemption"] in ("n0", "n1")
     assert found.end == "ended: succeeded"
     size = (tmp_path / "life.png").stat().st_size
     assert 20_000 < size < MOST_BYTES
     if "RECORD_TIMELINE" in os.environ:
         PICTURE.write_bytes((tmp_path / "life.png").read_bytes())
-        RECORDED.write_text("".join(Path(file).read_text() for file in events).replace(str(tmp_path), "/job"))
+        RECORDED.write_text("".join(Path(file).read_text() for file in files).replace(str(tmp_path), "/job"))

@@ -26,7 +26,7 @@ CRASHES = (
 @pytest.mark.parametrize(
     ("command", "code", "attempts", "said"),
     [
-        ([*TORCHRUN], 1, 1, "all 0 restarts of the budget"),
+        ([*TORCHRUN], 1, 1, "the budget of 0 restarts"),
         ([*LAUNCH, "--max_restarts=999"], 0, 3, "restart 2 of 999"),
     ],
     ids=["default", "999"],

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastic_ext.observe import families
+from elastic_ext.telemetry import families
 from tests.jobs import AGENT, Gate, Job
 from tests.ports import free_port
 from tests.programs import REQUIRE, needs

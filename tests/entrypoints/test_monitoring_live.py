@@ -12,7 +12,7 @@ from itertools import chain
 import pytest
 import yaml
 
-from elastic_ext.observe import families
+from elastic_ext.telemetry import families
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, Job
 from tests.programs import needs

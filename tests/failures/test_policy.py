@@ -164,7 +164,7 @@ def test_the_budget(diagnosis, charged, limit, action):
     assert decided.action is action
     if action is Action.STOP and charged:
         assert (decided.rule, decided.exit_code) == ("budget", 1)
-        assert f"all {limit} restarts of the budget" in decided.reason
+        assert f"the budget of {limit} restart" in decided.reason
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_cut_says_nothing_of_the_checkpoint_that_the_round_began_with():
         assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
 
 
-LOAD_FAILED = "elastic_ext.checkpoints.writing.errors.StorageFailed", "s3://b/step_00000002.g0001 cannot be read: Errno 16"
+LOAD_FAILED = "elastic_ext.checkpoints.ranks.StorageFailed", "s3://b/step_00000002.g0001 cannot be read: Errno 16"
 BEFORE_ITS_FIRST_STEP = [
     (of("RuntimeError", "who knows", first_step_done=False), 1),
     (of(signal="SIGSEGV", first_step_done=False), 1),

@@ -40,17 +40,16 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
-from elastic_ext.checkpoints.memory import buffers, interval, part, saver
-from elastic_ext.checkpoints.memory import commit as copies
-from elastic_ext.checkpoints.memory.buffers import Buffers
+from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.memory import pace, part, saver
+from elastic_ext.checkpoints.memory import saver as copies
 from elastic_ext.checkpoints.memory.devices import Copying
+from elastic_ext.checkpoints.memory.part import Buffers
+from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing import background, commit, fence
+from elastic_ext.checkpoints.writing import retention, saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, Event
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
-from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
-from elastic_ext.checkpoints.writing.local_tier import LocalTier
-from elastic_ext.checkpoints.writing.ranks import Ranks
 from tests.scripts import chaos_training
 from tests.scripts.memory_job import kill_when
 
@@ -122,7 +121,7 @@ class Training:
 def at_write(count: int, number: int) -> None:
     """Send this process a signal when it is about to write for the count-th time, to a data file or a manifest."""
     seen = 0
-    write, put_manifest = HashedFile.write, commit.commit
+    write, put_manifest = HashedFile.write, saving.commit
 
     def counted() -> None:
         nonlocal seen
@@ -140,7 +139,7 @@ def at_write(count: int, number: int) -> None:
         counted()
         return outcome
 
-    HashedFile.write, commit.commit = counted_write, counted_commit
+    HashedFile.write, saving.commit = counted_write, counted_commit
 
 
 def train(rank: int, world: int, args: dict) -> dict:
@@ -154,7 +153,7 @@ def train(rank: int, world: int, args: dict) -> dict:
             with open(f"{args['told']}.{rank}", "a") as file:
                 file.write(f"{event.step}\n")
 
-    background.FIRST_PAUSE_S = args.get("pause_s", background.FIRST_PAUSE_S)
+    saving.FIRST_PAUSE_S = args.get("pause_s", saving.FIRST_PAUSE_S)
     checkpointer = training.checkpointer(args["directory"], on_event=note, **args.get("options", {}))
     position = checkpointer.load()
     if rank == 0:
@@ -188,14 +187,14 @@ def train(rank: int, world: int, args: dict) -> dict:
 
 def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     """Load, check, and copy the state to memory step after step; to disk, too, now and then. most: files of parts at once."""
-    genuine, most = buffers.create, [0]
+    genuine, most = part.create, [0]
 
     def counted(*args: Any) -> Any:
         made = genuine(*args)
         most[0] = max(most[0], len(list(Path(os.environ["ELASTIC_EXT_MEMORY_DIR"]).rglob("*.mem"))))
         return made
 
-    buffers.create = counted
+    part.create = counted
     training = Training(rank, world, args.get("elements", 600))
 
     def note(step: int, stall_s: float, every: int) -> None:
@@ -386,18 +385,18 @@ def together(rank: int, world: int, args: dict) -> dict:
 def late_generation(rank: int, world: int, args: dict) -> dict:
     """Load a copy while the directory of checkpoints cannot be written to; then save twice. The first save fails."""
     training = Training(rank, world)
-    genuine = fence.open_generation, commit.save
+    genuine = retention.open_generation, saving.save_to
 
     def away(*_: Any) -> Any:
         raise TimeoutError("away")
 
-    fence.open_generation, commit.save = away, lambda *_: commit.Outcome(SaveFailure(FailureKind.FULL, "no space"))
+    retention.open_generation, saving.save_to = away, lambda *_: saving.Outcome(SaveFailure(FailureKind.FULL, "no space"))
     checkpointer = training.checkpointer(args["directory"], memory_every=args.get("every", 1))
     step = checkpointer.load().step
     checkpointer.snapshot(step + 1)
-    fence.open_generation = genuine[0]
+    retention.open_generation = genuine[0]
     checkpointer.save(step + 2, wait=True)
-    commit.save = genuine[1]
+    saving.save_to = genuine[1]
     checkpointer.save(step + 3)
     kept = sorted(path.name for path in Path(os.environ["ELASTIC_EXT_MEMORY_DIR"]).glob("step_*/*"))
     for number in range(step + 4, step + 4 + args["steps"]):
@@ -411,13 +410,13 @@ def slow_buffers(rank: int, world: int, args: dict) -> dict:
     """Rank 1 makes its buffers only after training has done some steps more."""
     training, went_on = Training(rank, world), threading.Event()
     found: list[bool] = []
-    genuine = buffers.create
+    genuine = part.create
 
     def create(*args: Any) -> Any:
         found.append(rank != 1 or went_on.wait(60))
         return genuine(*args)
 
-    buffers.create, interval.BUFFERS_HOLD_S = create, 0.0
+    part.create, pace.BUFFERS_HOLD_S = create, 0.0
     checkpointer = training.checkpointer(args["directory"], memory_every=1)
     checkpointer.load()
     for step in range(1, 30):
@@ -561,7 +560,7 @@ def calls(rank: int, world: int, args: dict) -> dict:
         elif rank not in ranks:
             continue
         elif name == "late":
-            background.LATE_S = where[0]
+            saving.LATE_S = where[0]
         elif name == "memory limit":
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=where[0]), checkpointer._memory._ranks.group)
         elif name == "load":
@@ -625,9 +624,9 @@ def fail_once(where: str, rank: int) -> dict[str, Any]:
         return fails
 
     if where == "decision of rank 0":
-        fence.open_generation = failing(fence.open_generation)
+        retention.open_generation = failing(retention.open_generation)
     elif where == "between collectives":
-        commit.save = failing(commit.save)
+        saving.save_to = failing(saving.save_to)
     return {"extra": {"unwilling": Unwilling(where == "state of rank 1" and rank == 1)}}
 
 
@@ -652,7 +651,7 @@ def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
     ranks, told = Ranks(timedelta(seconds=60)), []
     for manifest in (b"{", encode(Manifest(1, 1, ()))):
         file = StoredFile(f"rank_{rank:05d}.mem", 0, "")
-        report = copies.Report("step_00000001.g0001", manifest if rank == 0 else b"", interval.Timing(), file)
+        report = copies.Report("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
         outcome = copies.commit(tier, "", report, ranks)
         told.append([outcome.committed, outcome.failure.reason if outcome.failure else ""])
     return {"told": told}
@@ -801,7 +800,7 @@ def run(request: dict) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     # A busy machine may take long; these tests count steps, and what is to be late is so in the order of events.
-    interval.BUFFERS_HOLD_S = interval.HOLD_S = background.LATE_S = 600.0
+    pace.BUFFERS_HOLD_S = pace.HOLD_S = saving.LATE_S = 600.0
     codecs.lookup("latin1")  # pickles need it, and another user may not reach Python's library
     logging.basicConfig(level=logging.INFO, format=f"%(process)d {logging.BASIC_FORMAT}")
     for line in sys.stdin:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from elastic_ext import Checkpointer
 from elastic_ext.checkpoints.formats.manifest import MANIFEST
-from elastic_ext.checkpoints.memory import buffers, commit, interval, saver
+from elastic_ext.checkpoints.memory import pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from tests.scripts.chaos_training import EXAMPLES, Training
 
@@ -65,15 +65,15 @@ def kill_when(act: dict, step: list[int]) -> None:
     genuine_start = Copying.start
     match act["at"]:
         case "planned":
-            before(buffers.Buffers, "begin")
+            before(part.Buffers, "begin")
         case "half":
             Copying.start = half
         case "copied":
             before(Copying, "finish")
         case "reported":
-            before(commit, "commit")
+            before(saver, "commit")
         case "committed":
-            before(buffers.Buffers, "committed")
+            before(part.Buffers, "committed")
 
 
 def await_copy(step: int) -> None:
@@ -86,7 +86,7 @@ def await_copy(step: int) -> None:
 
 def main(steps: int, save_every: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    interval.HOLD_S = interval.BUFFERS_HOLD_S = interval.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
+    pace.HOLD_S = pace.BUFFERS_HOLD_S = pace.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     act, first = json.loads(os.environ.get("ACT", "{}")), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

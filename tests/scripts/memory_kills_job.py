@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import Checkpointer
-from elastic_ext.checkpoints.memory import interval
+from elastic_ext.checkpoints.memory import pace
 from tests.scripts.chaos_training import EXAMPLES, Training
 
 STUCK_S = 60  # without a step; then the stacks go to stderr
@@ -41,7 +41,7 @@ class Ballast:
 
 def main(path: str, size: int) -> None:
     faulthandler.dump_traceback_later(STUCK_S)
-    interval.HOLD_S = interval.BUFFERS_HOLD_S = interval.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
+    pace.HOLD_S = pace.BUFFERS_HOLD_S = pace.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -22,8 +22,6 @@ import pytest
 from elastic_ext import metrics
 from elastic_ext.base import metric_files as layout
 from elastic_ext.base.errors import UsageError
-from elastic_ext.training import metric_values
-from elastic_ext.training import metrics as training_metrics
 from elastic_ext.workers import worker_env
 
 
@@ -32,10 +30,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a script that begins."""
     monkeypatch.delenv(worker_env.WORKER_ENV, raising=False)
     monkeypatch.setattr(metrics, "_registry", metrics._Registry())
-    monkeypatch.setattr(metric_values.process, "_series", [])
-    metric_values.process.after_fork()
+    monkeypatch.setattr(metrics.process, "_series", [])
+    metrics.process.after_fork()
     yield
-    metric_values.process.after_fork()
+    metrics.process.after_fork()
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ def test_what_prometheus_would_refuse_is_an_error_in_the_script(call, message):
 
 def test_a_script_counts_as_with_prometheus_client(files, monkeypatch):
     quarters = itertools.count(step=0.25)
-    monkeypatch.setattr(training_metrics, "time", SimpleNamespace(perf_counter=lambda: next(quarters), monotonic=time.monotonic))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(quarters), monotonic=time.monotonic))
     seen = metrics.counter("seen_total", "Samples.", labels=("split", "host"))
     loss, took = metrics.gauge("loss", "Loss."), metrics.histogram("took", "Time.", buckets=(1, 2, math.inf))
     assert metrics.counter("seen", "In other words.", labels=("split", "host")) is seen
@@ -167,7 +165,7 @@ def test_a_full_file_system_costs_only_the_metrics(files, caplog):
         assert 0 < len(found) < 900  # how many depends on the size of a page
         assert {*found.values()} == {(1,)}
     finally:
-        metric_values.process.after_fork()
+        metrics.process.after_fork()
         subprocess.run(["umount", "--lazy", small], check=True)
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert "the agent does not see further ones of process" in record.getMessage()
@@ -319,7 +317,7 @@ def test_counting_in_a_signal_handler_does_not_wait_for_its_own_thread(files):
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
         while written(files)["seen",][0] < 5000:
             for _ in range(1000):
-                with metric_values.process.lock:
+                with metrics.process.lock:
                     ctypes.pythonapi.PyErr_CheckSignals()
                     seen.inc()
     finally:

@@ -1,12 +1,8 @@
 """Choose the checkpoint that a round resumes from, and agree on it with the other nodes.
 
-selection.py    choose the newest complete one of several candidates (pure)
-kin.py          families of names that belong together: which one to resume from (pure)
+resolution.py   agree on one answer across the nodes of a round
+sources.py      what there is in the nodes' memory, in their local directories and in checkpoint_dir; quarantine what is to blame
+offers.py       the messages for that, and what follows from them (pure)
 discovery.py    find the candidates in a directory and check each
-evidence.py     what lies beside checkpoints and says which are whole
-below.py        what lies in a directory that has none to resume from
-resolution.py   agree on one answer across the nodes of a round; messages.py: the messages for that
-run_start.py    when the run began, for resume_from after a restart
-blame.py        quarantine the checkpoint that a failure is blamed on
-listing.py      list all checkpoints of a directory, for the commands
+selection.py    choose the newest complete one of several candidates (pure)
 """

@@ -1,25 +1,30 @@
-"""Find the checkpoint to resume from in a local directory or fsspec URL: the newest complete one, or the one asked for.
+"""Find the checkpoints in a local directory or fsspec URL: the newest complete one, the one asked for, all of them, or what looks
+like some.
 
 `selection` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
-from elastic_ext.checkpoints.choice import evidence
-from elastic_ext.checkpoints.choice.selection import Choice, PassedOver, choose, families, or_oldest
-from elastic_ext.checkpoints.directory import MARKERS, marks
-from elastic_ext.checkpoints.formats import dcp, detect
-from elastic_ext.checkpoints.formats.inspection import DCP, UNKNOWN, Format, Inspection, is_candidate, is_hidden
+from elastic_ext.checkpoints.choice import selection
+from elastic_ext.checkpoints.choice.selection import Choice, Family, Names, PassedOver
+from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
+from elastic_ext.checkpoints.directory.pruning import PruneCandidate
+from elastic_ext.checkpoints.formats import dcp, detect, layouts
+from elastic_ext.checkpoints.formats.detect import Mode, verify
+from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import grouped, step_of
-from elastic_ext.checkpoints.formats.verify import Mode, verify
-from elastic_ext.checkpoints.storage import Entry, Storage, open_parent, open_storage, split_path
+from elastic_ext.checkpoints.formats.names import family_of, grouped, numbers_of, says_step, step_of, words_of
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"
 
@@ -63,8 +68,8 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     if wanted.resume_from == NONE:
         return Choice(None)
     listed = list_entries(storage)
-    trackers = evidence.read_trackers(storage, listed)
-    found = evidence.judged(candidates(listed, wanted.pattern, detect.plugins()), listed, trackers)
+    trackers = read_trackers(storage, listed)
+    found = judged(candidates(listed, wanted.pattern), listed, trackers)
     if wanted.resume_from and not any(wanted.resume_from == each.name for entry in found for each in (entry, *entry.parts)):
         found += [each for each in listed if each.name == wanted.resume_from and not (each.unusable or is_hidden(each.name))]
     found = [each for each in found if each.name != wanted.without]
@@ -73,7 +78,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     inspector = Inspector(storage, wanted, any(entry.name == MARKERS for entry in listed))
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
-    choice = choose(found, inspector, wanted.pattern, evidence.tracked(found, trackers), inspector.glance)
+    choice = selection.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
     if any(entry.name == dcp.METADATA or entry.name.endswith(dcp.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
         return replace(choice, passed_over=(*choice.passed_over, hint))
@@ -96,7 +101,7 @@ def list_entries(storage: Storage) -> list[Entry]:
         ) from error
 
 
-def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Format] = ()) -> list[Entry]:
+def candidates(entries: Iterable[Entry], pattern: str = "") -> list[Entry]:
     """Return the entries that may be checkpoints, judging by name only; files of which each rank wrote its own as one entry.
 
     Leave out links to another candidate beside them, and the parts of a model that is saved directly in the directory.
@@ -108,10 +113,10 @@ def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Fo
             return False
         if match is not None:
             return match(entry.name) is not None or order_of(entry.name) is not None
-        return (is_candidate(entry) and not (is_part(entry.name) and not entry.is_dir)) or detect.claimed(entry, plugins)
+        return (is_candidate(entry) and not (is_part(entry.name) and not entry.is_dir)) or detect.claimed(entry)
 
     found = [each for each in entries if may_be(each) and not (each.sibling and may_be(replace(each, name=each.sibling)))]
-    of_plugins = [each for each in found if detect.claimed(each, plugins)]
+    of_plugins = [each for each in found if detect.claimed(each)]
     return of_plugins + grouped(each for each in found if each not in of_plugins)
 
 
@@ -134,12 +139,12 @@ class Inspector:
             OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
         """
         named = entry.name == self.wanted.resume_from or is_named(entry, self.wanted.pattern)
-        found = detect.check(self.storage, entry, detect.plugins(), named)
+        found = detect.check(self.storage, entry, named)
         if found.unreadable is not None:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
             return found
-        if self.wanted.since is not None and or_oldest(found.written_at) <= self.wanted.since:
+        if self.wanted.since is not None and selection.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
@@ -158,7 +163,7 @@ class Inspector:
 
     def glance(self, entry: Entry) -> Inspection:
         """Check a candidate, whatever its marks and its content. One that cannot be read counts as incomplete."""
-        return detect.check(self.storage, entry, detect.plugins(), is_named(entry, self.wanted.pattern))
+        return detect.check(self.storage, entry, is_named(entry, self.wanted.pattern))
 
 
 def is_named(entry: Entry, pattern: str) -> bool:
@@ -187,10 +192,328 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
     if not named and step is not None:
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
-        shown = ", ".join(entry.name for family in families(found, wanted.pattern) for entry in family.members[:5]) or "nothing"
+        present = selection.families(found, wanted.pattern)
+        shown = ", ".join(entry.name for family in present for entry in family.members[:5]) or "nothing"
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
-    choice = choose(named, inspect, wanted.pattern)
+    choice = selection.choose(named, inspect, wanted.pattern)
     if choice.resume is None:
         reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
     return Choice(replace(choice.resume, reason=f"named by resume_from, {choice.resume.reason}"), choice.passed_over)
+
+
+# What lies beside checkpoints and says which of them are whole: files in which a tool names its newest, and marks of saves.
+# DeepSpeed writes `latest`, Megatron `latest_checkpointed_iteration.txt`, nanotron `latest.txt`, detectron2 and mmengine
+# `last_checkpoint`, each once the save is done. NeMo 2 keeps a file NAME-unfinished beside a checkpoint until then.
+
+MAX_TRACKER = 4096  # bytes: a path, or a number
+_TRACKER = re.compile(r"(latest|last)([-_.](checkpoint|checkpointed|ckpt|iteration|iter|step|epoch|tag|txt))*")
+
+
+def read_trackers(storage: Storage, listed: Iterable[Entry]) -> dict[str, str]:
+    """Return by name the text of the files in which a tool names its newest checkpoint. One that may not be read says nothing.
+
+    Raises OSError.
+    """
+    found = {}
+    for entry in listed:
+        if _TRACKER.fullmatch(entry.name) and not (entry.is_dir or entry.unusable) and 0 < entry.size <= MAX_TRACKER:
+            try:
+                found[entry.name] = storage.read(entry.name).decode().strip()
+            except (FileNotFoundError, PermissionError, UnicodeDecodeError):
+                continue
+    return found
+
+
+def judged(found: Sequence[Entry], listed: Iterable[Entry], trackers: Mapping[str, str]) -> list[Entry]:
+    """Return the candidates, each with what the files beside it say of it. Pure.
+
+    What is newer than the one that a tracker names is not whole, if it is of several files: the end of one file shows by itself.
+    """
+    names = {entry.name for entry in listed}
+    return [each if each.torn else replace(each, torn=_torn(each, found, names, trackers)) for each in found]
+
+
+def tracked(found: Sequence[Entry], trackers: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of the candidates that trackers name. Pure."""
+    named = (_named(found, text) for text in trackers.values())
+    return frozenset(entry.name for entry in named if entry is not None)
+
+
+def _torn(entry: Entry, found: Sequence[Entry], names: Collection[str], trackers: Mapping[str, str]) -> str:
+    for stem in {entry.name, entry.name.removesuffix(".ckpt"), entry.name.removesuffix(".nemo")}:
+        if f"{stem}{UNFINISHED}" in names:
+            return f"{stem}{UNFINISHED} is there: the save did not finish"
+    if not (entry.is_dir or entry.parts) or order_of(entry.name) is not None:  # our own say it themselves
+        return ""
+    for tracker, text in trackers.items():
+        newest = _named(found, text)
+        is_same_family = newest is not None and family_of(newest.name) == family_of(entry.name)
+        if newest is not None and is_same_family and numbers_of(entry.name) > numbers_of(newest.name):
+            return f"{tracker} still names {newest.name}: the save did not finish"
+    return ""
+
+
+def _named(found: Sequence[Entry], text: str) -> Entry | None:
+    """Return the candidate that the text of a tracker names: by its name, its path, or its step."""
+    name = text.rstrip("/").rpartition("/")[2]
+    for entry in found:
+        if name in (entry.name, *(part.name for part in entry.parts)):
+            return entry
+    step = int(name) if name.isascii() and name.isdigit() and len(name) < 19 else None
+    return next((entry for entry in found if entry.is_dir and step is not None and step_of(entry.name) == step), None)
+
+
+# What lies in a directory that has no checkpoint to resume from: some further down, or of an unknown format. A job that begins
+# from nothing beside them loses work, so it says where they are.
+
+MAX_DEPTH = 4
+MAX_FOLDERS = 50  # listed at most
+MAX_NAMES = 2000  # in one of them: a directory with more is one of data
+MAX_SHOWN = 3
+FROM_SCRATCH = "a script that trusts resume_from() begins from scratch"
+
+# What other files of a job are called. No checkpoint has such a suffix.
+_OTHERS = (
+    *(".txt", ".log", ".out", ".err", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".csv", ".tsv", ".md", ".py", ".sh"),
+    *(".png", ".svg", ".pdf", ".html", ".lock", ".pid", ".gz", ".parquet"),
+)
+_WORDS = frozenset({"checkpoint", "checkpoints", "ckpt", "model", "state", "weights", "latest", "last"})
+
+
+def seen_in(storage: Storage, pattern: str = "") -> str:
+    """Return what lies there, with paths, and what to set, for people; "" if nothing looks like a checkpoint.
+
+    For a directory in which nothing was chosen. Reads names, and of candidates below it what a check reads.
+    """
+    try:
+        listed = list_entries(storage)
+        itself = _itself(storage, listed)
+        if itself:
+            return itself
+        below, unknown_below = _below(storage, listed, pattern)
+        seen = (*below, *unknown_below)
+        unread = [path for path in _unread(storage, listed) if not any(each.startswith(f"{path}/") for each in seen)]
+        unknown = [*unread, *_unknown(listed), *unknown_below]
+    except (OSError, UsageError) as error:
+        return f"what lies there cannot be looked at: {error}"
+    said = []
+    if below:
+        said.append(f"checkpoints lie further down: {_shown(below)}; set checkpoint_dir to the directory that holds them")
+    if unknown:
+        said.append(f"of an unknown format: {_shown(unknown)}; if they are checkpoints, set checkpoint_pattern to their names")
+    return "; ".join(said)
+
+
+def _itself(storage: Storage, listed: Sequence[Entry]) -> str:
+    layout = layouts.layout_of("", layouts.top_names([each for each in listed if not each.unusable]))
+    if layout is None or layout.needs is None or any(is_candidate(each) and says_step(each.name) for each in listed):
+        return ""  # a tool leaves some of these files above its checkpoints, too
+    below = (f"{each.name}/{path}" for each in listed if _may_hold(each) for path, _ in files_of(storage, each.name))
+    if not any(re.fullmatch(layout.needs[1], path) for path in chain((each.name for each in listed), below)):
+        return ""
+    what = f"{storage.address} looks like a checkpoint of {layout.format} itself"
+    return f"{what}: set checkpoint_dir to the directory above it"
+
+
+def _unknown(listed: Sequence[Entry]) -> list[str]:
+    """Return the paths of files that are no candidates of a known format, but by their names may be checkpoints."""
+
+    def may_be(entry: Entry) -> bool:
+        if is_hidden(entry.name) or is_candidate(entry) or entry.unusable or not entry.size:
+            return False
+        if entry.name.endswith(_OTHERS) or "tfevents" in entry.name:
+            return False
+        return step_of(entry.name) is not None or not _WORDS.isdisjoint(words_of(entry.name))
+
+    return [entry.path for entry in listed if may_be(entry)]
+
+
+def _unread(storage: Storage, listed: Sequence[Entry]) -> list[str]:
+    """Return the paths of directories with a step in their names and files of no known format."""
+    named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
+    unknown = (entry for entry in named if detect.check(storage, entry).format == UNKNOWN)
+    return [entry.path for entry in unknown if next(files_of(storage, entry.name), None) is not None]
+
+
+def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> tuple[list[str], list[str]]:
+    """Return the paths of checkpoints below the directories in a directory, the newest of each, what was written last first.
+
+    The second list has those of an unknown format, of directories without others. Only names that say a step count there.
+    """
+    found: list[tuple[float, str]] = []
+    unknown: list[str] = []
+    for folder, content in _folders(storage, listed):
+        try:
+            choice = newest_in(open_storage(storage.path(folder)), Wanted(pattern=pattern))
+        except (OSError, UsageError):
+            continue  # only what can be read is worth a hint
+        times = {entry.path: entry.mtime or 0.0 for entry in content}
+        if choice.resume is not None:
+            found.append((-times.get(choice.resume.path, 0.0), choice.resume.path))
+        elif choice.question:
+            newest = max((entry.path for entry in content if is_candidate(entry)), key=lambda path: (times[path], path))
+            found.append((-times[newest], newest))
+        else:
+            named = [entry for entry in content if not entry.is_dir and says_step(entry.name)]
+            unknown += _unknown(sorted(named, key=lambda entry: numbers_of(entry.name)))[-1:]
+    return [path for _, path in sorted(found)], unknown
+
+
+def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield path and content of the directories below that are no checkpoints themselves, those nearer to the top first."""
+    waiting = [(entry.name, 1) for entry in listed if _may_hold(entry)]
+    for _ in range(MAX_FOLDERS):
+        if not waiting:
+            return
+        folder, depth = waiting.pop(0)
+        try:
+            content = list(islice(storage.entries(folder), MAX_NAMES))
+        except (FileNotFoundError, PermissionError):
+            continue
+        names = layouts.top_names(content)
+        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or dcp.matches(folder, names):
+            continue
+        yield folder, content
+        if depth < MAX_DEPTH:
+            waiting += [(f"{folder}/{entry.name}", depth + 1) for entry in content if _may_hold(entry)]
+
+
+def _may_hold(entry: Entry) -> bool:
+    return entry.is_dir and not (entry.is_link or is_hidden(entry.name) or entry.unusable)
+
+
+def _shown(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - MAX_SHOWN} more" if len(paths) > MAX_SHOWN else ""
+    return ", ".join(paths[:MAX_SHOWN]) + more
+
+
+# All checkpoints, for `elastic-ext checkpoints ls` and `prune`.
+
+THREADS = 16  # concurrent checks; each mostly waits for the storage
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One checkpoint of a directory.
+
+    Attributes:
+        entry: the listed entry.
+        family: pattern that its name shares with others.
+        format: for people.
+        complete: whether training can resume from it.
+        state: "complete", with a note if no optimizer is in it, or why it is not, for people.
+        step, epoch: from its content, or for the step from its name; None if unknown.
+        generation: generation of the group of workers that wrote it; None if it is not ours.
+        size: bytes; None if unknown.
+        pinned, quarantined: whether it has this mark.
+        together: names the families that belong together, if its own is one of several; else "".
+        apart: one of these that the pattern leaves out; "" for none.
+        compared: it is incomplete only by comparison with what lies beside it.
+    """
+
+    entry: Entry
+    family: str
+    format: str
+    complete: bool
+    state: str
+    step: int | None
+    epoch: int | None
+    generation: int | None
+    size: int | None
+    pinned: bool
+    quarantined: bool
+    together: str = ""
+    apart: str = ""
+    compared: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in the directory."""
+        return self.entry.name
+
+    @property
+    def prune_candidate(self) -> PruneCandidate:
+        """The input for `plan_prune`."""
+        family, step = self.family, self.step
+        if self.together:  # what they have in common are the steps in their names, whatever a pattern says
+            family, step = family_of(self.name), step_of(self.name)
+        others = self.pinned, self.quarantined, self.together, self.apart, self.compared
+        return PruneCandidate(self.name, family, step, self.format, self.complete, *others)
+
+
+def list_checkpoints(
+    storage: Storage, pattern: str = "", progress: Callable[[int, int], None] | None = None
+) -> tuple[ListedCheckpoint, ...]:
+    """List and check all checkpoints, newest first within each family. Raises UsageError, OSError.
+
+    Args:
+        pattern: the setting checkpoint_pattern.
+        progress: called with the number of checkpoints done and the total.
+    """
+    listed = list_entries(storage)
+    trackers = read_trackers(storage, listed)
+    present = judged(candidates(listed, pattern), listed, trackers)
+    newest = tracked(present, trackers)
+    marked = any(entry.name == MARKERS for entry in listed)
+    pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
+    quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
+    names = {entry.name for entry in present}
+    others = [entry for entry in candidates(listed) if entry.name not in names] if pattern else []
+    together = _together(selection.families([*present, *others]))
+    apart = {together[each]: each for each in {family_of(entry.name) for entry in others} if each in together}
+    ordered = [(entry, family) for family in selection.families(present, pattern) for entry in family.members]
+
+    inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
+    found = []
+    for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
+        if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
+            continue
+        after = range(at + 1, min(at + 1 + selection.OLDER, len(ordered)))
+        before = (inspections[each] for each in after if ordered[each][1] is family)
+        seen = selection.beside_older(entry, inspection, before, entry.name in newest)
+        group = together.get(family_of(entry.name), "")
+        row = ListedCheckpoint(
+            entry=entry,
+            family=family.pattern,
+            format=seen.format,
+            complete=seen.complete,
+            state="complete" + f", {NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
+            step=selection.step_in(entry, seen, pattern),
+            epoch=seen.epoch,
+            generation=order[0] if (order := order_of(entry.name)) else None,
+            size=seen.size,
+            pinned=entry.name in pinned,
+            quarantined=entry.name in quarantined,
+            together=group,
+            apart=apart.get(group, ""),
+            compared=seen.compared,
+        )
+        found.append(row)
+    return tuple(found)
+
+
+def _inspect_all(
+    storage: Storage, entries: Sequence[Entry], pattern: str, progress: Callable[[int, int], None] | None
+) -> list[Inspection]:
+    def inspect(entry: Entry) -> Inspection:
+        unusable = Inspection(False, UNKNOWN, entry.unusable)
+        return unusable if entry.unusable else detect.check(storage, entry, is_named(entry, pattern))
+
+    found: list[Inspection] = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for inspection in pool.map(inspect, entries):
+            found.append(inspection)
+            if progress is not None:
+                progress(len(found), len(entries))
+    return found
+
+
+def _together(found: Sequence[Family]) -> dict[str, str]:
+    """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
+    sets: list[list[Names]] = []
+    for names in map(selection.names_of, found):
+        if names.steps and not selection.is_copy(names.pattern):
+            near = [each for each in sets if any(selection.are_kin(names, other) for other in each)]
+            sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
+    return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}

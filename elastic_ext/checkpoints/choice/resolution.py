@@ -1,7 +1,9 @@
 """Agree on the checkpoint that a round resumes from: the same answer on every node.
 
-The agent of node 0 looks once per round (`remote`) and sends its choice to the others (`messages`). They wait until they see the
-checkpoint themselves, because a shared directory may be late to show what another host has written.
+It is the newest of all sources: copies in the nodes' memory, their local directories, and `checkpoint_dir`, which all nodes share
+(`sources`). Each node offers what it has in its own; the agent of node 0 chooses, once per round, and sends its choice to the
+others (`offers` has the messages). They wait until they see the checkpoint themselves, because a shared directory may be late to
+show what another host has written.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 
@@ -19,13 +21,10 @@ from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import in_memory, messages, peering
-from elastic_ext.checkpoints.choice.in_memory import NONE_SAVED, NodeMemory, Saved
-from elastic_ext.checkpoints.choice.messages import Agreement, Offers
-from elastic_ext.checkpoints.choice.peering import PeerPlan, plan_of
-from elastic_ext.checkpoints.choice.remote import RemoteTier, newer
+from elastic_ext.checkpoints.choice import offers
+from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, Offers, PeerPlan, Saved
+from elastic_ext.checkpoints.choice.sources import RemoteTier, from_local_dirs, from_memory, listed, newer
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect, names
 from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
@@ -118,19 +117,18 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     if settings.checkpoint_dir is None:
         return Resumption()
     resolution = _Resolution(settings, settings.checkpoint_dir, run_id, place)
-    exchange.offer(messages.encode(resolution.offers()))
+    exchange.offer(offers.encode(resolution.offers()))
     if place.node != 0:
-        agreement = messages.read_agreement(exchange.choice(ANSWER_S))
-        return resolution.seen(agreement, time.monotonic() + VISIBLE_S)
+        return resolution.seen(offers.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
     try:
         received = resolution.received(exchange)
         agreement = _once_there(lambda: resolution.decide(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
-        exchange.publish(messages.encode(messages.failure(error)))
+        exchange.publish(offers.encode(offers.failure(error)))
         raise
-    exchange.publish(messages.encode(agreement))
+    exchange.publish(offers.encode(agreement))
     return replace(resolution.resumption(agreement), lost=resolution.lost)
 
 
@@ -155,7 +153,7 @@ def _once_there(decide: Callable[[], Agreement]) -> Agreement:
 
 
 class _Resolution:
-    """One node's part in one agreement. Opens checkpoint_dir and local_dir once, when first needed.
+    """One node's part in one agreement. Opens each directory once.
 
     Attributes:
         lost: see `Resumption`; set by `decide`.
@@ -163,16 +161,11 @@ class _Resolution:
 
     def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: Place) -> None:
         self._settings, self._place = settings, place
+        local_dir = settings.local_dir if not settings.resume_from else None  # which overrides it
+        self._local = open_storage(local_dir) if local_dir is not None else None
         self._memory = open_storage(place.memory) if place.memory else None
         self._remote = RemoteTier(settings, checkpoint_dir, run_id)
         self.lost = ""
-
-    @cached_property
-    def _local(self) -> Storage | None:
-        """The local directory; None without a local tier, or if resume_from overrides it."""
-        if self._settings.local_dir is None or self._settings.resume_from:
-            return None
-        return open_storage(self._settings.local_dir)
 
     @cached_property
     def _asked_for(self) -> Storage | None:
@@ -182,11 +175,11 @@ class _Resolution:
 
     def offers(self) -> Offers:
         """Return what this node has in its own tiers."""
-        local, place = self._in_local_dir(), self._place
+        local, place = listed(self._local, f"local_dir {self._settings.local_dir}"), self._place
         return Offers(
             usable=local is not None,
-            offers=tuple(local or ())[: messages.MAX_OFFERS],
-            memory=tuple(self._in_memory())[: messages.MAX_OFFERS],
+            offers=local or (),
+            memory=listed(self._memory, "the copies in memory") or (),
             refused=place.refused,
             workers=place.workers,
             peer=place.peer,
@@ -194,24 +187,6 @@ class _Resolution:
             has_memory=self._memory is not None,
             saved=place.saved,
         )
-
-    def _in_local_dir(self) -> list[Offer] | None:
-        """Return the offers from this node's local directory; None if it has no usable local tier."""
-        if self._local is None:
-            return None
-        try:
-            return tiers.offers(self._local)
-        except OSError as error:
-            logger.warning("cannot list local_dir %s: %s", self._local.address, error)
-            return None
-
-    def _in_memory(self) -> list[Offer]:
-        """Return the offers of this node's memory."""
-        try:
-            return tiers.offers(self._memory) if self._memory is not None else []
-        except OSError as error:
-            logger.warning("cannot list the copies in memory: %s", error)
-            return []
 
     def received(self, exchange: Exchange) -> list[Offers]:
         """Return what the nodes have in their own tiers, by rank; nothing if that is not known of all of them."""
@@ -223,40 +198,35 @@ class _Resolution:
             logger.warning("not resuming from %s: a node has none, or did not report its checkpoints in time", where)
             return []
         try:
-            return [messages.read_offers(text) for text in texts]
+            return [offers.read_offers(text) for text in texts]
         except RecordError as error:
             logger.warning("not resuming from %s: %s", where, printable(str(error)))
             return []
 
     def decide(self, received: Sequence[Offers]) -> Agreement:
-        """Choose the newest of all tiers, on node 0. If the remote directory has nothing newer than the others, only list it.
+        """Choose the newest of all sources, on node 0. If the remote directory has nothing newer than the others, only list it.
 
         Raises as `agree` does, and OSError if the storage does not answer and must be waited for.
         """
-        away = self._remote.look() if any(each.offers or each.memory for each in received) else None
-        quarantined = self._remote.quarantined
-        nodes = [NodeMemory(each.workers, each.memory, each.has_memory, each.saved) for each in received]
-        memory = in_memory.newest_whole(nodes, quarantined.union(*(each.refused for each in received)))
+        away = self._remote.refresh() if any(each.offers or each.memory for each in received) else None
+        memory = offers.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
         if away is None:
-            upper = _of_memory(memory.offer), _of_local(self._newest_local(received, quarantined))
-            found = [each for each in upper if each is not None]
+            own = from_memory(memory), from_local_dirs(received, self._remote.quarantined)
+            found = [each for each in own if each is not None]
             agreement = self._remote.newest(reduce(newer, found) if found else None)
         else:
-            local = tiers.newest_loadable(each.offers for each in received)
-            agreement = self._without_storage(away, memory.offer, in_memory.needs_no_storage(memory.offer, local, nodes))
+            agreement = self._without_storage(away, memory, received)
         for name, reason in memory.lost[:1]:
             if order_or_oldest(name) > order_or_oldest(agreement.name):
                 self.lost = printable(reason)
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
-        return replace(agreement, peers=peering.arrange(received, memory if agreement.memory else None))
+        return replace(agreement, peers=offers.arrange(received, memory if agreement.memory else None))
 
-    def _without_storage(self, away: OSError, copy: Offer | None, enough: bool) -> Agreement:
-        """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for.
-
-        enough: the copy needs no storage. Yet what has answered before may have shown something newer.
-        """
-        agreement = _of_memory(copy)
-        if agreement is None or not enough or self._remote.has_answered:
+    def _without_storage(self, away: OSError, memory: MemoryChoice, received: Sequence[Offers]) -> Agreement:
+        """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
+        agreement, local = from_memory(memory), tiers.newest_loadable(each.offers for each in received)
+        # What has answered before may have shown something newer.
+        if agreement is None or self._remote.has_answered or not offers.needs_no_storage(memory.offer, local, received):
             raise away
         logger.warning(
             "the storage of the checkpoints does not answer: %s; resuming without it from %s in memory, which is as new as any "
@@ -266,22 +236,10 @@ class _Resolution:
         )
         return agreement
 
-    def _newest_local(self, received: Sequence[Offers], quarantined: Collection[str]) -> Offer | None:
-        """Return the newest checkpoint whose parts are all in the nodes' local directories."""
-        if self._local is None or not all(each.usable for each in received):
-            return None
-        found = tiers.newest_loadable([each.offers for each in received], quarantined)
-        for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
-            is_newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
-            if ranks and is_newer and offer.name not in quarantined:
-                missing = ", ".join(map(str, ranks))
-                logger.warning("not resuming from %s: the files of ranks %s are in no node's local_dir", offer.name, missing)
-        return found
-
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
-        step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
-        peers = plan_of(agreement.peers, self._place.node)
+        step, reason = agreement.step, printable(agreement.reason[: offers.MAX_TEXT])
+        peers = offers.plan_of(agreement.peers, self._place.node)
         if not agreement.name:
             return Resumption("", step, reason, agreement.passed_over, peers=peers)
         directory = self._directory(agreement)
@@ -299,39 +257,26 @@ class _Resolution:
         return found
 
     def _directory(self, agreement: Agreement) -> Storage:
-        shown = printable(agreement.name)
-        if agreement.local and self._local is None:
-            raise UsageError(
-                f"group rank 0 resumes from {shown} in local_dir, but this node has none: set local_dir on all nodes"
+        """Return where an agreed checkpoint is, as this node opens it. Raises UsageError if this node has no such directory."""
+        if agreement.memory:
+            found, lacks = (
+                self._memory,
+                "in memory, but this node has no memory for copies: set memory_every and memory_limit alike ",
             )
-        if agreement.asked_for and self._asked_for is None:
-            raise UsageError(
-                f"group rank 0 resumes from {shown} in a directory other than checkpoint_dir, but resume_from on this node "
-                "names none: set the same resume_from on all nodes"
+            lacks += "on all nodes, and give each a tmpfs at /dev/shm"
+        elif agreement.local:
+            found, lacks = self._local, "in local_dir, but this node has none: set local_dir on all nodes"
+        elif agreement.asked_for:
+            found, lacks = (
+                self._asked_for,
+                "in a directory other than checkpoint_dir, but resume_from on this node names none: set ",
             )
-        if agreement.memory and self._memory is None:
-            raise UsageError(
-                f"group rank 0 resumes from {shown} in memory, but this node has no memory for copies: set memory_every and "
-                "memory_limit alike on all nodes, and give each a tmpfs at /dev/shm"
-            )
-        own = self._memory if agreement.memory else self._local if agreement.local else None
-        found = own or (self._asked_for if agreement.asked_for else self._remote.storage)
-        assert found is not None, "checked above"
+            lacks += "the same resume_from on all nodes"
+        else:
+            return self._remote.storage
+        if found is None:
+            raise UsageError(f"group rank 0 resumes from {printable(agreement.name)} {lacks}")
         return found
-
-
-def _of_memory(offer: Offer | None) -> Agreement | None:
-    if offer is None:
-        return None
-    return Agreement(offer.name, offer.step, "newest copy that is whole in the nodes' memory", memory=True)
-
-
-def _of_local(offer: Offer | None) -> Agreement | None:
-    if offer is None:
-        return None
-    saved_by = f"{offer.nodes} node{'s' * (offer.nodes != 1)}"
-    reason = f"newest with all its parts in the nodes' local_dir, saved by {saved_by}"
-    return Agreement(offer.name, offer.step, reason, local=True)
 
 
 def await_visible(storage: Storage, name: str, deadline: float) -> None:
@@ -339,7 +284,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
 
     def look() -> Inspection | None:
         entry = names.entry_of(storage, name)
-        return detect.check(storage, entry, detect.plugins(), named=True) if entry is not None else None
+        return detect.check(storage, entry, named=True) if entry is not None else None
 
     found = poll(look, lambda seen: seen is not None and seen.complete, deadline)
     if found is None or not found.complete:

@@ -1,21 +1,26 @@
-"""Choose the newest complete checkpoint among listed entries: how to order them, and how far to look.
+"""Choose the newest complete checkpoint among listed entries: how to order them, how far to look, and between which families.
+Pure.
 
-Pure: a check, which costs I/O, is a callable, called only if its result can still change the choice. A healthy directory of
-10,000 checkpoints costs one check, or two where the one before it shows what a whole one has.
+A check, which costs I/O, is a callable, called only if its result can still change the choice. A healthy directory of 10,000
+checkpoints costs one check, or two where the one before it shows what a whole one has.
 
 Our own checkpoints are ordered by generation and step, which name and manifest both give. Others are ordered by the numbers in
 their names, or by time if the names have no numbers or do not compare.
+
+Some families of names belong together: model, ema and optimizer of the same steps; the best beside the latest. Of these the one
+that holds the state of an optimizer is the one that training resumes from. If that does not decide, only the user can say which:
+`checkpoint_pattern`.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.checkpoints.choice import kin
 from elastic_ext.checkpoints.formats.inspection import LIGHTNING, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import family_of, is_exact, lacks, numbers_of, step_of, unit_of
+from elastic_ext.checkpoints.formats.names import OWN_FAMILY, family_of, is_exact, lacks, numbers_of, step_of, unit_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
@@ -132,7 +137,7 @@ def choose(
             # otherwise it is a directory such as "logs" and not worth reporting
     if not contenders:
         return Choice(None, tuple(passed_over))
-    best = kin.resolve([_claim(each, tracked) for each in contenders])
+    best = resolve([_claim(each, tracked) for each in contenders])
     if best.question:
         return Choice(None, tuple(passed_over), best.question)
     winner = contenders[best.index]
@@ -162,25 +167,25 @@ def _may_matter(family: Family, contenders: Sequence[Contender]) -> bool:
     best = max(contenders, key=lambda each: each.written_at)
     if family.newest > best.written_at:
         return True
-    if best.inspection.training is False or kin.is_copy(best.family.pattern):  # it may have to give way
+    if best.inspection.training is False or is_copy(best.family.pattern):  # it may have to give way
         return True
-    return kin.are_kin(names_of(family), names_of(best.family)) and not kin.is_copy(family.pattern)
+    return are_kin(names_of(family), names_of(best.family)) and not is_copy(family.pattern)
 
 
-def _claim(contender: Contender, tracked: Collection[str]) -> kin.Claim:
+def _claim(contender: Contender, tracked: Collection[str]) -> Claim:
     entry, found = contender.entry, contender.inspection
     full = found.format == LIGHTNING and found.training is True
     step = found.step if found.step is not None else step_of(entry.name)
     names = names_of(contender.family)
-    return kin.Claim(entry.name, names, contender.written_at, found.training, step, entry.name in tracked, full)
+    return Claim(entry.name, names, contender.written_at, found.training, step, entry.name in tracked, full)
 
 
-def names_of(family: Family) -> kin.Names:
+def names_of(family: Family) -> Names:
     """Return what decides which other families belong together with this one."""
     steps = frozenset(step for entry in family.members if (step := step_of(entry.name)) is not None)
     times = [entry.mtime for entry in family.members if entry.mtime is not None]
     known = (min(times), max(times)) if len(times) == len(family.members) > 1 else None
-    return kin.Names(family.pattern, unit_of(family.members[0].name), steps, known)
+    return Names(family.pattern, unit_of(family.members[0].name), steps, known)
 
 
 def _resume(chosen: Contender, pattern: str) -> Resume:
@@ -230,3 +235,151 @@ def _latest(members: Sequence[Entry]) -> float:
 def or_oldest(seconds: float | None) -> float:
     """Return the time, or for None a time before all others."""
     return float("-inf") if seconds is None else seconds
+
+
+# Words by which parts and copies of the same state differ. One of _COPIES is a copy of an earlier or of the same state.
+_COPIES = frozenset({"best", "backup", "bak", "copy", "old"})
+_NEWEST = frozenset({"last", "latest", "final", "current", "newest"})
+_PARTS = frozenset(
+    (
+        *("model", "models", "weights", "params", "state", "dict", "ema", "averaged", "avg", "net", "head", "backbone"),
+        *("opt", "optim", "optimizer", "optimizers", "sched", "scheduler", "adapter", "lora", "text", "unet", "vae"),
+        *("g", "d", "gen", "disc", "generator", "discriminator", "encoder", "decoder", "teacher", "student"),
+        *("actor", "critic", "policy", "value", "reward"),
+    )
+)
+_FIRST = frozenset({"model", "checkpoint", "ckpt"})  # in an example for people
+_VERSION = re.compile(r"[-_]v[0-9]+(?![0-9])")
+_ROLES = _COPIES | _NEWEST | _PARTS | {"checkpoint", "ckpt", "trainer", "training"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a family.
+
+    Attributes:
+        pattern: of its family.
+        unit: what their numbers count, see `names.unit_of`.
+        steps: all of their steps.
+        times: when the first and the last of several were written; None if there is one, or if a time is unknown.
+    """
+
+    pattern: str
+    unit: str = ""
+    steps: frozenset[int] = frozenset()
+    times: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The newest complete member of a family.
+
+    Attributes:
+        name: its name.
+        names: of its family.
+        written_at: in seconds since the epoch; minus infinity if unknown.
+        training: whether it holds the state of an optimizer; None if unknown.
+        step: None if unknown.
+        tracked: a tool's own file names it as the newest.
+        full: a file of Lightning, which holds all that training needs.
+    """
+
+    name: str
+    names: Names
+    written_at: float
+    training: bool | None = None
+    step: int | None = None
+    tracked: bool = False
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Best:
+    """The claim to resume from. index: among the claims. question: why it is none, and what to set; "" if there is one."""
+
+    index: int
+    question: str = ""
+
+
+def resolve(claims: Sequence[Claim]) -> Best:
+    """Return the claim to resume from. Of those written at the same time the one of the greatest step wins, then the first.
+
+    What is known to hold an optimizer goes before what is known to hold none. The best only counts where it is further than
+    all others. The rest goes by the time, unless what was written last belongs together with others that are as good.
+    """
+    left = list(range(len(claims)))
+    if any(claims[index].training for index in left):
+        left = [index for index in left if claims[index].training is not False]
+    left = [index for index in left if not _is_aside(claims[index])] or left
+    others = [index for index in left if not is_copy(claims[index].names.pattern)]
+    if others and not _is_further(claims, left, others):
+        left = others
+    last = max(left, key=lambda index: (claims[index].written_at, _or_before_all(claims[index].step), -index))
+    family = [index for index in left if index == last or are_kin(claims[index].names, claims[last].names)]
+    for better in ([index for index in family if claims[index].training], [index for index in family if claims[index].tracked]):
+        family = better or family
+    lines = {_line(claims[index].names.pattern) for index in family}
+    if len(lines) > 1 and len({numbers for _, numbers in lines}) == 1 and all(claims[index].full for index in family):
+        return Best(max(family, key=lambda index: (_or_before_all(claims[index].step), claims[index].written_at)))
+    if len(lines) > 1:
+        return Best(last, _question([claims[index] for index in family]))
+    return Best(last if last in family else max(family, key=lambda index: claims[index].written_at))
+
+
+def is_copy(pattern: str) -> bool:
+    """Return whether a family is of copies: of the best state, or of an old one."""
+    return not _COPIES.isdisjoint(words_of(pattern))
+
+
+def are_kin(one: Names, other: Names) -> bool:
+    """Return whether two families belong together: they share a step, or have no steps and names that differ in their roles.
+
+    Two runs of a job, one after the other, do not.
+    """
+    if OWN_FAMILY in (one.pattern, other.pattern):
+        return False
+    if one.times is not None and other.times is not None and not _overlap(one.times, other.times):
+        return False
+    if one.steps or other.steps:
+        return one.unit == other.unit and not one.steps.isdisjoint(other.steps)
+    return words_of(one.pattern) ^ words_of(other.pattern) <= _ROLES
+
+
+def _is_aside(claim: Claim) -> bool:
+    """Return whether it is known to hold no optimizer, and its name has no step and no word of a checkpoint: args.pt."""
+    return claim.training is False and not claim.names.steps and _ROLES.isdisjoint(words_of(claim.name))
+
+
+def _or_before_all(step: int | None) -> int:
+    return -1 if step is None else step
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
+
+
+def _is_further(claims: Sequence[Claim], left: Sequence[int], others: Collection[int]) -> bool:
+    """Return whether one called the best is known to have done more steps than all others."""
+    steps = [claims[index].step for index in others]
+    best = max((claims[index].step or 0 for index in left if index not in others), default=0)
+    return all(step is not None and step < best for step in steps)
+
+
+def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return what the names of the same state have in common, whether it is called the last, the best or a number.
+
+    A number that stays in a family, such as a seed, is one of another run; but Lightning's -v1 is another save of the same.
+    """
+    pattern = _VERSION.sub("", pattern)
+    return words_of(pattern) - _COPIES - _NEWEST, tuple(re.findall(r"[0-9]+", pattern))
+
+
+def _question(family: Sequence[Claim]) -> str:
+    names = sorted(claim.name for claim in family)
+    known = "each holds an optimizer" if family[0].training else "none is known to hold both an optimizer and what it trains"
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    example = max(family, key=lambda claim: not _FIRST.isdisjoint(words_of(claim.name))).names.pattern
+    return (
+        f"{listed} belong together, and {known}: set checkpoint_pattern to the names to resume from, "
+        f"e.g. checkpoint_pattern={example.replace('#', '{step}', 1).replace('#', '*')}"
+    )

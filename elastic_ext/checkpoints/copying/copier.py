@@ -18,10 +18,9 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import OtherSchema, RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import milliseconds
-from elastic_ext.checkpoints.copying import replicate
-from elastic_ext.checkpoints.copying.protocol import FINISH, LOOK, TOKEN_ENV, UNFINISHED, Pulse, Report, decode, made_progress
+from elastic_ext.checkpoints.copying import FINISH, LOOK, TOKEN_ENV, UNFINISHED, Pulse, Report, decode, made_progress, replicate
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
 
 logger = logging.getLogger(__name__)
@@ -132,7 +131,7 @@ class CopyMetrics(Protocol):
     """Receiver of the metrics. A thread calls its methods, so they must be quick."""
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool, /) -> None:
-        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`.
+        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `Report`.
 
         complete: whether a checkpoint has become complete.
         """
@@ -179,7 +178,7 @@ class RestartedChild:
         return self._progress.last or Report()
 
     def order(self, order: str) -> None:
-        """Send an order of `protocol`."""
+        """Send LOOK or FINISH."""
         with self._changed:
             self._progress.ordered(time.monotonic())
             if self._child is not None:  # a process that is about to start looks by itself
@@ -388,9 +387,9 @@ class Copier:
 
     def abandon_newer_than(self, resumes_from: str) -> None:
         """Abandon the local checkpoints newer than the one that the workers resume from ("": from nothing)."""
-        order = order_of(resumes_from.rpartition("/")[2]) or (0, 0)
+        order = order_or_oldest(resumes_from.rpartition("/")[2])
         try:
-            self._abandoned = frozenset(name for name in tiers.own_checkpoints(self._local) if (order_of(name) or (0, 0)) > order)
+            self._abandoned = frozenset(name for name in tiers.own_checkpoints(self._local) if order_or_oldest(name) > order)
         except OSError as error:
             logger.warning("local_dir %s cannot be listed: %s", self._local.address, error)
 
@@ -424,7 +423,7 @@ class Copier:
         except OSError as error:
             logger.warning("local_dir %s cannot be listed: %s", self._local.address, error)
             names = list(last.waiting)
-        return tuple(name for name in names if (order_of(name) or (0, 0)) > complete and name not in self._abandoned)
+        return tuple(name for name in names if order_or_oldest(name) > complete and name not in self._abandoned)
 
 
 def claim_local_dir(settings: Settings) -> None:

@@ -2,8 +2,8 @@
 
     elastic_ext.checkpoints.copying.replicate [--mb-s N]      (run by base/isolated.py)
 
-`protocol` describes its input and output. All its state is in the two directories, so a restarted process resumes the interrupted
-file. Object stores do not report changes, so it polls with growing pauses.
+The package describes its input and output. All its state is in the two directories, so a restarted process resumes the
+interrupted file. Object stores do not report changes, so it polls with growing pauses.
 
 Saves may come faster than they can be copied, and all nodes must work on the same one. Whenever the leader, the node that has
 rank 0's files, has finished a checkpoint, it picks the newest one; the others follow. Checkpoints older than a complete one are
@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.base import log_records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
+from elastic_ext.checkpoints.copying import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
 from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import manifest_of, own_checkpoints, rank_of, unless_pinned

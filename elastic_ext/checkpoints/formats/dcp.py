@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.checkpoints.formats import single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, LIGHTNING, NO_OPTIMIZER, OWN, Inspection, summary, total_size
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
-from elastic_ext.checkpoints.formats.peek import MAX_BYTES, PeekError, StandIn, is_count, peek
+from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 METADATA = ".metadata"
@@ -56,7 +56,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
     if not shards:
         return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is missing")
     try:
-        parsed = _metadata(storage, entry.name, metadata)
+        parsed = read_metadata(storage, entry.name, metadata)
     except PeekError as error:
         return Inspection(False, DCP, f"{METADATA} is damaged: {error}")
     needed: dict[str, int] = {}  # bytes of each file
@@ -68,11 +68,6 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
     training = any(_OPTIMIZER.search(key) for key in parsed.keys) if parsed.keys else None
     reason = f"{METADATA} present, {len(shards)} shard files" + f", {NO_OPTIMIZER}" * (training is False)
     return Inspection(True, DCP, reason, metadata.mtime, size=total_size(content), training=training)
-
-
-def items(storage: Storage, folder: str, metadata: Entry) -> tuple[Item, ...]:
-    """Return the items in a folder's `.metadata`; none if it is too large to read. Raises PeekError, OSError."""
-    return _metadata(storage, folder, metadata).items
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -88,7 +83,8 @@ def parse_metadata(data: bytes) -> Metadata:
     return Metadata(tuple(found), tuple(key for key in keys if isinstance(key, str)) if isinstance(keys, dict) else ())
 
 
-def _metadata(storage: Storage, folder: str, metadata: Entry) -> Metadata:
+def read_metadata(storage: Storage, folder: str, metadata: Entry) -> Metadata:
+    """Return what the `.metadata` of a folder says; nothing if it is too large to read. Raises PeekError, OSError."""
     if metadata.size > MAX_BYTES:
         return Metadata()
     return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))

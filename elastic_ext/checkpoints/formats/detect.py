@@ -1,12 +1,25 @@
-"""Detect the format of a candidate and check it. The package docstring describes the interface for custom formats."""
+"""Detect the format of a candidate and check it, in seconds; or verify that it holds what was written, at the speed of the
+storage.
+
+The package docstring describes the interface for custom formats. To verify compares sizes and checksums, several files at once.
+Our own checkpoints have a checksum for each file. Other formats are verified by what they contain: the CRC of each record of a
+zip archive (a torch.save file, or one tensor in torch.distributed.checkpoint), the header and size of safetensors, the offsets in
+`.metadata`. A format without checksums cannot reveal a flipped bit; the notes of the result say so.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import io
+import json
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from typing import IO
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.formats import dcp, layouts, single_files
@@ -16,12 +29,14 @@ from elastic_ext.checkpoints.formats.inspection import (
     TORCH_SAVE,
     TORCH_SAVE_SUFFIXES,
     UNKNOWN,
+    Content,
     Format,
     Inspection,
     thread_pool,
 )
-from elastic_ext.checkpoints.formats.manifest import MANIFEST
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, checksum
 from elastic_ext.checkpoints.formats.names import parts_of
+from elastic_ext.checkpoints.formats.single_files import PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 ENTRY_POINTS = "elastic_ext.formats"
@@ -30,33 +45,26 @@ SEVERAL = "it holds checkpoints of several steps: to resume from the newest of t
 _ZIP = b"PK"  # the first bytes of every zip record
 
 
-@dataclass(frozen=True)
-class _DirectoryFormat:
-    """One directory format. matches: gets the directory's name and the names in it. check: gets the usable entries in it."""
-
-    matches: Callable[[str, Sequence[str]], bool]
-    check: Callable[[Storage, Entry, Sequence[Entry]], Inspection]
-
-
-# The first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
+# Of each directory format: whether it has this name and these names in it, and a check, which gets the usable entries in it. The
+# first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
-    _DirectoryFormat(dcp.is_own, dcp.check_own),
-    _DirectoryFormat(dcp.is_lightning, dcp.check_lightning),
-    _DirectoryFormat(dcp.matches, layouts.check_shards),
+    (dcp.is_own, dcp.check_own),
+    (dcp.is_lightning, dcp.check_lightning),
+    (dcp.matches, layouts.check_shards),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
 COMMIT_FILES = (MANIFEST, dcp.METADATA, layouts.STATE)
 
 
-def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = (), named: bool = False) -> Inspection:
+def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
     """Check one candidate. An unreadable one is incomplete, with the reason. Raises UsageError if a plug-in fails.
 
     named: the user's checkpoint_pattern names it, so that it counts although its format is unknown.
     """
     format = DCP if entry.is_dir else TORCH_SAVE
     try:
-        for plugin in plugins:
+        for plugin in plugins():
             if _claims(plugin, entry):
                 format = type(plugin).__name__
                 with _naming(plugin, entry):
@@ -74,9 +82,9 @@ def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
     # Links to directories are not followed, see `files_of`. Unusable entries do not count.
     content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
-    for format in _DIRECTORY_FORMATS:
-        if format.matches(entry.name, names):
-            return format.check(storage, entry, content)
+    for matches, check_format in _DIRECTORY_FORMATS:
+        if matches(entry.name, names):
+            return check_format(storage, entry, content)
     layout = layouts.layout_of(entry.name, layouts.top_names(content))
     found = layouts.check(storage, entry, content, layout) if layout is not None else None
     if named and (found is None or (not found.complete and found.format in (UNKNOWN, SAVED_MODEL))):
@@ -125,9 +133,9 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
     return _unknown([entry])  # only a file that matches the user's checkpoint_pattern gets here
 
 
-def claimed(entry: Entry, plugins: Sequence[Format]) -> bool:
+def claimed(entry: Entry) -> bool:
     """Return whether a plug-in claims this name. Raises UsageError if a plug-in fails."""
-    return any(_claims(plugin, entry) for plugin in plugins)
+    return any(_claims(plugin, entry) for plugin in plugins())
 
 
 @functools.cache
@@ -161,3 +169,215 @@ def _naming(plugin: Format, entry: Entry) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(f"the checkpoint format {type(plugin).__name__} failed on {entry.name}: {error!r}") from error
+
+
+# Verify.
+
+SAMPLE = 0.1  # fraction of the files that Mode.SAMPLED reads; at least one file
+
+
+class Mode(enum.Enum):
+    """OFF: verify nothing. SAMPLED: sizes of all files, content of a random sample. FULL: all content."""
+
+    OFF = "off"
+    SAMPLED = "sampled"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A fault or note about one file. file: its name relative to the checkpoint. reason: text for people."""
+
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of verifying a checkpoint.
+
+    Attributes:
+        faults: damaged or missing files, by name.
+        files: number of files in the checkpoint.
+        size: bytes of the files whose content was read.
+        notes: files that could not be verified or do not belong to the checkpoint.
+        unreadable: why the storage did not give a file, which may be sound; None if it gave all.
+    """
+
+    faults: tuple[Remark, ...]
+    files: int
+    size: int
+    notes: tuple[Remark, ...] = ()
+    unreadable: OSError | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether no damage was found."""
+        return not self.faults
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file to read. checksum: "" unless the checkpoint is ours. items: where its tensors lie, if it is a shard."""
+
+    name: str
+    size: int
+    checksum: str = ""
+    items: tuple[dcp.Item, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The files to read, and the remarks from the listing alone."""
+
+    files: list[_File]
+    faults: list[Remark]
+    notes: list[Remark]
+
+
+class _Progress:
+    """Adds up the bytes that the threads have read."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._lock, self._total, self._report = threading.Lock(), total, report
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        if self._report is None:
+            return
+        with self._lock:
+            self._done += count
+            self._report(self._done, self._total)
+
+
+def verify(
+    storage: Storage,
+    checkpoint: Entry,
+    mode: Mode = Mode.FULL,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    seed: int | None = None,
+) -> Verification:
+    """Verify a checkpoint against its manifest, or else by the means of its format.
+
+    Args:
+        threads: number of files to read at once; by default one per core.
+        progress: called with the bytes done and the total bytes, by one thread at a time.
+        seed: seed for the random sample; by default the sample differs each time.
+
+    Raises OSError if the storage does not answer. A missing or unreadable file is a fault.
+    """
+    if mode is Mode.OFF:
+        return Verification((), 0, 0)
+    try:
+        plan = _plan(storage, checkpoint)
+    except (ManifestError, PeekError) as error:
+        file = MANIFEST if isinstance(error, ManifestError) else dcp.METADATA
+        return Verification((Remark(file, str(error)),), 0, 0)
+    chosen = plan.files
+    if mode is Mode.SAMPLED and chosen:
+        chosen = random.Random(seed).sample(chosen, max(1, round(len(chosen) * SAMPLE)))
+    total = sum(file.size for file in chosen)
+    counted = _Progress(total, progress)
+    with thread_pool(threads) as pool:
+        # The largest first, so that no thread is left to read it alone at the end.
+        in_order = sorted(chosen, key=lambda file: -file.size)
+        results = list(pool.map(lambda file: _read_file(storage, checkpoint, file, counted), in_order))
+    by_file = [(file.name or checkpoint.name, content) for file, content in zip(in_order, results, strict=True)]
+    faults = plan.faults + [Remark(name, content.fault) for name, content in by_file if content.fault]
+    notes = plan.notes + [Remark(name, content.note) for name, content in by_file if content.note]
+    unreadable = next((content.unreadable for content in results if content.unreadable is not None), None)
+    return Verification(tuple(sorted(faults, key=lambda fault: fault.file)), len(plan.files), total, tuple(notes), unreadable)
+
+
+def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
+    """Plan what to read. Raises ManifestError, PeekError, OSError."""
+    if not checkpoint.is_dir:
+        return _Plan(
+            [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
+        )
+    found = dict(files_of(storage, checkpoint.name))
+    manifest = dcp.read_manifest(storage, checkpoint.name, found)
+    return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
+
+
+def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
+    faults = dcp.size_faults(manifest, found)
+    files = [_File(file.name, file.size, file.checksum) for file in manifest.files if file.name not in faults]
+    known = {MANIFEST, *(file.name for file in manifest.files)}
+    notes = [Remark(name, f"not in {MANIFEST}") for name in found if name not in known]
+    return _Plan(files, [Remark(name, f"it {fault}") for name, fault in faults.items()], notes)
+
+
+def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, Entry]) -> _Plan:
+    """Plan by each `.metadata`, which lies beside its shards, maybe in a subdirectory. Read all other files as they are."""
+    files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(dcp.SHARD_SUFFIX)]
+    faults = []
+    for folder in sorted(name.removesuffix(dcp.METADATA) for name in found if f"/{name}".endswith(f"/{dcp.METADATA}")):
+        items = dcp.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + dcp.METADATA]).items
+        for file in sorted({item.file for item in items}):
+            name = folder + file
+            if name in found:
+                files.append(_File(name, found[name].size, items=tuple(item for item in items if item.file == file)))
+            else:
+                faults.append(Remark(name, "it is missing"))
+    planned = {file.name for file in files}
+    return _Plan(files, faults, [Remark(name, f"not in {dcp.METADATA}") for name in found if name not in planned])
+
+
+def _read_file(storage: Storage, checkpoint: Entry, file: _File, progress: _Progress) -> Content:
+    path = f"{checkpoint.name}/{file.name}" if checkpoint.is_dir else file.name or checkpoint.name
+    try:
+        with storage.open(path) as opened:
+            return _read_content(opened, file, path, progress)
+    except FileNotFoundError:
+        return Content("it is missing")
+    except OSError as error:
+        away = None if storage.means_damage(error) else error
+        return Content(f"it cannot be read: {error.strerror or error}", unreadable=away)
+
+
+def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress) -> Content:
+    if file.checksum:
+        found = checksum(opened, progress.add)
+        return Content("" if found == file.checksum else f"its checksum is {found}, expected {file.checksum}")
+    if file.items:
+        return _read_shard(opened, file, progress)
+    progress.add(file.size)
+    if path.endswith(single_files.SAFETENSORS_SUFFIX):
+        return single_files.read_safetensors(file.size, opened)
+    if path.endswith(".json"):
+        return _read_json(opened)
+    start = opened.read(single_files.LEGACY_START)
+    if start.startswith(single_files.ZIP_MAGIC) or single_files.is_legacy(start):
+        return single_files.read_torch_save(opened)
+    of_torch = path.endswith(TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")
+    if of_torch and file.name not in ("", path):  # within a directory, other programs use these suffixes, too
+        of_torch = single_files.check(Entry(path, path, False, file.size, None), opened).format != UNKNOWN
+    if of_torch:
+        return single_files.read_torch_save(opened)
+    return Content(note="no checksum is known: only the size was checked")
+
+
+def _read_json(opened: IO[bytes]) -> Content:
+    try:
+        json.loads(opened.read())
+    except (ValueError, RecursionError) as error:
+        return Content(f"it is not JSON: {error}")
+    return Content()
+
+
+def _read_shard(opened: IO[bytes], file: _File, progress: _Progress) -> Content:
+    """Read the items of a shard. torch.save wrote each of them."""
+    note = ""
+    for item in file.items:
+        opened.seek(item.offset)
+        data = opened.read(item.length)
+        progress.add(len(data))
+        if len(data) != item.length:
+            return Content(f"it ends before byte {item.offset + item.length}")
+        content = single_files.read_torch_save(io.BytesIO(data))
+        if content.fault:
+            return Content(f"at byte {item.offset}: {content.fault}")
+        note = note or content.note
+    return Content(note=note)

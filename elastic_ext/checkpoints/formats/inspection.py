@@ -1,8 +1,8 @@
 """The result of checking a checkpoint, and the interface of custom formats.
 
 A check reads names, sizes, small files and the tail of large ones, but no tensors; `verify` reads everything. It never unpickles,
-because a checkpoint is data and unpickling runs code (`peek` runs none). It reports "complete" or what is missing, and does not
-raise for a damaged checkpoint.
+because a checkpoint is data and unpickling runs code (`single_files.peek` runs none). It reports "complete" or what is missing,
+and does not raise for a damaged checkpoint.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.checkpoints.formats import dcp, single_files
+from elastic_ext.checkpoints.formats import dcp, names, single_files
 from elastic_ext.checkpoints.formats.inspection import (
     DCP,
     HUGGING_FACE,
@@ -26,18 +26,7 @@ from elastic_ext.checkpoints.formats.inspection import (
     is_hidden,
     thread_pool,
 )
-from elastic_ext.checkpoints.formats.names import (
-    by_pattern,
-    family_of,
-    missing_rank,
-    parts_of,
-    says_step,
-    step_of,
-    too_few,
-    words_of,
-)
-from elastic_ext.checkpoints.formats.peek import is_count
-from elastic_ext.checkpoints.formats.single_files import SAFETENSORS_SUFFIX
+from elastic_ext.checkpoints.formats.single_files import SAFETENSORS_SUFFIX, is_count
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 ACCELERATE, DEEPSPEED, MEGATRON, NEMO = "accelerate", "DeepSpeed", "Megatron", "NeMo 2"
@@ -184,17 +173,17 @@ def _training(tree: Tree, found: Sequence[Inspection]) -> bool | None:
 def _parts(tree: Tree) -> Mapping[str, frozenset[tuple[int, ...]]]:
     if not tree.files.keys().isdisjoint(_LAST):
         return {}
-    return parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(dcp.METADATA))])
+    return names.parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(dcp.METADATA))])
 
 
 def _check_names(tree: Tree) -> None:
     """Check by the names alone that no rank's file is missing."""
-    by_ranks = by_pattern(tree.files)
+    by_ranks = names.by_pattern(tree.files)
     for pattern in sorted(by_ranks):
-        missing = missing_rank(by_ranks[pattern])
+        missing = names.missing_rank(by_ranks[pattern])
         if missing:
             raise TornCheckpoint(f"{pattern}: the file of rank {missing} is missing, the save did not finish")
-    missing = too_few(by_ranks)
+    missing = names.too_few(by_ranks)
     if missing:
         raise TornCheckpoint(f"{missing}, the save did not finish")
 
@@ -382,7 +371,7 @@ def layout_of(name: str, top: Sequence[str]) -> Layout | None:
     if holds_several(name, top):
         return None
     found = next((layout for layout in LAYOUTS if layout.claims(name, top)), None)
-    return found or (STEP_DIRECTORY if top and (says_step(name) or not NAMES.isdisjoint(words_of(name))) else None)
+    return found or (STEP_DIRECTORY if top and (names.says_step(name) or not NAMES.isdisjoint(names.words_of(name))) else None)
 
 
 def holds_several(name: str, top: Iterable[str]) -> bool:
@@ -394,10 +383,10 @@ def holds_several(name: str, top: Iterable[str]) -> bool:
     for each in top:
         inner = each.rstrip("/")
         if each.endswith(("/", SAFETENSORS_SUFFIX, *TORCH_SAVE_SUFFIXES)) and not (is_hidden(inner) or is_part(inner)):
-            step = step_of(inner)
+            step = names.step_of(inner)
             if step is not None:
-                steps[family_of(inner), says_step(inner) and not inner.isdigit()].add(step)
-    return any(len(found) > 1 and (said or (min(found) > 1 and not says_step(name))) for (_, said), found in steps.items())
+                steps[names.family_of(inner), names.says_step(inner) and not inner.isdigit()].add(step)
+    return any(len(found) > 1 and (said or (min(found) > 1 and not names.says_step(name))) for (_, said), found in steps.items())
 
 
 def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layout) -> Inspection:
@@ -418,10 +407,10 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
             raise TornCheckpoint(missing)
     except TornCheckpoint as error:
         return Inspection(False, layout.format, str(error))
-    if parts.training is False and layout is STEP_DIRECTORY and not says_step(entry.name):
+    if parts.training is False and layout is STEP_DIRECTORY and not names.says_step(entry.name):
         return Inspection(False, SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
     step, epoch = _numbers(parts)
-    if step is None and step_of(entry.name) is None:
+    if step is None and names.step_of(entry.name) is None:
         step, epoch = parts.step, parts.epoch if epoch is None else epoch
     reason, written_at, training = f"all {len(tree.files)} files are whole", parts.written_at, parts.training
     if STATE in parts.states:

@@ -16,19 +16,13 @@ whenever and wherever a worker is killed.
 Training waits only for the copy into the buffer. A thread then computes the checksum and commits. If anything fails, on any rank,
 nothing is committed, the last copy stays, and the log says so once.
 
-interval.py    how often to copy (pure)
-part.py        the content of one buffer
-buffers.py     the files, mapped, and which of the two is next
-devices.py     copy from a GPU beside training
-steps_seen.py  whether that is safe (pure)
-commit.py      from the parts of all ranks to a manifest on each node
-attempt.py     the thread of one copy, and for how long training waits for it
-pace.py        how often, and what this rank has measured for that
-saver.py       all of these, one step after another
-reading.py     from mapped parts back into the state
-resharding.py  the same on other nodes, or with another number of ranks
-peers/         each node's parts on another node, too
-room.py        what the agent tells its workers about the directory
+saver.py     copy, step after step, and commit: from the parts of all ranks to a manifest on each node
+pace.py      how often, and whether that is safe beside training (pure)
+part.py      the content of one buffer; the files, mapped, and which of the two is next
+devices.py   copy from a GPU beside training
+loading.py   from mapped parts back into the state, also on other nodes or with another number of ranks
+contract.py  what the agent gives its workers, and what they ask of it
+peers.py     each node's parts on another node, too; wire.py: one connection for that
 
 Which copy a round resumes from is decided with the other tiers, in `choice/`.
 """

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ext.checkpoints.memory.steps_seen import StepsSeen
+from elastic_ext.checkpoints.memory.pace import StepsSeen
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,115 @@
-"""How often one rank copies its state, and what it knows for that: its times, and how its copies fail."""
+"""How often one rank copies its state to memory, and what it knows for that: its times, how its copies fail, and which steps it
+sees.
+
+Pure: callers pass the time. The rule is a bound on the cost, not the interval of least expected cost (Young, Daly): that one
+grows with the time between failures, while a copy in memory is to lose a step or two however rare failures are. Every rank gets
+the same answer from the same timings of all ranks.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from elastic_ext.checkpoints.memory import interval
-from elastic_ext.checkpoints.memory.interval import Timing
-from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
+from elastic_ext.checkpoints.ranks import FailureKind, SaveFailure
 
 logger = logging.getLogger(__name__)
 
+
+SHARE = 0.01  # of the time of the steps that copies may hold up training
+MARGIN = 1.25  # a copy should be committed before the next one begins, with some time left
+FIRST_EVERY = 10  # steps, until something is measured
+LEAST_SEND_S = 2.0  # a new connection across a slow network takes some tenths of a second
+# The longest that training waits for a copy to be committed; after 60 s without progress a round counts as hung. Less than a part
+# may take to send: such a copy is committed while training goes on, and the next one is left out.
+HOLD_S = 20.0
+BUFFERS_HOLD_S = 2.0  # the longest that training waits for buffers; many gigabytes take longer
+MAX_DOUBLINGS = 6  # of the interval while copies fail: 64 times as long
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one rank has measured recently, in seconds.
+
+    Attributes:
+        step_s: a step, without the copy; None if unknown.
+        stall_s: what a copy stalls training; None before the first.
+        commit_s: the longest time from the end of the stall until a copy was committed; None before the first.
+        wait_s: what training has waited on average for the copy before.
+    """
+
+    step_s: float | None = None
+    stall_s: float | None = None
+    commit_s: float | None = None
+    wait_s: float = 0.0
+
+    @property
+    def held_s(self) -> float:
+        """For how long a copy holds up training."""
+        return (self.stall_s or 0.0) + self.wait_s
+
+
+def choose(asked: int | None, timings: Sequence[Timing], failures: int = 0) -> tuple[int, str]:
+    """Return every how many steps to copy, the same on all ranks, and why.
+
+    Args:
+        asked: the setting memory_every, 1 or more; None: as often as SHARE allows.
+        timings: those of all ranks. The slowest copy and the shortest step count.
+        failures: attempts in a row that failed. Each doubles the interval, so that they cost ever less.
+    """
+    every, reason = (asked, f"memory_every={asked}") if asked is not None else _affordable(timings)
+    if not failures:
+        return every, reason
+    return every << min(failures, MAX_DOUBLINGS), f"{reason}; {failures} attempts in a row failed"
+
+
+def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
+    steps = [each.step_s for each in timings if each.step_s]
+    measured = [each for each in timings if each.stall_s is not None]
+    if not steps or not measured:
+        return FIRST_EVERY, "nothing is measured yet"
+    step_s, slowest = min(steps), max(measured, key=lambda each: each.held_s)
+    commit_s = max((each.commit_s for each in timings if each.commit_s is not None), default=0.0)
+    by_stall, by_commit = math.ceil(slowest.held_s / (SHARE * step_s)), math.ceil(MARGIN * commit_s / step_s)
+    if by_commit > by_stall:
+        return by_commit, f"a copy is committed after {commit_s:.3g} s, and a step takes {step_s:.3g} s"
+    every = max(1, by_stall)
+    waits = f" and waits for {slowest.wait_s:.3g} s" if slowest.wait_s else ""
+    held = f"a copy stalls for {slowest.stall_s:.3g} s{waits}"
+    return every, f"{held}, {SHARE:.0%} of {every} steps of {step_s:.3g} s at most"
+
+
+class StepsSeen:
+    """Counts the steps before which the hook was called.
+
+    Attributes:
+        captured: whether a step was captured in a CUDA graph. Its replays are not seen.
+    """
+
+    def __init__(self, optimizers: Iterable[object]) -> None:
+        self._seen = dict.fromkeys(map(id, optimizers), 0)
+        self._last: int | None = None
+        self.captured = False
+
+    def step(self, optimizer: object) -> None:
+        """Note that the hook was called. Other optimizers do not count: they tell nothing of ours."""
+        if id(optimizer) in self._seen:
+            self._seen[id(optimizer)] += 1
+
+    def all_since_last(self, step: int) -> bool:
+        """Return whether every step of every optimizer from the step of the last call up to this one was seen."""
+        last, self._last = self._last, step
+        fewest = min(self._seen.values(), default=0)
+        self._seen = dict.fromkeys(self._seen, 0)
+        return last is not None and not self.captured and fewest >= max(1, step - last)
+
+
 RECENT = 8  # measurements of each kind that count
-TOLD_CHANGE = 1.5  # factor by which the interval changes before the log says so again
+LOGGED_CHANGE = 1.5  # factor by which the interval changes before the log says so again
 
 
 class StepTimes:
@@ -100,19 +195,22 @@ class Schedule:
     def __init__(self, asked: int | None, speaks: bool) -> None:
         """asked: see `interval.choose`. speaks: whether this rank writes to the log."""
         self._asked, self._speaks = asked, speaks
-        self._told: int | None = None  # what the log has said
-        self.every = interval.choose(asked, ()).every
+        self._logged: int | None = None  # what the log has said
+        self.every, _ = choose(asked, ())
         self.first = True
 
     def send_limit_s(self, timing: Timing) -> float:
-        """Return how long it may take to send a part to the peer."""
-        return interval.send_limit_s(self.every, timing)
+        """Return how long it may take to send a part to another node, in seconds.
+
+        The next copy waits for it, and so does training for a while. So it may take as long as two intervals: if that is not
+        enough, the next interval is longer, and so is the next limit.
+        """
+        return max(LEAST_SEND_S, 2 * self.every * (timing.step_s or 0.0))
 
     def choose(self, timings: Sequence[Timing], failures: int) -> None:
         """Choose from the timings of all ranks. failures: attempts in a row that failed."""
-        found = interval.choose(self._asked, timings, failures)
-        self.every = found.every
-        much = self._told is None or max(found.every, self._told) > TOLD_CHANGE * min(found.every, self._told)
+        self.every, reason = choose(self._asked, timings, failures)
+        much = self._logged is None or max(self.every, self._logged) > LOGGED_CHANGE * min(self.every, self._logged)
         if self._speaks and much and not failures:
-            self._told = found.every
-            logger.info("the state is copied to memory every %s steps: %s", found.every, found.reason)
+            self._logged = self.every
+            logger.info("the state is copied to memory every %s steps: %s", self.every, reason)

@@ -1,32 +1,184 @@
-"""Copies the state to memory, step after step: when one is due, into which buffer, and how it ended."""
+"""Copies the state of one rank to memory, step after step: when a copy is due, into which buffer, and how all ranks commit it."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import manifest_of, memory_file, own_checkpoints
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, checksum_of, directory_name, encode, order_or_oldest
-from elastic_ext.checkpoints.memory import commit, interval, part
-from elastic_ext.checkpoints.memory.attempt import Attempt
-from elastic_ext.checkpoints.memory.buffers import SPARE, Buffer, Buffers
-from elastic_ext.checkpoints.memory.commit import Report
+from elastic_ext.checkpoints.formats.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    checksum_of,
+    decode,
+    directory_name,
+    encode,
+    order_or_oldest,
+)
+from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.memory import contract, pace, part
+from elastic_ext.checkpoints.memory.contract import Room, Send
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
-from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Trouble
-from elastic_ext.checkpoints.memory.part import Path, Planned
-from elastic_ext.checkpoints.memory.peers import request
-from elastic_ext.checkpoints.memory.peers.request import Send
-from elastic_ext.checkpoints.memory.room import Room
-from elastic_ext.checkpoints.writing.errors import CheckpointError, failure_of, group_failure
-from elastic_ext.checkpoints.writing.local_tier import LocalTier
-from elastic_ext.checkpoints.writing.ranks import Ranks
-from elastic_ext.checkpoints.writing.state import Objects, capture, parameter_names
-from elastic_ext.training import memory as reports
+from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Timing, Trouble
+from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
+from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
+from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
+from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank tells the others of its part.
+
+    Attributes:
+        name: of the copy.
+        manifest: rank 0's, encoded, complete but for the files and nodes; of others b"". Bytes: what cannot be pickled would
+            fail on rank 0 alone, and leave the others waiting.
+        timing: for the next interval.
+        file: its part; None if it has written none this time.
+        common: checksum of what it holds to be common to the ranks of its node, see `part.Planned`.
+        failure: why, if that is a failure.
+        accumulation: micro-steps after the step of the copy.
+    """
+
+    name: str
+    manifest: bytes
+    timing: Timing
+    file: StoredFile | None = None
+    common: str = ""
+    failure: SaveFailure | None = None
+    accumulation: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended, the same on all ranks. failure: may be None although nothing was committed: a buffer was made first.
+
+    apart: the last step of which a rank has made a copy, if they are not all of the same step; else None.
+    """
+
+    committed: bool
+    timings: tuple[Timing, ...]
+    failure: SaveFailure | None = None
+    apart: int | None = None
+
+
+def commit(tier: LocalTier, kept: str, report: Report, ranks: Ranks) -> Outcome:
+    """Commit a copy if every rank has written its part of it. kept: name of the copy before it, which stays.
+
+    A rank that has left it out may be at a load, and meets the others here by `none_in_progress`.
+
+    When this returns, every rank knows whether the manifest is on every node. Raises RuntimeError if the ranks cannot
+    communicate.
+    """
+    gathered: list[Report | None] = ranks.all_gather(report)
+    reports = [each for each in gathered if each is not None]
+    if len(reports) < len(gathered):
+        away = SaveFailure(FailureKind.OTHER, "it is at a load and has not made this copy", gathered.index(None))
+        return Outcome(False, tuple(each.timing for each in reports), away)
+    timings = tuple(each.timing for each in reports)
+    failures = [each.failure for each in reports if each.failure] or [*_apart(reports), *_differing(reports, tier.nodes)]
+    files = tuple(each.file for each in reports if each.file is not None)
+    if failures or len(files) < len(reports):
+        return Outcome(False, timings, failures[0] if failures else None, _last_of_several(reports))
+    failure = _put(tier, reports[0], kept, files, ranks.rank) if tier.first else None
+    failures = [each for each in ranks.all_gather(failure) if each]
+    return Outcome(not failures, timings, failures[0] if failures else None)
+
+
+def none_in_progress(ranks: Ranks) -> None:
+    """Wait until all ranks call this; a copy that some have left out fails. Collective. Raises RuntimeError as `commit`."""
+    while any(report is not None for report in ranks.all_gather(None)):
+        pass
+
+
+def remove_others(tier: LocalTier, name: str, ranks: Ranks) -> None:
+    """Remove all copies but this one, which is committed. Collective. Raises RuntimeError if the ranks cannot communicate."""
+    if tier.first:
+        try:
+            for old in tiers.own_checkpoints(tier.storage):
+                if old != name:
+                    tier.storage.remove_tree(old)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one)
+            logger.warning("an older copy in memory could not be removed: %s; the next copy tries again", error)
+    ranks.all_gather(None)
+
+
+def _last_of_several(reports: Sequence[Report]) -> int | None:
+    steps = {step for each in reports for _, step in [order_or_oldest(each.name)]}
+    return max(steps) if len(steps) > 1 else None
+
+
+def _apart(reports: Sequence[Report]) -> Iterator[SaveFailure]:
+    """Yield a failure if the ranks have not copied the same step. The step of each is that of its own script."""
+    for rank, each in enumerate(reports):
+        if (each.name, each.accumulation) != (reports[0].name, reports[0].accumulation):
+            yield SaveFailure(FailureKind.OTHER, f"it has copied {_told(each)}, rank 0 {_told(reports[0])}", rank)
+
+
+def _told(report: Report) -> str:
+    return f"{report.name}, micro-step {report.accumulation}" if report.accumulation else report.name
+
+
+def _differing(reports: Sequence[Report], nodes: Sequence[int]) -> Iterator[SaveFailure]:
+    """Yield a failure for each node whose ranks do not have the same tensors to share: some would be in no part."""
+    for node in range(len(nodes)):
+        ranks = tiers.ranks_of(nodes, node)
+        known = {reports[rank].common for rank in ranks if reports[rank].file is not None}
+        if len(known) > 1:
+            reason = f"ranks {ranks[0]} to {ranks[-1]}, of one node, do not have the same tensors that are not sharded"
+            yield SaveFailure(FailureKind.OTHER, reason, ranks[0])
+
+
+def _put(tier: LocalTier, first: Report, kept: str, files: tuple[StoredFile, ...], rank: int) -> SaveFailure | None:
+    """Write the manifest, after removing what is left of older copies: all ranks have moved their buffers out of them.
+
+    Never raises, because the other ranks wait for the result. first: rank 0's report.
+    """
+    try:
+        manifest = replace(decode(first.manifest), files=files, nodes=tier.nodes)
+        for old in tiers.own_checkpoints(tier.storage):
+            if old not in (first.name, kept):
+                tier.storage.remove_tree(old)
+        tier.storage.put(f"{first.name}/{MANIFEST}", encode(manifest))
+    except Exception as error:  # noqa: BLE001  (all ranks are told)
+        return failure_of(error, rank)
+    return None
+
+
+class Attempt:
+    """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
+
+    def __init__(self, run: Callable[[], None], step: int, limit_s: float) -> None:
+        self._thread = threading.Thread(target=run, name=f"memory-{step}", daemon=True)
+        self._step, self._limit_s, self._left_s = step, limit_s, limit_s
+
+    def start(self) -> None:
+        """Start. Raises RuntimeError if the system has no more threads."""
+        self._thread.start()
+
+    def hold(self) -> bool:
+        """Wait until it is over, or its limit is reached; return whether it is over."""
+        began = time.monotonic()
+        self._thread.join(self._left_s)
+        if not self._thread.is_alive():
+            return True
+        if self._left_s:
+            logger.info("no more copies to memory until the attempt at step %s is over: %.3g s are up", self._step, self._limit_s)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
+        return False
+
+    def join(self) -> None:
+        self._thread.join()
+
 
 STEPS_AHEAD = 10  # that training may do while the ranks begin
 
@@ -74,7 +226,7 @@ class MemorySaver:
 
     def _prepare(self, kept: str) -> None:
         """Remove all copies but this one. Collective. Raises CheckpointError on all ranks; RuntimeError."""
-        commit.none_in_progress(self._ranks)
+        none_in_progress(self._ranks)
 
         def clear() -> None:
             if self._tier.first:
@@ -158,7 +310,7 @@ class MemorySaver:
 
     def _start(self, report: Report, planned: Planned | None, buffer: Buffer | None) -> None:
         self._times.made_buffers = buffer is None  # until all ranks have said so
-        limit_s = interval.hold_limit_s(for_buffers=buffer is None)
+        limit_s = pace.BUFFERS_HOLD_S if buffer is None else pace.HOLD_S
         self._attempt = Attempt(lambda: self._run(report, planned, buffer), order_or_oldest(report.name)[1], limit_s)
         try:
             self._attempt.start()
@@ -187,10 +339,10 @@ class MemorySaver:
         began = time.monotonic()
         report = self._completed(report, planned, buffer)
         try:
-            outcome = commit.commit(self._tier, self._buffers.kept, report, self._ranks)
+            outcome = commit(self._tier, self._buffers.kept, report, self._ranks)
             makes_room = outcome.committed and self._buffers.keeps_others  # the same on all ranks
             if makes_room:
-                commit.remove_others(self._tier, report.name, self._ranks)
+                remove_others(self._tier, report.name, self._ranks)
         except Exception as error:  # noqa: BLE001  (the top of a thread; as a rule another rank has died, and the agent acts)
             logger.warning("no more copies to memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
             self._next = None
@@ -198,7 +350,7 @@ class MemorySaver:
         if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that
             self._trouble.note(outcome.failure)
         if outcome.failure is not None:
-            reports.report_copy_failed()
+            saves.report_copy_failed()
         self._schedule.choose(outcome.timings, self._trouble.in_a_row)
         self._times.made_buffers = not outcome.committed and outcome.failure is None
         if outcome.apart is not None:
@@ -208,7 +360,7 @@ class MemorySaver:
             if makes_room and planned is not None:
                 self._make_second(planned.capacity)
             self._times.committed(time.monotonic() - began)
-            reports.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
+            saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
 
     def _make_second(self, capacity: int) -> None:
         """Make the buffer for which there is room only now. If there is none, the next attempt tells all ranks so."""
@@ -244,7 +396,7 @@ class MemorySaver:
         """
         if self._peer:
             limit_s = self._schedule.send_limit_s(self._times.timing())
-            request.send(self._peer, Send(name, file.name, file.size, file.checksum, self._buffers.kept, limit_s))
+            contract.send(self._peer, Send(name, file.name, file.size, file.checksum, self._buffers.kept, limit_s))
 
 
 def make(

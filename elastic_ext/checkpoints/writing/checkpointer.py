@@ -13,8 +13,7 @@ group writes it. A failed save never stops training: it is logged, kept in `last
 save tries again. If one rank leaves out a save, it fails on the others; the next one that all ranks make succeeds, if it
 comes within `timeout`. A rank waits that long at most for the others; after that no more is saved, because they may be lost.
 
-These modules do the work: `loading` and `selection` (resume), `staging` (copy the state), `background` (write, retry), `commit`
-(one attempt), `retention` (prune), `results` (outcomes). `elastic_ext.checkpoints.memory` makes the copies in memory.
+`saving` writes, `loading` resumes, `retention` prunes, and `elastic_ext.checkpoints.memory` makes the copies in memory.
 """
 
 from __future__ import annotations
@@ -30,23 +29,19 @@ import torch
 
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats.manifest import Manifest
-from elastic_ext.checkpoints.memory.room import given as given_room
+from elastic_ext.base.printable import literal
+from elastic_ext.checkpoints.formats.manifest import MOST_SHOWN, Manifest, count
+from elastic_ext.checkpoints.local_tier import open_directories
+from elastic_ext.checkpoints.memory.contract import given as given_room
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
+from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
+from elastic_ext.checkpoints.state.capture import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.checkpoints.writing import arguments, commit
-from elastic_ext.checkpoints.writing.arguments import time_limit, whole, whole_or_none
-from elastic_ext.checkpoints.writing.background import BackgroundSaver, Destination, Save
-from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
-from elastic_ext.checkpoints.writing.fence import Fence
+from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Position, Reshard
-from elastic_ext.checkpoints.writing.local_tier import open_directories
-from elastic_ext.checkpoints.writing.ranks import Ranks
-from elastic_ext.checkpoints.writing.results import Event, Results
-from elastic_ext.checkpoints.writing.retention import Retention
-from elastic_ext.checkpoints.writing.staging import Stager
-from elastic_ext.checkpoints.writing.state import Objects, Stateful
-from elastic_ext.training import loads, saves
+from elastic_ext.checkpoints.writing.retention import Fence, Retention
+from elastic_ext.checkpoints.writing.saving import BackgroundSaver, Destination, Event, Results, Save, Stager
+from elastic_ext.training import saves
 from elastic_ext.training.progress import doing
 
 __all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
@@ -108,8 +103,14 @@ class Checkpointer:
             on_event: callback for metrics. Must be quick; its exceptions are logged.
             timeout: how long a rank waits for the other ranks' parts of a save.
         """
-        keep_last, keep_every = whole("keep_last", keep_last, 1), whole_or_none("keep_every", keep_every, 1)
-        memory_every, timeout = whole_or_none("memory_every", memory_every), time_limit("timeout", timeout)
+        keep_last, keep_every = (
+            _whole("keep_last", keep_last, 1),
+            None if keep_every is None else _whole("keep_every", keep_every, 1),
+        )
+        memory_every, timeout = (
+            None if memory_every is None else _whole("memory_every", memory_every),
+            _time_limit("timeout", timeout),
+        )
         remote = _open_directory(directory)
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         objects = Objects(model, optimizers, scheduler, scaler, dataloader, dict(extra or {}))
@@ -153,7 +154,7 @@ class Checkpointer:
         state is then undefined); OSError if the directory cannot be listed.
         """
         self.wait()
-        commit.end_of_saves(self._ranks)
+        saving.end_of_saves(self._ranks)
         if self._fence.generation is None or self.last_saved is not None:
             self._results.new_group()
             self._fence.reopen()
@@ -168,7 +169,7 @@ class Checkpointer:
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
         if position is not None:
-            loads.report_loaded(time.monotonic() - began)
+            saves.report_loaded(time.monotonic() - began)
         return position
 
     def snapshot(self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None) -> None:
@@ -180,7 +181,7 @@ class Checkpointer:
 
         Collective. Raises only UsageError, for wrong arguments.
         """
-        step, epoch, accumulation = arguments.position(step, epoch, accumulation)
+        step, epoch, accumulation = _position(step, epoch, accumulation)
         if self._memory is not None:
             self._memory.step(step, accumulation, lambda: self._manifest(step, epoch, accumulation, note))
 
@@ -207,8 +208,9 @@ class Checkpointer:
         Collective. Raises StaleGroup if another group has taken over; UsageError for wrong arguments, before all else, and for
         state that cannot be saved.
         """
-        step, epoch, accumulation = arguments.position(step, epoch, accumulation)
-        arguments.note(note)
+        step, epoch, accumulation = _position(step, epoch, accumulation)
+        if not isinstance(note, Mapping | None):  # whether its values are JSON shows as it is written, in the background
+            raise _wrong("note", note, "a mapping, such as a dict, or None")
         called = time.monotonic()
         if self._saver.is_left_out((step, accumulation)):  # that rank may wait for this one, in a collective of training
             reason = "the save before it still waits for a rank that has left it out; all ranks must call save for the same steps"
@@ -267,3 +269,30 @@ def _open_directory(directory: str | os.PathLike[str] | None) -> Storage:
     if not where:
         raise UsageError(f"no directory for checkpoints: pass one, or set {CHECKPOINT_DIR} (--rdzv-conf checkpoint_dir=...)")
     return open_storage(where)
+
+
+# What scripts pass is checked at the call, before anything is written and before any collective: a wrong value that only rank 0
+# looks at, or that a reader refuses later, would leave other ranks waiting or lose a checkpoint. All of these raise UsageError.
+
+
+def _whole(name: str, value: object, least: int = 0) -> int:
+    """Return a whole number as a plain int."""
+    try:
+        return count(value, least)
+    except ValueError:
+        raise _wrong(name, value, f"a whole number, {least} or more") from None
+
+
+def _position(step: object, epoch: object, accumulation: object) -> tuple[int, int, int]:
+    """Return where training is, as plain ints."""
+    return _whole("step", step), _whole("epoch", epoch), _whole("accumulation", accumulation)
+
+
+def _time_limit(name: str, value: object) -> timedelta:
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise _wrong(name, value, "a datetime.timedelta above 0, such as timedelta(minutes=30)")
+    return value
+
+
+def _wrong(name: str, value: object, expected: str) -> UsageError:
+    return UsageError(f"{name} is {literal(value, MOST_SHOWN)}, expected {expected}")

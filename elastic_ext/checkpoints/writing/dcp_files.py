@@ -1,4 +1,3 @@
-# mypy: allow-subclassing-any
 """Our storage behind the file interfaces of torch.distributed.checkpoint.
 
 No exception passes through torch's collectives; `Writer` records what a rank cannot write. (torch pickles exceptions for rank 0;
@@ -21,13 +20,27 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
+from elastic_ext.checkpoints.ranks import SaveFailure, failure_of
 from elastic_ext.checkpoints.storage import Storage
-from elastic_ext.checkpoints.writing.errors import SaveFailure, failure_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from elastic_ext.checkpoints.local_tier import PieceExchange, merge_ranges
+from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.state import Moment
+from elastic_ext.checkpoints.state.capture import StateDict
 
 logger = logging.getLogger(__name__)
+
+
+# mypy: allow-subclassing-any
 
 
 class HashedFile(io.RawIOBase):
@@ -178,3 +191,57 @@ class Reader(FileSystemReader):
         super().__init__(checkpoint)
         self.fs = files
         self.path = checkpoint
+
+
+# mypy: allow-subclassing-any
+
+
+# Our classes that checkpoints hold pickled, by the modules that they were in in some versions.
+_MOVED = {
+    ("elastic_ext.checkpoints.writing.state", "Moment"): Moment,
+    ("elastic_ext.checkpoints.writing.optimizer_state", "Moment"): Moment,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _MOVED.get((module, name)) or super().find_class(module, name)
+
+
+class _PickleModule:
+    """The part of a pickle module that torch.load uses."""
+
+    Unpickler = _Unpickler
+
+
+def read_objects(storage: Storage, name: str, file: str) -> Any:
+    """Return the content of a file of values that are not resharded.
+
+    This unpickles: a checkpoint is trusted as much as the training script.
+    """
+    data = io.BytesIO(storage.read(f"{name}/{file}"))
+    return torch.load(data, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
+
+
+def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: PieceExchange | None = None) -> None:
+    """Fill in `tensors`, each rank its own part. Collective. Raises torch's CheckpointException, KeyError and others.
+
+    exchange: for a checkpoint in the local tier, lets other nodes send the byte ranges that this node lacks. `storage` is then
+    the one from `PieceExchange.with_files`, with `.metadata`.
+    """
+    files = Files(storage, name)
+    reader = Reader(files, name) if exchange is None else _ExchangingReader(files, name, exchange)
+    dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+
+
+class _ExchangingReader(Reader):
+    def __init__(self, files: Files, checkpoint: str, exchange: PieceExchange) -> None:
+        super().__init__(files, checkpoint)
+        self._exchange = exchange
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        # Only one rank wrote the replicated tensors, so all nodes may want their ranges.
+        self._exchange.fetch(merge_ranges((place.relative_path, place.offset, place.offset + place.length) for place in places))
+        return super().read_data(plan, planner)

@@ -1,30 +1,217 @@
-"""Load a checkpoint on all ranks or on none."""
+"""Select the checkpoint to load, check it for damage, and load it on all ranks or on none. All ranks get the same answer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory import marks, tiers
+from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.formats.manifest import Manifest, order_or_oldest
-from elastic_ext.checkpoints.memory.reading import MemoryCopy
-from elastic_ext.checkpoints.memory.resharding import ReshardedCopy
+from elastic_ext.checkpoints.formats.manifest import (
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    StoredFile,
+    checksum,
+    decode,
+    order_of,
+    order_or_oldest,
+)
+from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
+from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy
+from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
+from elastic_ext.checkpoints.state import capture
 from elastic_ext.checkpoints.storage import Storage, open_parent
-from elastic_ext.checkpoints.writing import random_state, state
-from elastic_ext.checkpoints.writing.commit import SHARED_FILE, rank_file
-from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
-from elastic_ext.checkpoints.writing.exchange import PieceExchange
-from elastic_ext.checkpoints.writing.local_tier import Directories, LocalTier
-from elastic_ext.checkpoints.writing.ranks import Ranks
-from elastic_ext.checkpoints.writing.reading import read_objects, read_tensors
-from elastic_ext.checkpoints.writing.selection import Checked, Selection
-from elastic_ext.training import loads
-from elastic_ext.training import memory as reports
+from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
+from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file
+from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+Refused = Mapping[str, Collection[str]]
+"""Names of checkpoints not to load, by the address of their directory, because both tiers may have the same name."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint whose files were all checked. parts: in the local tier, which node has which of its files."""
+
+    storage: Storage
+    name: str
+    manifest: Manifest
+    parts: Parts | None = None
+
+    @property
+    def path(self) -> str:
+        return self.storage.path(self.name)
+
+
+class Selection:
+    """Finds and checks checkpoints. verify: also compare checksums, which reads every file; sizes are always compared."""
+
+    def __init__(self, directories: Directories, ranks: Ranks, verify: bool) -> None:
+        self._directories, self._ranks, self._verify = directories, ranks, verify
+
+    def newest(self, refused: Refused) -> tuple[Storage, str] | None:
+        """Return the newest complete checkpoint of both tiers, the local copy if both have it. Collective.
+
+        Raises StorageFailed if the remote storage does not answer.
+        """
+        remote, tier = self._directories.remote, self._directories.local
+        name = self._ranks.from_rank_0(_asking(remote, lambda: _newest_complete(remote, refused.get(remote.address, ()))))
+        in_remote = (remote, name) if name is not None else None
+        if tier is None:
+            return in_remote
+        local, offers = tier.storage, self._offers(tier)
+        names = self._ranks.from_rank_0(_asking(remote, lambda: marks.quarantined_names(remote)))
+        names = names.union(refused.get(local.address, ()))
+        offer = tiers.newest_loadable(offers, names)
+        if offer is None or (name is not None and order_or_oldest(name) > order_or_oldest(offer.name)):
+            return in_remote
+        return local, offer.name
+
+    def newest_in_memory(self, memory: LocalTier, refused: Collection[str]) -> str | None:
+        """Return the newest copy in memory that these ranks can load, not counting the refused ones. Collective."""
+        found = tiers.newest_loadable(self._offers(memory), refused)
+        return found.name if found is not None else None
+
+    def _offers(self, tier: LocalTier) -> list[list[Offer]]:
+        """Return what each node has in a tier. Collective."""
+        offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
+        return [each for each in offers if each is not None]
+
+    def checked(self, storage: Storage, name: str) -> Checked:
+        """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used.
+
+        That is StorageFailed where the remote storage is to blame. What a local disk cannot read is damaged: it may stay so, and
+        other tiers have another copy.
+        """
+        tier, rank = self._directories.tier_of(storage), self._ranks.rank
+        share: tuple[StoredFile, ...]
+        if tier is None:
+            manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
+            found, share = Checked(storage, name, manifest), manifest.files[rank :: self._ranks.world]
+        else:
+            manifest, parts = self.parts(tier, name)
+            mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
+            found = Checked(storage, name, manifest, parts)
+            share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
+
+        def check() -> None:
+            wrong = [text for file in share if (text := self._damage(storage, name, file))]
+            if wrong:
+                raise CheckpointError(f"{found.path}: {'; '.join(wrong)}")
+
+        self._ranks.run_on_all(check)
+        return found
+
+    def _damage(self, storage: Storage, name: str, file: StoredFile) -> str:
+        """Return how a file differs from its manifest entry, or ""."""
+        path = f"{name}/{file.name}"
+        try:
+            found = storage.stat(path)
+            if found is None:
+                return f"{file.name} is missing"
+            if found.size != file.size:
+                return f"{file.name} has {found.size} bytes, expected {file.size}"
+            if not self._verify:
+                return ""
+            with storage.open(path) as stream:
+                found_sum = checksum(stream)
+        except OSError as error:
+            if self._directories.tier_of(storage) is None and not storage.means_damage(error):
+                raise StorageFailed(f"{storage.path(path)} cannot be read: {error}") from error
+            return f"{file.name} cannot be read: {error}"
+        return "" if found_sum == file.checksum else f"{file.name} has checksum {found_sum}, expected {file.checksum}"
+
+    def parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
+        """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
+        path, ranks = tier.storage.path(name), self._ranks
+        mine = _part_here(tier.storage, name) if tier.first else None
+        found = ranks.all_gather((mine.digest, mine.files) if mine else None)
+        first = next((rank for rank, each in enumerate(found) if each is not None), None)
+        if first is None:
+            raise CheckpointError(f"{path} has no {MANIFEST} on any node: not a complete checkpoint of elastic_ext")
+        manifest = ranks.all_gather(mine.manifest if mine and ranks.rank == first else None)[first]
+        assert manifest is not None, "that rank has one"
+        _refuse_other(manifest, name, path)
+        digest = next(each[0] for each in found if each is not None)
+        same = [(rank, each[1]) for rank, each in enumerate(found) if each is not None and each[0] == digest]
+        here = {tiers.node_of(tier.nodes, rank): files for rank, files in same}
+        holders = {file.name: tuple(node for node, files in here.items() if file.name in files) for file in manifest.files}
+        lost = [file for file, nodes in holders.items() if not nodes]
+        if lost:
+            raise CheckpointError(f"{path}: {len(lost)} files are on no node, e.g. {lost[0]}")
+        return manifest, Parts(tier.nodes, tier.node, holders)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One node's part of a checkpoint. digest: of its manifest; on another node the same name may be another checkpoint."""
+
+    digest: str
+    manifest: Manifest
+    files: frozenset[str]
+
+
+def _part_here(local: Storage, name: str) -> _Part | None:
+    try:
+        read = tiers.manifest_of(local, name)
+        return _Part(tiers.digest(read[1]), read[0], tiers.files_here(local, name, read[0])) if read is not None else None
+    except (ManifestError, OSError) as error:  # another node may have it
+        logger.warning("%s: %s", local.path(name), error)
+        return None
+
+
+def _manifest(storage: Storage, name: str) -> Manifest:
+    """Read the manifest. Raises CheckpointError."""
+    path = storage.path(name)
+    try:
+        manifest = decode(storage.read(f"{name}/{MANIFEST}"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
+    except ManifestError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        failed = CheckpointError if storage.means_damage(error) else StorageFailed
+        raise failed(f"{path}: {error}") from error
+    _refuse_other(manifest, name, path)
+    return manifest
+
+
+def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
+    if order_of(name) not in (None, manifest.order):
+        raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
+
+
+def _asking(storage: Storage, ask: Callable[[], T]) -> Callable[[], T]:
+    """Return `ask`, which raises StorageFailed for an OSError of the storage."""
+
+    def asked() -> T:
+        try:
+            return ask()
+        except OSError as error:
+            raise StorageFailed(f"{storage.address} does not answer: {error}") from error
+
+    return asked
+
+
+def _newest_complete(storage: Storage, refused: Collection[str]) -> str | None:
+    """Return our newest checkpoint that has a manifest and is neither refused nor quarantined. Raises OSError."""
+    quarantined = marks.quarantined_names(storage)
+    for name in tiers.own_checkpoints(storage):
+        if name not in refused and name not in quarantined:
+            if storage.stat(f"{name}/{MANIFEST}") is not None:
+                return name
+            logger.info("skipping checkpoint %s: no %s, the save did not finish", storage.path(name), MANIFEST)
+    return None
+
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
 """(all saved ranks' states in order, this rank, world size) -> this rank's data loader state; None: start over."""
@@ -64,7 +251,7 @@ class Loader:
     """
 
     def __init__(
-        self, objects: state.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
+        self, objects: capture.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
     ) -> None:
         self._objects, self._directories, self._ranks, self._reshard = objects, directories, ranks, reshard
         self._selection = Selection(directories, ranks, verify)
@@ -118,7 +305,7 @@ class Loader:
                 return self._put_copy_in_place(memory, name)
             except CheckpointError as error:
                 failure = error
-                reports.report_copy_unusable()
+                saves.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
             older = self._selection.newest_in_memory(memory, refused)
@@ -144,7 +331,7 @@ class Loader:
         return lower is not None and order_or_oldest(lower[1]) >= order_or_oldest(copy)
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> Position:
-        with loads.timed_check():
+        with saves.timed_check():
             manifest, parts = self._selection.parts(memory, name)
             copy: MemoryCopy | ReshardedCopy
             if parts.fit(manifest):
@@ -156,7 +343,7 @@ class Loader:
         return position
 
     def _checked(self, storage: Storage, name: str) -> Checked:
-        with loads.timed_check():
+        with saves.timed_check():
             return self._selection.checked(storage, name)
 
     def _put_in_place(self, checked: Checked) -> Position:
@@ -171,11 +358,11 @@ class Loader:
             return self._restore_files(storage, name, manifest, exchange)
 
     def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> Position:
-        def saved(wanted: Iterable[int]) -> state.Saved:
+        def saved(wanted: Iterable[int]) -> capture.Saved:
             shared = read_objects(storage, name, SHARED_FILE)
-            return state.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
+            return capture.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
 
-        def fill(tensors: state.StateDict) -> state.StateDict:
+        def fill(tensors: capture.StateDict) -> capture.StateDict:
             read_tensors(storage, name, tensors, self._ranks, exchange)
             return tensors
 
@@ -187,8 +374,8 @@ class Loader:
         storage: Storage,
         name: str,
         manifest: Manifest,
-        read_saved: Callable[[Iterable[int]], state.Saved],
-        fill: Callable[[state.StateDict], state.StateDict],
+        read_saved: Callable[[Iterable[int]], capture.Saved],
+        fill: Callable[[capture.StateDict], capture.StateDict],
         remote: Storage | None = None,
     ) -> Position:
         """Restore the state on all ranks.
@@ -201,23 +388,23 @@ class Loader:
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
-        def read() -> tuple[state.Saved, state.StateDict]:
+        def read() -> tuple[capture.Saved, capture.StateDict]:
             saved = read_saved((ranks.rank,) if same else range(manifest.world_size))
-            return saved, state.template(objects, saved)
+            return saved, capture.template(objects, saved)
 
         saved, template = ranks.run_on_all(read, remote)
         tensors = ranks.run_on_all(lambda: fill(template), remote)
-        ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
+        ranks.run_on_all(lambda: capture.restore(objects, tensors, saved))
         dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:
             generators = saved.own_states[ranks.rank]["generators"]
-            random_state.restore(generators)  # last: the steps before may draw from them
+            capture.restore_generators(generators)  # last: the steps before may draw from them
             if dataloader:
-                random_state.restore_after_iter(objects.dataloader, generators)
+                capture.restore_after_iter(objects.dataloader, generators)
         else:
             ways = (name, manifest.world_size, ranks.world)
             logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
-            random_state.seed(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
+            capture.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded, self.copy = name if storage in self._directories else None, ""
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
         return Position(
@@ -231,7 +418,7 @@ class Loader:
             generators=same,
         )
 
-    def _put_dataloader(self, own_states: Mapping[int, state.StateDict], same: bool) -> bool:
+    def _put_dataloader(self, own_states: Mapping[int, capture.StateDict], same: bool) -> bool:
         """Restore the data loader; return whether its state was restored. same: the world size is that of the save."""
         loader, ranks = self._objects.dataloader, self._ranks
         if loader is None or any("dataloader" not in own for own in own_states.values()):

@@ -11,7 +11,7 @@ import pytest
 from elastic_ext.agent.launch import start_line
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import below, resolution
+from elastic_ext.checkpoints.choice import discovery, resolution
 from elastic_ext.checkpoints.choice.discovery import newest_complete
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.storage import open_storage
@@ -21,7 +21,7 @@ from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, half, saved, tens
 
 
 def said(directory: Path) -> str:
-    return below.seen_in(open_storage(str(directory)))
+    return discovery.seen_in(open_storage(str(directory)))
 
 
 def resumed(directory: Path) -> Resumption:
@@ -95,7 +95,7 @@ def test_torn_ones_are_not_further_down(tmp_path: Path) -> None:
 
 
 def test_a_deep_and_wide_directory_costs_a_bounded_time(tmp_path: Path) -> None:
-    for number in range(below.MAX_FOLDERS + 50):
+    for number in range(discovery.MAX_FOLDERS + 50):
         (tmp_path / f"sample{number}").mkdir()
     deep = tmp_path.joinpath(*"abcdefg")
     saved(deep / "step_3.pt")

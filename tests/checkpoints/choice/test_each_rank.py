@@ -10,7 +10,7 @@ import pytest
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import blame, messages, resolution
+from elastic_ext.checkpoints.choice import offers, resolution, sources
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
@@ -52,7 +52,7 @@ def test_where_no_file_is_one_ranks_own_all_find_the_same(tmp_path: Path, name: 
 
 def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
     ranks(tmp_path, "s_2_rank{}.pt", 4)
-    sent = messages.read_agreement(messages.encode(messages.Agreement("s_2_rank*.pt", 2, "newest")))
+    sent = offers.read_agreement(offers.encode(offers.Agreement("s_2_rank*.pt", 2, "newest")))
     settings = Settings(checkpoint_dir=str(tmp_path))
     node = resolution._Resolution(settings, str(tmp_path), "run", Place(1, 2))
     assert node.seen(sent, 0.0).files[3] == str(tmp_path / "s_2_rank3.pt")
@@ -61,7 +61,7 @@ def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
 def test_the_blamed_one_is_quarantined_with_all_its_files(tmp_path: Path) -> None:
     for step in (1, 2):
         ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
-    assert blame.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
+    assert sources.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
     assert marks.quarantined_names(open_storage(str(tmp_path))) == {"s_2_rank*.pt"}
     assert resumed(tmp_path).step == 1
 

@@ -21,12 +21,12 @@ from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import blame, discovery, messages, resolution
+from elastic_ext.checkpoints.choice import discovery, offers, resolution, sources
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import digest, memory_file
+from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import Mode, Verification
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
@@ -72,7 +72,7 @@ def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(t
     assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), chosen(tmp_path)).step is None
     assert "1 passed over" in chosen(tmp_path).reason
     assert chosen(tmp_path, resume_from="none").at == 0
-    sent = messages.read_agreement(messages.encode(messages.Agreement("", passed_over=True)))  # the other nodes hear of it
+    sent = offers.read_agreement(offers.encode(offers.Agreement("", passed_over=True)))  # the other nodes hear of it
     assert sent.passed_over
     save(tmp_path, 7)
     assert chosen(tmp_path).at == 7
@@ -117,7 +117,7 @@ def test_all_bad(tmp_path):
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
-    return blame.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+    return sources.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
 def test_what_is_quarantined(tmp_path):
@@ -134,9 +134,9 @@ def test_what_is_quarantined(tmp_path):
 def test_what_may_not_be_to_blame_stays_if_it_is_the_only_one(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     path = save(tmp_path, 5)
-    assert blame.quarantine(settings, str(path), False, "it failed twice") is None
+    assert sources.quarantine(settings, str(path), False, "it failed twice") is None
     save(tmp_path, 3)
-    assert blame.quarantine(settings, str(path), False, "it failed twice") == "step_5.pt"
+    assert sources.quarantine(settings, str(path), False, "it failed twice") == "step_5.pt"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
         marks.quarantine(storage, directory_name(step, 1), "bad")
     settings = Settings(checkpoint_dir=str(tmp_path / "remote"), local_dir=str(tmp_path / "local"), resume_from=resume_from)
     name = None if expected is None else directory_name(expected, 1)
-    assert blame.quarantine(settings, "", True, "NaN") == name
+    assert sources.quarantine(settings, "", True, "NaN") == name
     assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
@@ -411,9 +411,9 @@ def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
 
 
 def test_all_nodes_learn_that_the_storage_is_away_and_leave_with_try_again():
-    text = messages.encode(messages.failure(StorageAway("no answer for 600 s")))
+    text = offers.encode(offers.failure(StorageAway("no answer for 600 s")))
     with pytest.raises(StorageAway, match="no answer for 600 s") as raised:
-        messages.read_agreement(text)
+        offers.read_agreement(text)
     node = SimpleNamespace(round=3, node_id="a", host="host-a")
     decision = Verdicts(Settings(), node).of_checkpoints(raised.value).decision
     assert (decision.kind, decision.rule, decision.exit_code) == ("storage", "storage-away", 75)

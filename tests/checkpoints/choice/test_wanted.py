@@ -18,8 +18,8 @@ from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
-from elastic_ext.checkpoints.formats.verify import Mode
 from elastic_ext.checkpoints.storage import Entry, LocalStorage, RemoteStorage, Storage, open_storage, poll
 from tests.checkpoints.formats.test_formats import save_own
 

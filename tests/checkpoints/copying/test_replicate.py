@@ -27,10 +27,10 @@ from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prun
 from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, newest_loadable, rank_of, ranks_of, unless_pinned
 from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import Mode, verify
+from elastic_ext.checkpoints.local_tier import merge_ranges
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing.exchange import merge_ranges
 from tests.jobs import environment
 from tests.until import LIMIT_S, until
 

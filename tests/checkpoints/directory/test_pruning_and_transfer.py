@@ -20,9 +20,9 @@ from elastic_ext.checkpoints.directory import pruning
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
 from elastic_ext.checkpoints.directory.transfer import CopyError, copy
 from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.inspection import OWN, TORCH_SAVE, UNKNOWN
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
-from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.formats.test_formats import save_own, save_trainer

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.choice.listing import list_checkpoints
+from elastic_ext.checkpoints.choice.discovery import list_checkpoints, newest_complete
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main

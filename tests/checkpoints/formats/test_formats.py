@@ -29,11 +29,11 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import formats
 from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
 from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.formats import detect, peek
+from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.dcp import parse_metadata
+from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 
@@ -259,11 +259,11 @@ def test_peeking_runs_nothing(tmp_path: Path) -> None:
     import pickle
 
     data = pickle.dumps({"a": 1, "b": Ran(tmp_path / "ran"), "c": [Ran(tmp_path / "ran")], "d": {"e": "f"}})
-    value = peek.peek(data)
+    value = single_files.peek(data)
     assert (value["a"], value["d"]) == (1, {"e": "f"})
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(peek.PeekError):
-        peek.peek(data[:-3])
+    with pytest.raises(single_files.PeekError):
+        single_files.peek(data[:-3])
 
 
 def test_whatever_bytes_are_peeked_at(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_whatever_bytes_are_peeked_at(tmp_path: Path) -> None:
     for _ in range(5000):
         data = chance.randbytes(chance.randrange(200))
         try:
-            peek.peek(b"\x80\x04" + data)
-        except peek.PeekError:
+            single_files.peek(b"\x80\x04" + data)
+        except single_files.PeekError:
             continue
 
 
@@ -283,8 +283,8 @@ def peak_of(data: bytes) -> int:
     """Bytes of memory that a look into a pickle takes at most."""
     tracemalloc.start()
     try:
-        peek.peek(data)
-    except peek.PeekError:
+        single_files.peek(data)
+    except single_files.PeekError:
         pass
     finally:
         peak = tracemalloc.get_traced_memory()[1]
@@ -322,14 +322,14 @@ def test_flipped_bits_of_a_pickle_cost_no_memory(protocol: int) -> None:
     ],
 )
 def test_a_pickle_that_asks_for_more_than_it_is(data: bytes) -> None:
-    with pytest.raises(peek.PeekError):
-        peek.peek(data)
+    with pytest.raises(single_files.PeekError):
+        single_files.peek(data)
     assert peak_of(data) < 100_000
 
 
 def test_numbers_that_cannot_be_printed(tmp_path: Path) -> None:
     """Of a million digits: no step, and no size of a file."""
-    assert peek.number({"step": 1 << 3_000_000, "iteration": 7}, "step", "iteration") == 7
+    assert single_files.number({"step": 1 << 3_000_000, "iteration": 7}, "step", "iteration") == 7
     info = _StorageInfo("__0_0.distcp", 0, 1 << 3_000_000)
     assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))).items == ()
 

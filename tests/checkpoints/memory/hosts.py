@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, NodeMemory, newest_whole
+from elastic_ext.checkpoints.choice.offers import MemoryChoice, Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.storage import open_storage
@@ -40,7 +40,7 @@ class Hosts:
     def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
         """As the agents of these nodes do."""
         found = [
-            NodeMemory(workers, tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
+            Offers(workers=workers, has_memory=True, memory=tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
             for node, workers in enumerate(nodes or self.nodes)
         ]
         return newest_whole(found)

@@ -16,16 +16,16 @@ from torch import nn
 
 from elastic_ext.checkpoints.directory.tiers import manifest_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
+from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import part
+from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.memory.devices import Copying, Lane, Marks, by_device
-from elastic_ext.checkpoints.memory.reading import MemoryCopy
-from elastic_ext.checkpoints.memory.room import Room
+from elastic_ext.checkpoints.memory.loading import MemoryCopy
+from elastic_ext.checkpoints.memory.pace import StepsSeen
 from elastic_ext.checkpoints.memory.saver import MemorySaver
-from elastic_ext.checkpoints.memory.steps_seen import StepsSeen
+from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.state.capture import Objects, capture, template
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing.local_tier import LocalTier
-from elastic_ext.checkpoints.writing.ranks import Ranks
-from elastic_ext.checkpoints.writing.state import Objects, capture, template
 from tests.checkpoints.memory.simulated_cuda import Cuda, InBuffer, OnDevice, install
 
 GPUS = ("cuda:0", "cuda:1")

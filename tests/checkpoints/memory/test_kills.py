@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.checkpoints.memory.peers.keep import INCOMING
+from elastic_ext.checkpoints.memory.peers import INCOMING
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, Job, descendants, environment
 

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ext.checkpoints.directory.tiers import memory_file, rank_of
-from elastic_ext.checkpoints.memory import buffers as buffers_module
 from elastic_ext.checkpoints.memory import part
-from elastic_ext.checkpoints.memory.buffers import Buffers, create, open_mapped
-from elastic_ext.checkpoints.memory.part import Box, PartError
+from elastic_ext.checkpoints.memory import part as buffers_module
+from elastic_ext.checkpoints.memory.part import Box, Buffers, PartError, create, open_mapped
+from elastic_ext.checkpoints.state.capture import Capture, Objects, capture
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing.state import Capture, Objects, capture
 from tests.until import LIMIT_S
 
 COMMON = [(("model", name), size) for name, size in (("a", 100), ("b", 60), ("c", 50), ("d", 0), ("e", 1))]

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+from elastic_ext.checkpoints.memory.loading import Piece, Read, overlap
 from elastic_ext.checkpoints.memory.part import Box, Place
-from elastic_ext.checkpoints.memory.resharding import Piece, Read, overlap
 
 
 def cuts(draw: random.Random, size: int) -> list[tuple[int, int]]:

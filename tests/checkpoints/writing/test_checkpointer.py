@@ -23,8 +23,8 @@ import torch
 
 from elastic_ext import Checkpointer
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, decode, order_of
+from elastic_ext.checkpoints.ranks import CheckpointError
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing.errors import CheckpointError
 from tests.checkpoints.rank_groups import ROOT, RankGroups
 from tests.jobs import SCRIPTS, TORCHRUN, run
 

@@ -23,16 +23,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from elastic_ext import Checkpointer
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.in_memory import NodeMemory, newest_whole
+from elastic_ext.checkpoints.choice.offers import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, directory_name, encode
-from elastic_ext.checkpoints.memory import buffers, part
+from elastic_ext.checkpoints.memory import part
+from elastic_ext.checkpoints.ranks import CheckpointError, Ranks
+from elastic_ext.checkpoints.state import capture, extra, torch_dumps
+from elastic_ext.checkpoints.state.capture import Capture
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing import commit, extra_state, pickling, random_state
-from elastic_ext.checkpoints.writing.errors import CheckpointError
-from elastic_ext.checkpoints.writing.ranks import Ranks
-from elastic_ext.checkpoints.writing.staging import Staged
-from elastic_ext.checkpoints.writing.state import Capture
+from elastic_ext.checkpoints.writing import saving
+from elastic_ext.checkpoints.writing.saving import Staged
 
 
 class Pair(NamedTuple):
@@ -166,7 +166,7 @@ def save(tier: str, **extra: Held) -> None:
 def load(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **extra: Held) -> None:
     if tier == "memory":
         offers = tuple(tiers.offers(open_storage(str(tmp_path / "memory"))))
-        offer = newest_whole([NodeMemory(1, offers)]).offer
+        offer = newest_whole([Offers(memory=offers, workers=1, has_memory=True)]).offer
         assert offer is not None, "nothing was copied to memory"
         monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(tmp_path / "memory" / offer.name))
     with Checkpointer(model=model or nn.Linear(1, 1), extra=extra, memory_every=1) as checkpointer:
@@ -259,7 +259,7 @@ def test_what_was_sharded_over_another_mesh_is_loaded_whole_and_told(caplog: pyt
     """Unless the object has a place for it."""
     plane, line = init_device_mesh("cpu", (1, 1)), init_device_mesh("cpu", (1,))
     saved = distribute_tensor(torch.ones(4, 2), plane, [Replicate(), Shard(1)])
-    taken = extra_state.take("x", {"w": saved})
+    taken = extra.take("x", {"w": saved})
     assert taken is not None
     form = taken[1]
     model = nn.Linear(2, 4, bias=False)
@@ -274,7 +274,7 @@ def test_what_was_sharded_over_another_mesh_is_loaded_whole_and_told(caplog: pyt
         caplog.clear()
         if mesh is not None:
             model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()] * mesh.ndim))
-        found = extra_state.template({"x": form}, {"x": there}, model)["x"]["['w']"]
+        found = extra.template({"x": form}, {"x": there}, model)["x"]["['w']"]
         assert (type(found), tuple(found.shape), len(caplog.messages)) == (kind, (4, 2), told)
         if mesh is plane:
             assert found.placements == saved.placements
@@ -285,10 +285,10 @@ def test_what_was_sharded_over_another_mesh_is_loaded_whole_and_told(caplog: pyt
 def test_of_two_meshes_of_a_model_none_is_taken_for_the_one_that_was_saved(caplog: pytest.LogCaptureFixture) -> None:
     here = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    taken = extra_state.take("x", {name: distribute_tensor(torch.ones(4), here, [Shard(0)]) for name in "ab"})
+    taken = extra.take("x", {name: distribute_tensor(torch.ones(4), here, [Shard(0)]) for name in "ab"})
     assert taken is not None
     model = nn.ParameterList([distribute_tensor(torch.zeros(4), mesh, [Shard(0)]) for mesh in (here, other)])
-    found = extra_state.template({"x": taken[1]}, {"x": {}}, model)["x"]
+    found = extra.template({"x": taken[1]}, {"x": {}}, model)["x"]
     assert [type(each) for each in found.values()] == [Tensor, Tensor]
     [message] = caplog.messages
     assert "2 tensors, such as ['a'], were sharded" in message
@@ -360,16 +360,16 @@ EARLIER = {"t": tensor([9.0]), "values": [tensor([1.0]), 2], "deep": {"list": [1
 def write_as_earlier_versions(tier: str, tmp_path: Path) -> None:
     tensors = {"model": dict(nn.Linear(1, 1).state_dict()), "extra": {"x": EARLIER}}
     shared = {"optimizers": [], "extra": {"plain": {5: "five"}}, "extra_tensors": ["x"]}
-    own, name = {"generators": random_state.take()}, directory_name(2, 1)
+    own, name = {"generators": capture.take_generators()}, directory_name(2, 1)
     if tier == "disk":
-        staged = Staged(tensors, pickling.saved(shared, common=True), pickling.saved(own, common=False))
+        staged = Staged(tensors, torch_dumps(shared, common=True), torch_dumps(own, common=False))
         storage = open_storage(str(tmp_path / "checkpoints"))
-        outcome = commit.save(storage, name, staged, Manifest(2, 1, ()), Ranks(timedelta(minutes=1)))
+        outcome = saving.save_to(storage, name, staged, Manifest(2, 1, ()), Ranks(timedelta(minutes=1)))
         assert outcome.failure is None
         return
     storage = open_storage(str(tmp_path / "memory"))
     planned = part.plan(Capture(tensors, shared, own), 0, 1)
-    buffer = buffers.create(storage, f"{name}/{tiers.memory_file(0)}", planned.capacity)
+    buffer = part.create(storage, f"{name}/{tiers.memory_file(0)}", planned.capacity)
     for path, each in planned.tensors.items():
         part.view(buffer.tensor, planned.places[path]).copy_(each)
     part.write_index(buffer.bytes, planned)

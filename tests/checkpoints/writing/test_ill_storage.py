@@ -22,11 +22,11 @@ from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.in_memory import Saved
+from elastic_ext.checkpoints.choice.offers import Saved
 from elastic_ext.checkpoints.choice.resolution import Place, agree
-from elastic_ext.checkpoints.memory.room import Room
+from elastic_ext.checkpoints.memory.contract import Room
+from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore

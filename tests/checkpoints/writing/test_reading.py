@@ -13,10 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from elastic_ext.checkpoints.state import Moment
+from elastic_ext.checkpoints.state import Moment, capture
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing import state
-from elastic_ext.checkpoints.writing.reading import read_objects
+from elastic_ext.checkpoints.writing.dcp_files import read_objects
 
 
 @pytest.mark.parametrize(
@@ -47,6 +46,6 @@ def test_pickles_name_the_module_that_the_versions_before_know() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    shared = state.capture(state.Objects(model, (optimizer,)), 0, 0).shared
+    shared = capture.capture(capture.Objects(model, (optimizer,)), 0, 0).shared
     names = {text for op, text, _ in pickletools.genops(pickle.dumps(shared)) if isinstance(text, str)}
     assert {name for name in names if name.startswith("elastic_ext")} == {"elastic_ext.checkpoints.state"}

@@ -8,7 +8,7 @@ from traceback import StackSummary
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic_ext.checkpoints.writing.errors import CheckpointError, causes, ranks_in_words, summary
+from elastic_ext.checkpoints.ranks import CheckpointError, causes, ranks_in_words, summary
 from tests.checkpoints.rank_groups import RankGroups
 from tests.checkpoints.writing.test_checkpointer import complete
 

@@ -1,0 +1,533 @@
+"""Saves: copy the state aside, write it in a thread, commit it, and report how it ended.
+
+The order of writes is what makes a save atomic:
+
+1. each rank writes its shards, then torch's `.metadata` (rank 0), its own file, the shared file (rank 0);
+2. all ranks report what they wrote, with sizes and checksums; one failure ends the attempt, and no manifest is written;
+3. rank 0 checks that its group was not replaced;
+4. rank 0 writes the manifest. With a local tier, each node's first rank writes the shared small files and the manifest to its own
+   disk, rank 0's node last, because it copies the manifest to the remote directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.checkpoints.directory.generations import StaleGroup, refuse_stale
+from elastic_ext.checkpoints.directory.tiers import rank_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.local_tier import Directories, LocalTier
+from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
+from elastic_ext.checkpoints.state import torch_dumps
+from elastic_ext.checkpoints.state.capture import EXTRA, Objects, StateDict, capture
+from elastic_ext.checkpoints.state.extra import digests
+from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
+from elastic_ext.checkpoints.writing.retention import Fence, Retention, remove
+from elastic_ext.training import saves
+
+logger = logging.getLogger(__name__)
+
+
+ALARM_AFTER = 3  # failed saves in a row
+
+
+@dataclass(frozen=True)
+class Event:
+    """The argument of `on_event`, which the writing thread calls.
+
+    Attributes:
+        kind: saved, failed, alarm (several saves failed in a row) or pruned.
+        step: step of the save; for "pruned", of the save that made the checkpoint superfluous.
+        name: name of the checkpoint in its directory; "" if it got none.
+        seconds: time from the call of `save` to the commit.
+        size: bytes.
+        reason: why it failed or was removed.
+    """
+
+    kind: str
+    step: int
+    name: str
+    seconds: float = 0.0
+    size: int = 0
+    reason: str = ""
+
+
+class Results:
+    """The results so far.
+
+    Attributes:
+        last_error: why the last save failed; None if it succeeded.
+        failures: failed saves in a row.
+        last_saved: step of this group's last committed save; None before the first.
+        stale: set if another group has taken over: no further save is possible.
+        ended: any other reason why no further save is possible, else "".
+    """
+
+    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+        self._on_event = on_event
+        self.last_error: str | None = None
+        self.failures = 0
+        self.last_saved: int | None = None
+        self._saved: set[int] = set()  # steps committed by this group
+        self.stale: StaleGroup | None = None
+        self.ended = ""
+
+    def new_group(self) -> None:
+        """Forget what is saved: steps trained again belong to a new group."""
+        self.last_saved = None
+        self._saved.clear()
+
+    def committed(self, name: str, step: int, size: int, seconds: float) -> None:
+        """Record a committed save."""
+        self.last_error, self.failures, self.last_saved = None, 0, step
+        self._saved.add(step)
+        saves.report_saved(step, seconds)
+        self.emit(Event("saved", step, name, seconds, size))
+
+    def failed(self, name: str, step: int, failure: SaveFailure) -> None:
+        """Record a failed save."""
+        self.failures += 1
+        self.last_error = f"step {step} was not saved: rank {failure.rank}: {failure.kind.value}: {failure.reason}"
+        logger.warning("%s; training continues", self.last_error)
+        saves.report_save_failed()
+        self.emit(Event("failed", step, name, reason=self.last_error))
+        if failure.kind is FailureKind.STALE:
+            self.stale = StaleGroup(failure.reason)
+        elif failure.kind is FailureKind.GROUP:
+            self.ended = self.last_error
+        elif self.failures >= ALARM_AFTER:
+            logger.error("%s saves failed in a row; the last saved step is %s", self.failures, self.last_saved)
+            self.emit(Event("alarm", step, name, reason=self.last_error))
+
+    def skip(self, step: int) -> bool:
+        """Return whether this step need not or cannot be saved, and if so tell the agent. Raises StaleGroup."""
+        if self.stale is not None:
+            raise self.stale
+        if self.ended:
+            logger.info("step %s is not saved: %s", step, self.ended)
+            saves.report_save_failed()
+        elif step in self._saved:  # nothing is ever written into a committed checkpoint
+            logger.info("step %s is not saved: it has been saved already", step)
+            saves.report_saved(step, 0.0)
+        else:
+            return False
+        return True
+
+    def emit(self, event: Event) -> None:
+        """Call `on_event` and log its exceptions."""
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                logger.exception("on_event failed")
+
+
+At = tuple[float, int]  # the step of a save and its micro-steps; later ones are greater
+AFTER_ALL: At = (math.inf, 0)
+
+SHARED_FILE = "shared.pt"  # the state that all ranks share, pickled
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with a rank's own state, pickled."""
+    return f"rank_{rank:05d}.pt"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, the same on all ranks. failure: None if it is committed. size: bytes of the checkpoint."""
+
+    failure: SaveFailure | None
+    size: int = 0
+
+
+def what_prevents(at: At, staged: Staged, ranks: Ranks) -> SaveFailure | None:
+    """Return why no attempt to save this state makes sense, wherever it writes to, once all ranks save it. Collective.
+
+    The first of all that ranks do together for a save, and for a load: so they meet here, whatever each has left out. A rank that
+    has left out a save is ahead of the others. Their save fails, and the rank asks again, until all are at the same place. So the
+    result is the same on all ranks that save one state.
+    """
+    while True:
+        places, failures, extras = zip(*ranks.all_gather((at, staged.failure, staged.extra)), strict=True)
+        first, last = min(places), max(places)
+        if at < last:
+            reason = f"rank {places.index(last)} is at {_told(last)} and has not saved this one"
+            return SaveFailure(FailureKind.OTHER, f"{reason}; all ranks must call save for the same steps", ranks.rank)
+        if at == first:
+            failed = [failure for failure in failures if failure is not None] or [*_differing(extras)]
+            return failed[0] if failed else None
+        logger.warning("%s waits for rank %s, which is at %s", _told(at), places.index(first), _told(first))
+
+
+def end_of_saves(ranks: Ranks) -> None:
+    """Wait until all ranks call this; what a rank saves that others have left out fails. Collective."""
+    what_prevents(AFTER_ALL, Staged(), ranks)
+
+
+def _told(at: At) -> str:
+    step, accumulation = at
+    if at == AFTER_ALL:
+        return "a load"
+    return f"step {step}, micro-step {accumulation}" if accumulation else f"step {step}"
+
+
+def save_to(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
+    """Write and commit one checkpoint, after `what_prevents`. Collective. manifest: without files; rank 0's is used.
+
+    Raises torch's RuntimeError if the ranks cannot communicate.
+    """
+    complete = _written(storage, name, staged, manifest, ranks)
+    if isinstance(complete, SaveFailure):
+        return Outcome(complete)
+    return ranks.broadcast(commit(storage, name, complete) if ranks.rank == 0 else Outcome(None))
+
+
+def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
+    """Do as `save`, but write to each node's own disk. The checkpoint is committed once rank 0's node has the manifest.
+
+    fence: the remote directory, which shows whether there is a newer group.
+    """
+    complete = _written(tier.storage, name, staged, replace(manifest, nodes=tier.nodes), ranks)
+    if isinstance(complete, SaveFailure):
+        return Outcome(complete)
+    try:
+        common = ranks.from_rank_0(lambda: _common(tier.storage, fence, name, complete))
+    except (ElasticExtError, OSError) as error:
+        return Outcome(failure_of(error, 0))
+    for leads in (False, True):  # rank 0's node last: it copies the manifest to the remote directory
+        failure = None
+        if tier.first and (ranks.rank == 0) is leads:
+            failure = _put_common(tier.storage, name, {MANIFEST: common[MANIFEST]} if leads else common, ranks.rank)
+        failures = [failure for failure in ranks.all_gather(failure) if failure]
+        if failures:
+            return Outcome(failures[0])
+    return Outcome(None, complete.size)
+
+
+def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Manifest | SaveFailure:
+    """Write this rank's files. Return the manifest with all ranks' files, or the first failure, the same on all ranks."""
+    files = Files(storage, name)
+    failure = _write(files, name, staged, ranks)
+    reports = ranks.all_gather((list(files.written.values()), failure))
+    failures = [failure for _, failure in reports if failure]
+    if failures:
+        return failures[0]
+    stored: tuple[StoredFile, ...] = tuple(file for written, _ in reports for file in written)
+    return replace(manifest, files=stored, saved_at=time.time())
+
+
+def _differing(extras: Sequence[Mapping[str, str]]) -> Iterator[SaveFailure]:
+    """Yield a failure for each extra object and rank with tensors of which rank 0, whose state is kept, knows nothing. Pure."""
+    for rank, extra in enumerate(extras):
+        for name in sorted(extra):
+            if extra[name] != extras[0].get(name):
+                reason = f"the state of extra {name!r} has other tensors than on rank 0, whose state is kept for all ranks"
+                yield SaveFailure(FailureKind.OTHER, f"{reason}: return the same keys, types and shapes on all", rank)
+
+
+def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure | None:
+    writer = Writer(files, name, ranks.rank)
+    try:
+        with ranks.communicating():
+            dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    except CheckpointException as error:  # raised by the planning, on all ranks
+        told = causes(error, ranks.rank)
+        return SaveFailure(FailureKind.OTHER, summary(told), told[0][0])
+    try:
+        files.put(f"{name}/{rank_file(ranks.rank)}", staged.own)
+        if ranks.rank == 0:
+            files.put(f"{name}/{SHARED_FILE}", staged.shared)
+    except Exception as error:  # noqa: BLE001  (reported with the files)
+        return writer.failure or failure_of(error, ranks.rank)
+    return writer.failure
+
+
+def commit(storage: Storage, name: str, manifest: Manifest) -> Outcome:
+    """Write the manifest, unless a newer group has taken over."""
+    try:
+        refuse_stale(storage, manifest.generation)
+        storage.put(f"{name}/{MANIFEST}", encode(manifest))
+    except Exception as error:
+        logger.debug("committing %s failed", name, exc_info=True)
+        return Outcome(failure_of(error, 0))
+    return Outcome(None, manifest.size)
+
+
+def _common(local: Storage, fence: Storage, name: str, manifest: Manifest) -> dict[str, bytes]:
+    """Return the small files that every node has, by name, the manifest last. Raises StaleGroup, OSError."""
+    refuse_stale(fence, manifest.generation)
+    names = [file.name for file in manifest.files if rank_of(file.name) is None]
+    return {**{each: local.read(f"{name}/{each}") for each in names}, MANIFEST: encode(manifest)}
+
+
+def _put_common(local: Storage, name: str, files: Mapping[str, bytes], rank: int) -> SaveFailure | None:
+    try:
+        for file, data in files.items():
+            local.put(f"{name}/{file}", data)
+    except Exception as error:  # noqa: BLE001  (all ranks are told)
+        return failure_of(error, rank)
+    return None
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One rank's part of a save, in separate memory.
+
+    Attributes:
+        tensors: tensors that torch.distributed.checkpoint shards.
+        shared: pickled state that is equal on all ranks; rank 0 has it, the others have b"".
+        own: this rank's own state, pickled.
+        extra: by extra object with tensors, a checksum of their keys, types and shapes; rank 0's must be the same.
+        failure: why staging failed; the rest is then empty.
+    """
+
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    shared: bytes = b""
+    own: bytes = b""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    failure: SaveFailure | None = None
+
+
+class Stager:
+    """Stages one save after another. Reuses the memory, because page faults cost more than the copy."""
+
+    def __init__(self, objects: Objects, rank: int) -> None:
+        self._objects, self._rank = objects, rank
+        self._copies = HostCopies()
+
+    def stage(self, step: int, accumulation: int) -> tuple[Staged, UsageError | None]:
+        """Copy the state of `step`. The previous staged state must no longer be in use.
+
+        Never raises, because the other ranks wait for this one's part: an error becomes `Staged.failure`. A UsageError is also
+        returned, for the caller to raise once all ranks know of it.
+        """
+        try:
+            taken = capture(self._objects, self._rank, accumulation)
+            shared = torch_dumps(taken.shared, common=True) if self._rank == 0 else b""
+            own = torch_dumps(taken.own, common=False)
+            extra = digests(taken.tensors.get(EXTRA, {}))
+            return Staged(self._copies.take(taken.tensors), shared, own, extra), None
+        except UsageError as error:
+            return Staged(failure=SaveFailure(FailureKind.OTHER, str(error), self._rank)), error
+        except Exception as error:  # training continues
+            logger.exception("the state of step %s could not be copied to host memory", step)
+            return Staged(failure=SaveFailure(FailureKind.OTHER, f"{type(error).__name__}: {error}", self._rank)), None
+
+
+class HostCopies:
+    """Copies of tensors in host memory that the next copies reuse."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
+
+    def take(self, tensors: StateDict) -> StateDict:
+        """Return a copy that training does not change. The previous copy must no longer be in use."""
+        kept: dict[tuple[Any, ...], Tensor] = {}
+        copied: StateDict = self._copy(tensors, (), kept)
+        self._kept = kept
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # copies from the device are asynchronous
+        return copied
+
+    def _copy(self, value: Any, path: tuple[Any, ...], kept: dict[tuple[Any, ...], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            kept[path] = _copied(value.detach(), self._kept.get(path))
+            return kept[path]
+        if isinstance(value, Mapping):
+            return {key: self._copy(each, (*path, key), kept) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            copies = [self._copy(each, (*path, number), kept) for number, each in enumerate(value)]
+            return copies if isinstance(value, list) else tuple(copies)
+        return copy.deepcopy(value)
+
+
+def _copied(value: Tensor, room: Tensor | None) -> Tensor:
+    """Copy into `room` if it fits, else into new memory."""
+    fits = room is not None and type(room) is type(value) and room.shape == value.shape and room.dtype == value.dtype
+    if not fits or (isinstance(room, DTensor) and room.placements != value.placements):
+        room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+    assert room is not None
+    return room.copy_(value, non_blocking=value.is_cuda)
+
+
+LATE_S = 20.0  # a rank that comes later than this to a save has left it out
+ATTEMPTS = 4  # per save, if the storage asks to retry later
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass(frozen=True)
+class Save:
+    """One rank's part of a save, and the manifest for it. called: when `save` was called, in monotonic seconds.
+
+    manifest: without files and generation.
+    """
+
+    staged: Staged
+    manifest: Manifest
+    called: float
+
+    @property
+    def at(self) -> At:
+        return self.manifest.step, self.manifest.accumulation
+
+
+class Destination:
+    """Where saves go: to each node's own disk while a local tier accepts them, else to the remote directory.
+
+    Attributes:
+        agreed: set once all ranks have made the save in progress.
+    """
+
+    def __init__(self, directories: Directories, fence: Fence, ranks: Ranks, on_generation: Callable[[int], None] | None) -> None:
+        """on_generation: called on all ranks, with the generation, before each attempt. Collective."""
+        self._directories, self._fence, self._ranks, self._on_generation = directories, fence, ranks, on_generation
+        self.agreed = threading.Event()
+        self._tier_failure: FailureKind | None = None  # why the last save bypassed the local tier
+
+    @property
+    def storage(self) -> Storage:
+        """The directory that the last save went to."""
+        tier = self._directories.local
+        return tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
+
+    def write(self, save: Save) -> tuple[str, Outcome]:
+        """Make one attempt; return the outcome and the checkpoint's name, "" if it got none. Collective.
+
+        Raises StaleGroup on all ranks; torch's RuntimeError if the ranks cannot communicate.
+        """
+        remote, tier, staged = self._directories.remote, self._directories.local, save.staged
+        failure = what_prevents(save.at, staged, self._ranks)
+        self.agreed.set()
+        if failure is not None:
+            return "", Outcome(failure)
+        try:
+            generation = self._fence.open()
+        except OSError as error:
+            return "", Outcome(failure_of(error, 0))
+        if self._on_generation is not None:
+            self._on_generation(generation)
+        manifest = replace(save.manifest, generation=generation)
+        name = directory_name(manifest.step, generation)
+        if tier is not None:
+            outcome = save_on_nodes(tier, remote, name, staged, manifest, self._ranks)
+            self._note_tier(outcome.failure)
+            if outcome.failure is None or outcome.failure.kind is FailureKind.STALE:
+                return name, outcome
+            if tier.first:
+                remove(tier.storage, name)  # the disk may be full
+        return name, save_to(remote, name, staged, manifest, self._ranks)
+
+    def _note_tier(self, failure: SaveFailure | None) -> None:
+        """Log when saves start to bypass the local tier, and when they stop."""
+        before, self._tier_failure = self._tier_failure, failure.kind if failure is not None else None
+        if failure is not None and failure.kind is not before:
+            remote = self._directories.remote.address
+            logger.warning("rank %s cannot save to local_dir: %s; saves go to %s", failure.rank, failure.reason, remote)
+        elif before is not None and failure is None:
+            logger.warning("saves go to local_dir again")
+
+
+class BackgroundSaver:
+    """Writes the saves. All ranks take the same steps, because rank 0's decisions are broadcast."""
+
+    def __init__(self, destination: Destination, ranks: Ranks, retention: Retention, results: Results) -> None:
+        self._destination, self._ranks, self._retention, self._results = destination, ranks, retention, results
+        self._thread: threading.Thread | None = None
+        self._at: At | None = None  # what the thread saves
+        self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
+
+    def start(self, save: Save) -> None:
+        """Write the save in a thread. The previous save must have ended."""
+        self._hurry.clear()
+        self._destination.agreed.clear()
+        self._at = save.at
+        name = f"checkpoint-{save.manifest.step}"
+        thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the other ranks wait for this one
+            logger.warning("step %s is saved while training waits: %s", save.manifest.step, error)
+            self._run(save)
+            return
+        self._thread = thread
+
+    def is_left_out(self, at: At) -> bool:
+        """Return whether a rank has left out the save in progress, which waits for it; wait LATE_S to know. at: of the next save.
+
+        Not if that is of the same state: no training comes between the two, so other ranks may be as late as they like.
+        """
+        return self._thread is not None and at != self._at and not self._destination.agreed.wait(LATE_S)
+
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
+        if hurry:
+            self._hurry.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, save: Save) -> None:
+        step = save.manifest.step
+        try:
+            name, outcome = self._write(save)
+        except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
+            name, outcome = "", Outcome(failure_of(error, 0))
+        except Exception as error:  # the top of a thread
+            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
+            logger.exception("no more checkpoints will be saved: %s", failure.reason)
+            name, outcome = "", Outcome(failure)
+        self._destination.agreed.set()  # or it has failed
+        if outcome.failure is None:
+            self._committed(name, step, outcome.size, time.monotonic() - save.called)
+            return
+        self._results.failed(name, step, outcome.failure)
+        if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
+            self._retention.discard(name)  # the disk may be full
+
+    def _write(self, save: Save) -> tuple[str, Outcome]:
+        """Write the save, retrying while the storage asks to retry later."""
+        attempt = 0
+        while True:
+            attempt += 1
+            name, outcome = self._destination.write(save)
+            failure = outcome.failure
+            if failure is None or failure.kind is not FailureKind.THROTTLED:
+                return name, outcome
+            if not self._ranks.broadcast(attempt < ATTEMPTS and self._paused(attempt, failure)):
+                return name, outcome
+
+    def _paused(self, attempt: int, failure: SaveFailure) -> bool:
+        """Pause on rank 0, longer each time; return False as soon as the next save waits. Other ranks await its answer."""
+        if self._ranks.rank != 0:
+            return False
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.Random().uniform(0.5, 1.0)
+        logger.warning("save failed on rank %s (%s); retrying in %.1f s", failure.rank, failure.reason, pause)
+        return not self._hurry.wait(pause)
+
+    def _committed(self, name: str, step: int, size: int, seconds: float) -> None:
+        if self._ranks.rank == 0:
+            logger.info("saved %s: %.1f MB in %.2f s", self._destination.storage.path(name), size / 1e6, seconds)
+        self._results.committed(name, step, size, seconds)
+        if self._ranks.rank == 0:
+            try:
+                for removed in self._retention.prune(name):
+                    self._results.emit(Event("pruned", step, removed.name, reason=removed.reason))
+            except (OSError, StaleGroup) as error:  # not a reason to stop training
+                logger.warning("pruning old checkpoints failed: %s; the next save tries again", error)

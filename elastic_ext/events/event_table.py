@@ -1,0 +1,310 @@
+"""The events of an agent: their names and fields, and the record of one. `schema` is what `events.schema.json` holds.
+
+A new event or field is one more row here; the tables of the reference and the JSON Schema follow. A reader must ignore events and
+fields that it does not know: SCHEMA grows only when something is removed or means something else. Pure, standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from elastic_ext.base.printable import cut, shown
+
+SCHEMA = 1
+MAX_TEXT = 1000  # characters of one text; the rest is cut off
+MAX_ITEMS = 256  # of a list or an object
+
+Value = bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"] | None
+
+TEXT, INTEGER, NUMBER, BOOLEAN = "string", "integer", "number", "boolean"
+INTEGERS, TEXTS, NUMBERS = "array of integer", "array of string", "object of number"
+ANY = "object"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of an event.
+
+    Attributes:
+        type: as in JSON Schema; "array of T" and "object of T" hold values of type T.
+        optional: it may be null: unknown, or there is none. Every field of an event is always there.
+    """
+
+    name: str
+    type: str
+    meaning: str
+    unit: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event. what: when it is written."""
+
+    what: str
+    fields: tuple[Field, ...]
+
+
+def _event(what: str, *fields: Field) -> Event:
+    return Event(what, fields)
+
+
+COMMON = (
+    Field("schema", INTEGER, f"version of this table: {SCHEMA}"),
+    Field("event", TEXT, "name of the event"),
+    Field("time", TEXT, "when it happened, by this host's clock: RFC 3339, UTC, with microseconds"),
+    Field("monotonic", NUMBER, "the same by a clock that nobody sets; only the difference of two events of one host counts", "s"),
+    Field("run_id", TEXT, "run id of the job"),
+    Field("node", TEXT, "name of the node"),
+    Field("pid", INTEGER, "process id of the agent"),
+    Field("round", INTEGER, "the round, the same on all nodes; 0 before the first"),
+)
+
+_REASON = Field("reason", TEXT, "why, in one line for people")
+_SECONDS = "s"
+
+EVENTS: dict[str, Event] = {
+    "agent_started": _event(
+        "The agent begins to supervise this node.",
+        Field("version", TEXT, "version of elastic_ext"),
+        Field("torch", TEXT, "version of torch"),
+        Field("backend", TEXT, "--rdzv-backend"),
+        Field("workers", INTEGER, "workers of this node"),
+        Field("max_restarts", INTEGER, "budget of the job; -1: no limit"),
+        Field("settings", ANY, "settings that are not at their default, as texts; no secrets"),
+    ),
+    "node_refused": _event("The job does not take this node back yet.", _REASON),
+    "node_drained": _event(
+        "This node leaves the job because an operator has told it to.",
+        _REASON,
+        Field(
+            "step",
+            INTEGER,
+            "step of the checkpoint that was saved before; null: unknown, or none was",
+            "steps",
+            optional=True,
+        ),
+    ),
+    "round_started": _event(
+        "This node has joined a round and knows the checkpoint to resume from.",
+        Field("nodes", INTEGER, "nodes of the round"),
+        Field("node_rank", INTEGER, "rank of this node"),
+        Field("world_size", INTEGER, "workers of the round, on all nodes"),
+        Field("ranks", INTEGERS, "ranks of this node's workers"),
+        Field("cause", TEXT, "kind of what ended the round before; `membership` without a failure, `start` for the first"),
+    ),
+    "membership_changed": _event(
+        "The round has other members, by number, than the last one that this agent was in.",
+        Field("nodes_before", INTEGER, "nodes of the round before"),
+        Field("nodes", INTEGER, "nodes of this round"),
+        Field("world_size_before", INTEGER, "workers of the round before"),
+        Field("world_size", INTEGER, "workers of this round"),
+    ),
+    "checkpoint_chosen": _event(
+        "The nodes have agreed on what this round resumes from; only with `checkpoint_dir`.",
+        Field("path", TEXT, "path or URL of the checkpoint; null: from nothing", optional=True),
+        Field("step", INTEGER, "its step; null: unknown", optional=True),
+        _REASON,
+    ),
+    "workers_started": _event(
+        "All workers of this node run.",
+        Field("pids", INTEGERS, "their process ids, by local rank"),
+        Field("warm", INTEGER, "those that were warm standbys"),
+        Field("cold", INTEGER, "the others"),
+        Field("seconds", NUMBER, "time of the start", _SECONDS),
+    ),
+    "first_step": _event(
+        "All workers of this node have made an optimizer step in this round.",
+        Field("seconds", NUMBER, "from the workers' start to the first step of the last of them", _SECONDS),
+    ),
+    "recovered": _event(
+        "A recovery is over: all workers of this node have made a step again.",
+        Field("cause", TEXT, "kind of what ended the training; `membership` without a failure"),
+        _REASON,
+        Field("seconds", NUMBER, "from the end of training on this node to the first step of the last worker", _SECONDS),
+        Field("phases", NUMBERS, "time by phase: those of `elastic_ext_recovery_seconds`, and `backoff`", _SECONDS),
+    ),
+    "checkpoint_saved": _event(
+        "The workers have seen a checkpoint of theirs committed.",
+        Field("step", INTEGER, "its step"),
+        Field("seconds", NUMBER, "from the request to the commit; null: unknown", _SECONDS, optional=True),
+    ),
+    "checkpoint_copied": _event(
+        "A checkpoint is complete in `checkpoint_dir`, copied from `local_dir`.",
+        Field("lag_steps", INTEGER, "steps by which the newest local one is ahead; null: unknown", "steps", optional=True),
+    ),
+    "round_over": _event(
+        "The workers of this node must stop, though none of them has failed.",
+        Field(
+            "cause",
+            TEXT,
+            "`stalled`: the job hangs; `broken`: another node failed, left or joined; `cut_off`: this node may be taken for "
+            "dead; `closed`: the job is over",
+        ),
+        _REASON,
+    ),
+    "etcd_unavailable": _event(
+        "`ext_etcd`: no member of etcd has answered for half of `lease_ttl`. Training goes on.",
+        Field("endpoint", TEXT, "address of the member that was asked last"),
+        Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
+    ),
+    "etcd_available": _event(
+        "`ext_etcd`: etcd answers again; only after `etcd_unavailable`.",
+        Field("endpoint", TEXT, "address of the member that answers"),
+        Field("seconds", NUMBER, "how long none did", _SECONDS),
+    ),
+    "hang": _event(
+        "The job hangs, and this agent has looked at its workers.",
+        Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
+        Field("reasons", TEXTS, "what each of them does"),
+        Field("seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True),
+    ),
+    "failure": _event(
+        "Workers of this node have failed; the fields are those of the one that explains the others.",
+        Field("rank", INTEGER, "its rank"),
+        Field("local_rank", INTEGER, "its local rank"),
+        Field("worker_pid", INTEGER, "its process id"),
+        Field("exit_code", INTEGER, "its exit code; null: a signal ended it", optional=True),
+        Field("signal", TEXT, "the signal that ended it", optional=True),
+        Field("exception", TEXT, "type of the exception that it raised", optional=True),
+        Field("step", INTEGER, "optimizer steps that it had done since it started; null: unknown", "steps", optional=True),
+        Field("kind", TEXT, "kind of the failure by this worker alone"),
+        Field("rule", TEXT, "the rule that says so"),
+        Field("fingerprint", TEXT, "equal for failures that are the same"),
+        _REASON,
+        Field("others", INTEGERS, "ranks of the other workers of this node that did not end well"),
+    ),
+    "decision": _event(
+        "The verdict of the job about the end of a round, as this agent carries it out.",
+        Field("decision", TEXT, "answer of the job: stop, confirm, restart, restart_free, replace_node or requeue"),
+        Field("action", TEXT, "what this agent does: restart or stop"),
+        Field("kind", TEXT, "kind of the failure"),
+        Field("rule", TEXT, "the rule that decided"),
+        _REASON,
+        Field("culprit_rank", INTEGER, "rank of the cause; -1: none"),
+        Field("culprit_host", TEXT, "host of the cause; empty: unknown"),
+        Field("charged", BOOLEAN, "whether the restart counts against the budget"),
+        Field("restarts", INTEGER, "restarts charged so far, with this one"),
+        Field("max_restarts", INTEGER, "budget of the job; -1: no limit, or not known to this verdict"),
+        Field("delay", NUMBER, "wait before the restart", _SECONDS),
+        Field("phases", NUMBERS, "time by phase since the end of training on this node, as in `recovered`", _SECONDS),
+        Field("exit_code", INTEGER, "exit code of this agent; null: it goes on", optional=True),
+    ),
+    "workers_stopped": _event(
+        "No worker of the round runs on this node any more.",
+        Field("exit_codes", ANY, "exit code of each worker by its rank, negative for a signal; null: unknown"),
+        Field("seconds", NUMBER, "how long they ran", _SECONDS),
+    ),
+    "preemption_noticed": _event(
+        "The platform has told the agent to end, by a signal.",
+        Field("signal", TEXT, "name of the signal"),
+        Field("grace", NUMBER, "time until the platform kills it", _SECONDS),
+    ),
+    "interrupted": _event("The user has told the agent to end, by a signal.", Field("signal", TEXT, "name of the signal")),
+    "events_dropped": _event(
+        "Events before this one are missing: they could not be written, or came faster than they could be.",
+        Field("count", INTEGER, "how many"),
+    ),
+    "agent_ended": _event(
+        "The agent ends; after a signal, copies of checkpoints that are still under way may follow.",
+        Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
+        Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),
+        Field("error", TEXT, "the exception that ended it", optional=True),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The agent that an event comes from."""
+
+    run_id: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When an event happens: Unix seconds, monotonic seconds, and the round."""
+
+    unix_s: float
+    monotonic_s: float
+    round: int
+
+
+def record(name: str, source: Source, at: Moment, own: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the record of an event. Texts are cut, on one line and without credentials.
+
+    Args:
+        own: the event's own fields, all of them.
+
+    Raises:
+        ValueError: the table knows no such event, or it has other fields.
+    """
+    event = EVENTS.get(name)
+    if event is None:
+        raise ValueError(f"unknown event {name!r}")
+    if own.keys() != (expected := {each.name for each in event.fields}):
+        raise ValueError(f"event {name}: fields {sorted(own)}, expected {sorted(expected)}")
+    common: dict[str, Value] = {
+        "schema": SCHEMA,
+        "event": name,
+        "time": rfc3339(at.unix_s),
+        "monotonic": at.monotonic_s,
+        "run_id": source.run_id,
+        "node": source.node,
+        "pid": source.pid,
+        "round": at.round,
+    }
+    return {key: _clean(value) for key, value in {**common, **own}.items()}
+
+
+def rfc3339(unix_s: float) -> str:
+    """Return a time as RFC 3339 in UTC with microseconds."""
+    return datetime.fromtimestamp(unix_s, timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _clean(value: Value) -> Value:
+    if isinstance(value, str):
+        return cut(shown(value[: 4 * MAX_TEXT]), MAX_TEXT)  # first masked, then cut: half a URL would keep its password
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, Mapping):
+        return {shown(str(key)): _clean(each) for key, each in list(value.items())[:MAX_ITEMS]}
+    if isinstance(value, Sequence):
+        return [_clean(each) for each in value[:MAX_ITEMS]]
+    return value
+
+
+def schema() -> dict[str, object]:
+    """Return the JSON Schema of a line. It accepts what a newer version adds."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A line of events_file, schema {SCHEMA}",
+        "type": "object",
+        "required": [each.name for each in COMMON],
+        "properties": {**{each.name: _property(each) for each in COMMON}, "schema": {"const": SCHEMA}},
+        "allOf": [_if_event(name, event) for name, event in EVENTS.items()],
+    }
+
+
+def _if_event(name: str, event: Event) -> dict[str, object]:
+    own: dict[str, object] = {"description": event.what, "properties": {each.name: _property(each) for each in event.fields}}
+    if event.fields:
+        own["required"] = [each.name for each in event.fields]
+    return {"if": {"properties": {"event": {"const": name}}}, "then": own}
+
+
+def _property(field: Field) -> dict[str, object]:
+    container, _, item = field.type.rpartition(" of ")
+    types = [container or item, "null"] if field.optional else (container or item)
+    found: dict[str, object] = {"type": types, "description": field.meaning + (f" ({field.unit})" if field.unit else "")}
+    if container == "array":
+        found["items"] = {"type": item}
+    elif container == "object":
+        found["additionalProperties"] = {"type": item}
+    if field.name == "time":
+        found["pattern"] = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$"
+    return found

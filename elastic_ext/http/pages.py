@@ -1,0 +1,361 @@
+"""What an agent shows: pages by path, each made when a client asks for it, and its last metrics.
+
+An agent ends at the verdict, mostly before the next scrape: what it counted last would be lost, and that is the failure itself.
+So it may serve its metrics until they are scraped once more, or leave them in a file for the textfile collector of the node
+exporter.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib import resources
+
+from prometheus_client.exposition import choose_encoder, write_to_textfile
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from elastic_ext.base.wakeup import Wakeup, readable
+
+logger = logging.getLogger(__name__)
+
+
+METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/status.json", "/job.json"
+TEXT = "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
+JSON = "application/json"
+MAX_REQUEST = 16 << 10  # bytes; as long as the longest record of TLS, so one read leaves nothing behind in its buffer
+CPU_SHARE = 0.03  # of a core, for making the page of the metrics: some 6 times a second with two workers
+CPU_BURST_S = 0.1
+
+# What prometheus_client is asked for. It would put any text of a stranger's Accept into the head of the answer.
+_OPENMETRICS = "application/openmetrics-text"
+_FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
+_ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")
+NOT_OURS = "process_"  # the node exporter has its own, and refuses a file with the same
+
+_PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A whole request, read from bytes that anyone may have sent.
+
+    Attributes:
+        line: its first line. path: without the query.
+        accept, authorization: the values of headers, or "".
+    """
+
+    line: str
+    path: str
+    accept: str
+    authorization: str
+
+
+def parse(received: bytes) -> Request | Page | None:
+    """Return the request; the page that says what is wrong with it; None while it is incomplete."""
+    head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
+    if not end:
+        too_long = len(received) > MAX_REQUEST
+        return text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
+    line, *fields = head.decode("latin-1").split("\n")
+    method, _, target = line.partition(" ")
+    target, _, protocol = target.partition(" ")
+    if not protocol.startswith("HTTP/"):
+        return text(HTTPStatus.BAD_REQUEST, "this is not HTTP")
+    if method != "GET":
+        return text(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
+    named: dict[str, str] = {}
+    for field in fields:
+        name, _, value = field.partition(":")
+        named.setdefault(name.lower(), value.strip())
+    return Request(line, target.partition("?")[0], named.get("accept", ""), named.get("authorization", ""))
+
+
+def basic_login(authorization: str) -> tuple[str, bytes] | None:
+    """Return user and password of basic authentication (RFC 7617); None if the header holds no such thing."""
+    scheme, _, encoded = authorization.partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+        return (user.decode(), password) if colon else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+class CpuBudget:
+    """Credit in CPU seconds that grows with time and shrinks with use. It may become negative: work is paid for afterwards.
+
+    Args:
+        share: of one core, in the long run.
+        burst_s: CPU seconds that may be used at once after a quiet time.
+    """
+
+    def __init__(self, share: float, burst_s: float) -> None:
+        self._share, self._burst_s = share, burst_s
+        self._credit_s, self._at = burst_s, 0.0
+
+    def spend(self, cpu_s: float, now: float) -> None:
+        """Take note of work that is done."""
+        self._credit_s = self._credit(now) - cpu_s
+        self._at = now
+
+    def wait_s(self, now: float) -> float:
+        """Return how long to wait before the next piece of work; 0: it may begin."""
+        return max(0.0, -self._credit(now) / self._share)
+
+    def _credit(self, now: float) -> float:
+        return min(self._burst_s, self._credit_s + self._share * max(0.0, now - self._at))
+
+
+@dataclass(frozen=True)
+class Page:
+    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it.
+
+    made_at: when it was begun (time.monotonic()); 0: it does not change.
+    """
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    headers: tuple[str, ...] = ()
+    sent: Callable[[], None] = lambda: None
+    made_at: float = 0.0
+
+    def encoded(self) -> bytes:
+        """Return it as HTTP/1.0 sends it."""
+        head = (
+            *(f"HTTP/1.0 {self.status.value} {self.status.phrase}", *self.headers),
+            *(f"Content-Type: {self.content_type}", f"Content-Length: {len(self.body)}", "Connection: close", "\r\n"),
+        )
+        return "\r\n".join(head).encode("ascii") + self.body
+
+
+MakePage = Callable[[str], Page]  # from the request's Accept
+Pages = Mapping[str, MakePage]
+
+
+def text(status: HTTPStatus, line: str, *headers: str) -> Page:
+    """Return a page of one line."""
+    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n", headers)
+
+
+def of_metrics(registry: CollectorRegistry) -> Pages:
+    """Return the page for scrapers, in the format that they accept. Who scrapes all the time gets the last page once more."""
+
+    budget = CpuBudget(CPU_SHARE, CPU_BURST_S)
+    last: dict[str, Page] = {}  # by format, of which there are few
+
+    def scrape(accept: str) -> Page:
+        accepted = _known_format(accept)
+        if accepted not in last or budget.wait_s(time.monotonic()) == 0:
+            encode, content_type = choose_encoder(accepted)
+            began, now = time.thread_time(), time.monotonic()
+            last[accepted] = Page(HTTPStatus.OK, content_type, encode(registry), made_at=now)
+            budget.spend(time.thread_time() - began, time.monotonic())
+        return last[accepted]
+
+    return {METRICS: scrape}
+
+
+def _pair(parameter: str) -> tuple[str, str]:
+    name, _, value = parameter.partition("=")
+    return name, value
+
+
+def _known_format(accept: str) -> str:
+    """Return the first format in an Accept that there is, in one of a few wordings; "" for the plain text."""
+    for each in accept.split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        given = dict(_pair(parameter) for parameter in parameters)
+        if (kind, given.get("version", "")) in _FORMATS:
+            escaping = given.get("escaping", "")
+            return f"{kind}; version=1.0.0" + (f"; escaping={escaping}" if escaping in _ESCAPINGS else "")
+    return ""
+
+
+def of_job(document: Callable[[], bytes]) -> Pages:
+    """Return the page of the whole job, and the document that it polls."""
+    html = resources.files(__package__).joinpath("job.html").read_text("utf-8")
+    headers = (f"Content-Security-Policy: {_policy(html)}", *_PRIVATE)
+    page = Page(HTTPStatus.OK, HTML, html.encode(), headers)
+    return {"/": lambda _: page, JOB: lambda _: Page(HTTPStatus.OK, JSON, document(), _PRIVATE)}
+
+
+def _policy(html: str) -> str:
+    """Return what a browser may do for the page: run its own script and style, ask this agent, nothing else."""
+    of_script, of_style = (
+        base64.b64encode(hashlib.sha256(html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0].encode()).digest()).decode()
+        for tag in ("script", "style")
+    )
+    own = f"script-src 'sha256-{of_script}'; style-src 'sha256-{of_style}'; connect-src 'self'"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+def of_agent(
+    registry: CollectorRegistry,
+    not_ready: Callable[[], str],
+    status: Callable[[], Mapping[str, object]],
+    job: Callable[[], bytes] | None = None,
+) -> Pages:
+    """Return all pages of an agent.
+
+    Args:
+        not_ready: why its workers do not run now; "" if they do.
+        status: what the agent knows of its node, as JSON has it.
+        job: the status of the whole job as JSON; None: `/` only lists the other pages.
+    """
+
+    def ready(_: str) -> Page:
+        why = not_ready()
+        return text(HTTPStatus.SERVICE_UNAVAILABLE, why) if why else text(HTTPStatus.OK, "ready")
+
+    pages = {
+        HEALTH: lambda _: text(HTTPStatus.OK, "ok"),
+        READY: ready,
+        STATUS: lambda _: Page(HTTPStatus.OK, JSON, json.dumps(status()).encode()),
+        **of_metrics(registry),
+    }
+    if job is not None:
+        return {**of_job(job), **pages}
+    links = "".join(f'<li><a href="{path}">{path[1:]}</a>' for path in pages)
+    index = f"<!DOCTYPE html><title>elastic_ext</title><ul>{links}</ul>\n".encode()
+    return {"/": lambda _: Page(HTTPStatus.OK, HTML, index), **pages}
+
+
+class LastScrape:
+    """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended.
+
+    Attributes:
+        ended_at: since when the metrics are the last ones (time.monotonic()); None: they are not yet.
+    """
+
+    def __init__(self) -> None:
+        self.ended_at: float | None = None
+        self._seen = threading.Event()
+        self._wakeup: Wakeup | None = None
+
+    def noting(self, pages: Pages) -> Pages:
+        """Return these pages; who gets the metrics is noted."""
+        make = pages[METRICS]
+
+        def scrape(accept: str) -> Page:
+            page = make(accept)
+            ended = self.ended_at is not None and page.made_at >= self.ended_at  # not one that was kept from before
+            return dataclasses.replace(page, sent=self._note) if ended and page.status is HTTPStatus.OK else page
+
+        return {**pages, METRICS: scrape}
+
+    def _note(self) -> None:
+        self._seen.set()
+        if (wakeup := self._wakeup) is not None:
+            wakeup.set()
+
+    def wait(self, timeout_s: float, wakeup: Wakeup) -> Sequence[int]:
+        """Wait until it has come, for timeout_s at most, or until a signal asks this process to end.
+
+        wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
+        """
+        from elastic_ext.base.held_signals import held  # imports torch, which pages and their server do without
+
+        deadline = time.monotonic() + timeout_s
+        self._wakeup = wakeup
+        with held() as signals:
+            if not self._seen.is_set():  # shown, because the agent seems to hang
+                logger.warning(
+                    "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
+                )
+            while not self._seen.is_set() and (left_s := deadline - time.monotonic()) > 0:
+                readable(wakeup, left_s)
+                wakeup.clear()
+                if signals:
+                    logger.info("metrics: %s ends the wait for a last scrape", signal.Signals(signals[0]).name)
+                    break
+            else:
+                if not self._seen.is_set():
+                    logger.warning("metrics: nobody has scraped the last metrics within %g s (metrics_linger)", timeout_s)
+        self._wakeup = None
+        return signals
+
+
+class _Labelled(Collector):
+    """Families of another registry, each sample with more labels. The node exporter refuses files that repeat a series."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            if not family.name.startswith(NOT_OURS):
+                family.samples = [each._replace(labels={**self._labels, **each.labels}) for each in family.samples]
+                yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+def write_file(path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+    """Write the metrics, whole or not at all; a failure is logged.
+
+    path: ends with .prom, in the collector's directory. labels: added to each sample; they distinguish agents of one host.
+    """
+    whole = CollectorRegistry()
+    whole.register(_Labelled(registry, labels))
+    try:
+        write_to_textfile(path, whole)
+    except Exception as error:  # noqa: BLE001 - a collector may raise anything, and the result of the job matters more
+        logger.warning("metrics: cannot write metrics_file=%s: %s", path, error)
+
+
+class TextFile:
+    """Writes the file in a thread, for a file server that hangs must not hold up the end of an agent.
+
+    For one thread: `begin`, then `wait`, and the same again if there is more.
+    """
+
+    def __init__(self, path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        """See `write`."""
+        self._path, self._registry, self._labels = path, registry, labels
+        self._thread: threading.Thread | None = None
+        self._again = self._warned = False
+
+    def begin(self) -> None:
+        """Begin to write what the metrics are now. Returns at once."""
+        if self._thread is not None and self._thread.is_alive():
+            self._again = True  # beside a write that hangs, another would, too
+            return
+        self._again = False
+        thread = threading.Thread(
+            target=write_file, args=(self._path, self._registry, self._labels), name="elastic_ext-textfile", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit on threads
+            logger.warning("metrics: cannot write metrics_file=%s: %s", self._path, error)
+        else:
+            self._thread = thread
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until it is written, for limit_s seconds at most; log once if it is not."""
+        by = time.monotonic() + limit_s
+        while self._thread is not None:
+            self._thread.join(max(0.0, by - time.monotonic()))
+            if self._thread.is_alive():
+                if not self._warned:
+                    logger.warning("metrics: metrics_file=%s does not take the last metrics within %.1f s", self._path, limit_s)
+                self._warned = True
+                return
+            if not self._again:
+                return
+            self.begin()

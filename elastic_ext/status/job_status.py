@@ -1,0 +1,309 @@
+"""Builds the status of a whole job from the records of a rendezvous and the reports of its nodes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from elastic_ext.base import goodput
+from elastic_ext.base.goodput import Shared, StateSeconds
+from elastic_ext.base.printable import cut, shown
+from elastic_ext.base.records import RecordError
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import NO_LIMIT, Action
+from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.round_records import State
+from elastic_ext.status import status_records
+from elastic_ext.status.status_records import (
+    GONE,
+    SILENT,
+    WAITS,
+    Document,
+    Failure,
+    GoodputPoint,
+    Job,
+    NodeReport,
+    NodeStatus,
+    Refusal,
+    RoundSpan,
+    Straggler,
+    Unknown,
+)
+from elastic_ext.telemetry import families
+
+STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
+MAX_STRAGGLERS = 32
+FRESH_S = 1.0  # that the workers of one node may start after those of another
+ENOUGH_NODES = 3  # whose paces have a median that shows a slow one
+MAX_TEXT = 600  # characters of a reason
+MAX_AT = 40  # of a time
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the node that shows the document knows now, of itself and the job. nodes, world: of its round; 0 before the first."""
+
+    id: str
+    report: NodeReport
+    spent: Shared
+    points: tuple[GoodputPoint, ...] = ()
+    nodes: int = 0
+    world: int = 0
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a document is made of.
+
+    Attributes:
+        read_s: age of `status`; None: it holds nothing yet. fault: why there is no newer one; "".
+        seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
+    """
+
+    status: JobStatus
+    backend: str
+    own: Own | None = None  # None for a reader that is not a node of the job
+    seen_s: Callable[[str], float | None] = lambda id_: None
+    read_s: float | None = 0.0
+    fault: str = ""
+
+
+def build(sources: Sources) -> Document:
+    """Return the document."""
+    status, own = sources.status, sources.own
+    faults = [Unknown("records", shown(each)) for each in status.faults]
+    reports: dict[str, tuple[NodeReport, float | None]] = {}
+    for id_, stored in status.reports.items():
+        try:
+            reports[id_] = status_records.decode_report(stored.text, f"reports/{id_}"), sources.seen_s(id_)
+        except RecordError as error:
+            faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
+    if own is not None:
+        reports[own.id] = own.report, 0.0
+    behind = _behind(reports, own.id if own is not None else "")
+    nodes = sorted((_node(status, id_, reports.get(id_), behind.get(id_, 0.0)) for id_ in {*status.nodes, *reports}), key=_order)
+    rounds, by = _rounds(reports, own)
+    failures = tuple(_failure(each) for each in status.ledger.verdicts)
+    verdicts = {each.round: each.reason for each in failures}
+    spent = own.spent.spent.seconds if own is not None else _spent(status, faults)
+    return Document(
+        job=_job(sources, failures, nodes, {each.id for each in nodes if behind.get(each.id, 0.0) <= FRESH_S}),
+        nodes=tuple(nodes),
+        rounds=tuple(replace(each, why=cut(shown(verdicts.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
+        failures=failures,
+        stragglers=_stragglers(reports, nodes),
+        refused=tuple(Refusal(shown(host), cut(shown(why), MAX_TEXT)) for host, why in sorted(status.refused.items())),
+        goodput=tuple(StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
+        goodput_points=own.points if own is not None else (),
+        unknown=(*(Unknown(what, why) for what, why in status.unknown.items()), *_gaps(nodes, rounds, spent), *faults),
+        shown_by=own.id if own is not None else "",
+        rounds_by=shown(by),
+        read_s=sources.read_s,
+        fault=cut(shown(sources.fault), MAX_TEXT),
+    )
+
+
+def _behind(reports: Mapping[str, tuple[NodeReport, float | None]], own: str) -> dict[str, float]:
+    """Return by how many seconds a node's report is older than that of `own`, or else the newest one, by node id.
+
+    For the nodes that run in the last round: its workers started at about the same moment on all of them, so a node that says
+    that they have run for less time has said so earlier.
+    """
+    last = max((report.round for report, _ in reports.values()), default=0)
+    runs = {id_: each for id_, each in reports.items() if (each[0].round, each[0].state) == (last, families.RUNNING)}
+    ran_s = {id_: report.state_s + (seen_s or 0.0) for id_, (report, seen_s) in runs.items()}
+    newest = ran_s.get(own, max(ran_s.values(), default=0.0))
+    return {id_: max(0.0, newest - seconds) for id_, seconds in ran_s.items()}
+
+
+def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus], fresh: Collection[str]) -> Job:
+    """Return the job. fresh: ids of nodes whose accounts are as new as the newest; those of others say an earlier step."""
+    status, own = sources.status, sources.own
+    header, last = status.header, failures[-1] if failures else None
+    left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
+    final = last if last is not None and (left or last.round == header.round) else None
+    state, reason = _state(status, final, nodes, left), header.reason
+    of_round = [each for each in nodes if each.node_rank >= 0]
+    saved = max((each for each in nodes if each.saved_step is not None), key=_newest_save, default=None)
+    return Job(
+        run_id=shown(status.run_id),
+        backend=sources.backend,
+        state=state,
+        reason=cut(shown(final.reason if final is not None and state not in ("running", "ended") else reason), MAX_TEXT),
+        round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
+        nodes=header.nodes or (own.nodes if own is not None else 0) or len(of_round),
+        world_size=header.world or (own.world if own is not None else 0) or sum(each.workers for each in of_round),
+        restarts_charged=last.restarts if last is not None else 0,
+        restarts_limit=last.limit if last is not None else None,
+        last_verdict=last,
+        step=min((each.step for each in of_round if each.step is not None and each.id in fresh), default=None),
+        steps_per_s=min((each.steps_per_s for each in of_round if each.steps_per_s is not None), default=None),
+        saved_step=saved.saved_step if saved is not None else None,
+        saved_s=saved.saved_s if saved is not None else None,
+    )
+
+
+def _newest_save(node: NodeStatus) -> tuple[int, float]:
+    return node.saved_step or 0, -(node.saved_s or 0.0)
+
+
+def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], left: bool) -> str:
+    """Return the state of the job.
+
+    Args:
+        final: the verdict on the round of the header or, without a header, the last; None if there is none.
+        left: header and nodes are gone: their leases have run out.
+    """
+    state = status.header.state
+    if state is State.DONE:
+        return "succeeded"
+    stops = final is not None and final.exit_code is not None and final.decision != "replace_node"
+    if state is State.CLOSED or stops:
+        return "failed"
+    if left:
+        return "ended"
+    if state is State.BROKEN and all(each.state == GONE for each in nodes):
+        return "ended"
+    if state is State.BROKEN or (state is State.RUNNING and not nodes):
+        return "recovering"
+    busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
+    if state is State.RUNNING and busy and families.RUNNING not in busy:
+        if busy == {families.ENDED}:
+            return "ended"
+        return "recovering" if status.header.round > 1 else "starting"
+    return str(state.value)
+
+
+def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | None, behind_s: float) -> NodeStatus:
+    """Return a node by its record, its assignment and its report, as far as they are there. behind_s: see `_behind`."""
+    node, assignment = status.nodes.get(id_), status.assignments.get(id_)
+    in_round = node is not None and assignment is not None and assignment.of(status.header) and node.after < status.header.round
+    if known is None:
+        rank, first = (assignment.rank, assignment.base_rank) if in_round and assignment is not None else (-1, -1)
+        name, workers = (node.address, node.workers) if node is not None else ("", 0)
+        return NodeStatus(shown(id_), shown(name), SILENT if in_round else WAITS, rank, first, workers)
+    report, seen_s = known
+    later = (seen_s or 0.0) + behind_s
+    if node is not None and not in_round and report.round < status.header.round:  # it was in a round, and now waits for another
+        report = replace(report, node_rank=-1, base_rank=-1)
+    return NodeStatus(
+        id=shown(id_),
+        name=shown(report.name),
+        state=report.state if report.state in families.STATES else shown(report.state)[:40],
+        node_rank=report.node_rank,
+        first_rank=report.base_rank,
+        workers=report.workers,
+        state_s=_older(report.state_s, later),
+        step=report.step,
+        steps_per_s=report.steps_per_s,
+        last_step_s=_older(report.last_step_s, later),
+        saved_step=report.saved_step,
+        saved_s=_older(report.saved_s, later),
+        standbys=report.standbys,
+        seen_s=round(later, 3) if seen_s is not None else None,
+        told_at=shown(report.at)[:MAX_AT],
+    )
+
+
+def _older(age_s: float | None, by_s: float) -> float | None:
+    return None if age_s is None else round(age_s + by_s, 3)
+
+
+def _order(node: NodeStatus) -> tuple[bool, int, str]:
+    return node.node_rank < 0, node.node_rank, node.id
+
+
+def _rounds(reports: Mapping[str, tuple[NodeReport, float | None]], own: Own | None) -> tuple[tuple[RoundSpan, ...], str]:
+    """Return the longest account of the rounds, by one clock, and the name of its node: an agent that came later saw fewer."""
+    best: tuple[RoundSpan, ...] = own.report.rounds if own is not None else ()
+    by = own.report.name if own is not None else ""
+    for report, seen_s in reports.values():
+        if report.rounds and (not best or report.rounds[0].round < best[0].round):
+            later = seen_s or 0.0
+            best, by = tuple(_aged(each, later) for each in report.rounds), report.name
+    return best, by
+
+
+def _aged(span: RoundSpan, by_s: float) -> RoundSpan:
+    return replace(span, began_s=_older(span.began_s, by_s) or 0.0, ended_s=_older(span.ended_s, by_s))
+
+
+def _failure(verdict: JobVerdict) -> Failure:
+    decision = verdict.decision
+    return Failure(
+        round=verdict.round,
+        decision=decision.word,
+        kind=shown(decision.kind),
+        reason=cut(shown(decision.reason), MAX_TEXT),
+        rule=shown(decision.rule),
+        host=shown(verdict.host),
+        rank=verdict.rank,
+        exit_code=decision.exit_code if decision.action is Action.STOP else None,
+        restarts=verdict.restarts,
+        limit=None if verdict.limit == NO_LIMIT else verdict.limit,
+        at=shown(verdict.at),
+    )
+
+
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]], nodes: list[NodeStatus]) -> tuple[Straggler, ...]:
+    """Return the slowest. Where collectives keep all ranks in step, a step takes all of them equally long."""
+    found = [
+        Straggler(shown(report.name), pace.rank, round(pace.skew, 3))
+        for report, _ in reports.values()
+        if report.state == families.RUNNING
+        for pace in report.pace
+        if pace.skew >= STRAGGLER_SKEW
+    ]
+    paces = {each.id: each.steps_per_s for each in nodes if each.state == families.RUNNING and each.steps_per_s}
+    if len(paces) >= ENOUGH_NODES:
+        usual = median(paces.values())
+        slow = ((each, usual / paces[each.id]) for each in nodes if each.id in paces)
+        found += [Straggler(node.name, -1, round(skew, 3)) for node, skew in slow if skew >= STRAGGLER_SKEW]
+    return tuple(sorted(found, key=lambda each: -each.skew)[:MAX_STRAGGLERS])
+
+
+def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]:
+    """Return the goodput of the job by its records; add to `faults` what cannot be read."""
+    found = {}
+    for host, text in status.goodput.items():
+        try:
+            found[host] = goodput.decode(text, f"goodput/{host}")
+        except RecordError as error:
+            faults.append(Unknown(f"goodput of {shown(host)}", shown(str(error))))
+    return goodput.total(found).seconds
+
+
+def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[StateSeconds, ...]) -> list[Unknown]:
+    """Return what is missing here although it is known in other cases."""
+    found = []
+    silent = sum(each.state == SILENT for each in nodes)
+    if silent:
+        who = "1 node has told nothing of itself yet" if silent == 1 else f"{silent} nodes have told nothing of themselves yet"
+        found.append(Unknown("state", who))
+    if not nodes:
+        found.append(Unknown("nodes", "no agent is in the job any more, and what they told last has expired"))
+    if not rounds and not nodes:
+        found.append(Unknown("rounds", "only agents know when a round began"))
+    if not spent:
+        found.append(Unknown("goodput", "no agent has told where its time went"))
+    return found
+
+
+class ReportAges:
+    """For how long this reader has known the report of each node as it is now, by its own clock: no two clocks are compared."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, float]] = {}
+
+    def read(self, status: JobStatus, now: float) -> None:
+        """Take in the reports that were read at `now`."""
+        before = self._first
+        self._first = {
+            id_: before[id_] if id_ in before and before[id_][0] == report.version else (report.version, now)
+            for id_, report in status.reports.items()
+        }
+
+    def age_s(self, id_: str, now: float) -> float | None:
+        seen = self._first.get(id_)  # at once: another thread may read a newer status
+        return round(now - seen[1], 3) if seen is not None else None

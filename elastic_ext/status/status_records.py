@@ -1,0 +1,286 @@
+"""The status of a whole job as one document: what the page shows and `elastic-ext status` prints. `job_status` builds it.
+
+Every time in it is an age in seconds by one clock: that of the reader. Reports carry ages too, so no two machines' clocks are
+ever compared; a report's ages grow by as long as the reader has seen it unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from elastic_ext.base import records
+from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.base.records import Count, NameOrEmpty, Rank, Seconds, Within
+from elastic_ext.telemetry.families import RUNNING
+
+REPORT_SCHEMA = 1
+MAX_ROUNDS = 50  # the newest are reported
+MAX_WHY = 300  # characters
+
+Step = Annotated[int, Within(0, 2**63 - 1)]
+Ratio = Annotated[float, Within(0, 1e9)]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A worker's time per step relative to the median of its node. rank: global."""
+
+    rank: Rank
+    skew: Ratio
+
+
+@dataclass(frozen=True)
+class RoundSpan:
+    """A round as one agent saw it. began_s, ended_s: ages; ended_s is None while it runs. why: it ended."""
+
+    round: Count
+    began_s: Seconds
+    ended_s: Seconds | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """A node at one moment.
+
+    Attributes:
+        name: of its host.
+        node_rank, base_rank: its rank, and that of its first worker; -1 before its first round.
+        workers: number of its workers.
+        state: what its agent does, one of `families.STATES`.
+        state_s: for how long.
+        step: optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round
+            resumed from; None if unknown.
+        steps_per_s: mean since the first step of the round; None before the second.
+        last_step_s: age of the last step of the worker whose last step is oldest; None before the first.
+        saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.
+        standbys: warm standbys that are ready.
+        pace: of its workers, those that are known.
+        at: wall clock of the node at this moment, as text, for people only.
+        rounds: those that this agent saw, oldest first. Only the node of rank 0 reports them.
+    """
+
+    name: NameOrEmpty
+    state: str
+    state_s: Seconds = 0.0
+    node_rank: Rank = -1
+    base_rank: Rank = -1
+    workers: Count = 0
+    round: Count = 0
+    step: Step | None = None
+    steps_per_s: Ratio | None = None
+    last_step_s: Seconds | None = None
+    saved_step: Step | None = None
+    saved_s: Seconds | None = None
+    standbys: Count = 0
+    pace: tuple[Pace, ...] = ()
+    at: str = ""
+    rounds: tuple[RoundSpan, ...] = ()
+
+
+def encode_report(report: NodeReport) -> str:
+    """Return a report as JSON, without the fields that say nothing."""
+    known = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
+    return json.dumps({"schema": REPORT_SCHEMA, **known}, separators=(",", ":"))
+
+
+def decode_report(text: str, what: str) -> NodeReport:
+    """Read a report. what: its key, for the message. Raises RecordError."""
+    return records.read(NodeReport, text, what, REPORT_SCHEMA)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round. began, ended: monotonic; ended is None while its workers run."""
+
+    round: int
+    began: float
+    ended: float | None = None
+    why: str = ""
+
+
+class RoundHistory:
+    """The last MAX_ROUNDS rounds."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[_Round] = deque(maxlen=MAX_ROUNDS)
+
+    def entered(self, state: str, round_: int, now: float, why: str = "") -> None:
+        """Note what the agent does from `now` on. state: one of families.STATES. why: the round that ran has ended."""
+        last = self._rounds[-1] if self._rounds else None
+        runs = last is not None and last.ended is None
+        if last is not None and runs and (state != RUNNING or round_ != last.round):
+            self._rounds[-1] = replace(last, ended=now, why=why[:MAX_WHY])
+            runs = False
+        if state == RUNNING and not runs:
+            self._rounds.append(_Round(round_, now))
+
+    def explain(self, round_: int, why: str) -> None:
+        """Note why a round ended, unless that is known."""
+        for number, each in enumerate(self._rounds):
+            if each.round == round_ and each.ended is not None and not each.why:
+                self._rounds[number] = replace(each, why=why[:MAX_WHY])
+
+    def spans(self, now: float) -> tuple[RoundSpan, ...]:
+        """Return the rounds, oldest first, with ages at `now`."""
+        return tuple(
+            RoundSpan(each.round, _age(now, each.began), _age(now, each.ended) if each.ended is not None else None, each.why)
+            for each in self._rounds
+        )
+
+
+def _age(now: float, at: float) -> float:
+    return round(max(0.0, now - at), 3)
+
+
+SCHEMA = 1
+SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node without a report; others are families.STATES
+ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only."""
+
+    round: int
+    decision: str
+    kind: str
+    reason: str
+    rule: str
+    host: str
+    rank: int
+    exit_code: int | None
+    restarts: int
+    limit: int | None
+    at: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job.
+
+    Attributes:
+        state: forming, starting, running, recovering, succeeded, failed, ended (how is unknown).
+        reason: why it is in this state; "" if nothing is to be said.
+        nodes, world_size: of the current round, or the last one.
+        restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
+        step, steps_per_s: of the slowest node in the round; the step, of those that reported last.
+        saved_step, saved_s: of the newest checkpoint that a node saw committed.
+        last_verdict: None before the first.
+    """
+
+    run_id: str
+    backend: str
+    state: str
+    reason: str
+    round: int
+    nodes: int
+    world_size: int
+    restarts_charged: int
+    restarts_limit: int | None
+    last_verdict: Failure | None
+    step: int | None = None
+    steps_per_s: float | None = None
+    saved_step: int | None = None
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node. Ages in seconds; None where unknown.
+
+    Attributes:
+        id, name: unique within the job; of its host.
+        node_rank, first_rank: -1 outside the round.
+        state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report.
+        seen_s: age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then
+            its ages are as of told_at, or as of that of the newest report if both run in the same round.
+        told_at: wall clock of the node at its report, as text, for people only.
+        The others: see NodeReport.
+    """
+
+    id: str
+    name: str
+    state: str
+    node_rank: int = -1
+    first_rank: int = -1
+    workers: int = 0
+    state_s: float | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    last_step_s: float | None = None
+    saved_step: int | None = None
+    saved_s: float | None = None
+    standbys: int = 0
+    seen_s: float | None = None
+    told_at: str = ""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A worker that takes longer per step than the median of its node, by this factor; or a node, rank -1, than the others."""
+
+    node: str
+    rank: int
+    skew: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A host that may not come back yet."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What this document cannot show, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class GoodputPoint:
+    """The goodput of the job at an earlier moment, as far as the node that shows this knew it. age_s: of the moment."""
+
+    age_s: float
+    goodput: tuple[StateSeconds, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The whole document.
+
+    Attributes:
+        goodput: of all hosts together, over all rounds and agents of the job.
+        goodput_points: earlier values of it, since the agent that shows this started.
+        shown_by: id of that agent's node; "" for a command.
+        rounds_by: name of the node that saw the rounds; "" if none did.
+        read_s: age of what is shown of the other nodes; None: nothing was read yet.
+        fault: why nothing newer was read; "".
+    """
+
+    job: Job
+    nodes: tuple[NodeStatus, ...] = ()
+    rounds: tuple[RoundSpan, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    goodput: tuple[StateSeconds, ...] = ()
+    goodput_points: tuple[GoodputPoint, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
+    shown_by: str = ""
+    rounds_by: str = ""
+    read_s: float | None = 0.0
+    fault: str = ""
+    schema: int = SCHEMA
+
+
+def encode(document: Document) -> str:
+    """Return the document as JSON."""
+    return json.dumps(records.plain(document), separators=(",", ":"))

@@ -1,0 +1,534 @@
+"""The agent's Prometheus metrics. This module keeps their values; prometheus-client provides families and the text format.
+
+The counters of prometheus-client are not used. If PROMETHEUS_MULTIPROC_DIR is set, which is meant for the user's own workers,
+they live in files in that directory: the agent would not start without the directory, two agents in one process would share
+their values, and the workers' own /metrics would show the agent's values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import numbers
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from prometheus_client import ProcessCollector
+from prometheus_client.registry import CollectorRegistry
+
+from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.printable import shown
+from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, Recovery
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.families import (
+    COPIED,
+    FAILED,
+    MAX_TORCHELASTIC_NAMES,
+    OTHER,
+    PHASES,
+    SAVED,
+    WORKER_STATES,
+    FamilyCollector,
+    Histogram,
+    Labels,
+    Total,
+    Values,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# Seconds. A warm standby starts in about 15 ms; a platform may take minutes to replace a node.
+RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+MAX_LABEL = 200  # characters; the rest is cut off
+CLOCK_STEP_S = 1.0  # the clock was set if it moved by more between two looks; NTP slews by less
+RESTART_KINDS = frozenset({*KINDS, MEMBERSHIP})
+
+
+@dataclass(frozen=True)
+class WorkerProgress:
+    """One worker at the time of a scrape. Times are monotonic seconds.
+
+    Attributes:
+        last_step_at: None before its first optimizer step.
+        stepping_s: from its first step to its last.
+        skew: its recent time per step divided by the median of this agent's workers; None if unknown.
+        saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
+        loads, checks: numbers of checkpoints that it has loaded, and checked for damage. loading_s, checking_s: the time.
+        copies, failed_copies, unusable_copies: numbers of copies in memory: made, not made, not loaded. copies_stall_s: the time.
+        copied_step, copy_every: step of the last copy, and steps until the next; None if unknown.
+        saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
+        steps_before: steps of the job before its first one, if the script reports them; else None.
+    """
+
+    local_rank: int
+    rank: int
+    steps: int
+    last_step_at: float | None = None
+    stepping_s: float = 0.0
+    skew: float | None = None
+    saved_step: int | None = None
+    saved_at: float | None = None
+    saves: int = 0
+    failed_saves: int = 0
+    saving_s: float = 0.0
+    loads: int = 0
+    loading_s: float = 0.0
+    checks: int = 0
+    checking_s: float = 0.0
+    copies: int = 0
+    copies_stall_s: float = 0.0
+    copied_step: int | None = None
+    copy_every: int | None = None
+    failed_copies: int = 0
+    unusable_copies: int = 0
+    steps_before: int | None = None
+
+
+class UnixClock:
+    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, until somebody sets the clock."""
+
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
+
+    def at(self, monotonic_s: float) -> float:
+        ahead_s = time.time() - time.monotonic()
+        if abs(ahead_s - self._ahead_s) > CLOCK_STEP_S:
+            self._ahead_s = ahead_s
+        return round(monotonic_s + self._ahead_s, 3)
+
+    def at_if_any(self, monotonic_s: float | None) -> float | None:
+        return self.at(monotonic_s) if monotonic_s is not None else None
+
+
+class AgentMetrics(FamilyCollector):
+    """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
+
+    Args:
+        version: version of this package.
+        torch: torch's version; this module does not import torch.
+        run_id: run id of the job.
+        node: this node's name; default: its host name.
+        cold_reasons: all reasons for a cold start.
+        gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
+        progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
+
+    Attributes:
+        progress: as given. state: what the agent does.
+    """
+
+    table: ClassVar = {**families.JOB, **families.OTHERS, **families.WORKERS}
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        torch: str,
+        run_id: str,
+        node: str = "",
+        cold_reasons: Iterable[str] = (),
+        gpus: Callable[[], Sequence[str]] = tuple,
+        progress: Callable[[], Sequence[WorkerProgress]] = tuple,
+    ) -> None:
+        info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
+        self._info = {name: _label(value) for name, value in info.items()}
+        self._gpus = gpus
+        self.progress = progress
+        self._clock = UnixClock()
+        # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
+        self._lock = threading.RLock()
+        self._values: dict[str, dict[Labels, float]] = {
+            name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
+        }
+        self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
+        self._full = False
+        self._phases = {phase: Histogram(RECOVERY_BUCKETS) for phase in PHASES}
+        self._spans = {name: Histogram(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
+        self.state = AgentState()
+        self.enter("rendezvous")
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return what distinguishes this agent from others: the job and the node."""
+        return {name: self._info[name] for name in ("run_id", "node")}
+
+    def enter(self, state: str) -> None:
+        """Record what the agent does from now on. state: one of families.STATES."""
+        with self._lock:
+            values = self._values["elastic_ext_agent_state"]
+            values.update(dict.fromkeys(values, 0.0))
+            values[state,] = 1.0
+            self.state.enter(state, now := time.monotonic())
+            if state == families.ENDED:
+                self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
+
+    def not_ready(self) -> str:
+        """Return why the workers of this node do not run now; "" if they do."""
+        return "" if self.state.name == families.RUNNING else f"not ready: {self.state.name}"
+
+    def status(self) -> dict[str, object]:
+        """Return what /status.json shows."""
+        with self._lock:
+            number, world = (int(self._values[f"elastic_ext_{name}"][()]) for name in ("round", "world_size"))
+        return {"schema": 1, **self._info, "state": self.state.name, "round": number, "world_size": world}
+
+    def restarted(self, kind: str) -> None:
+        """Count a restart of the workers. kind: a kind of failure, or "membership"."""
+        self._add("restarts", kind if kind in RESTART_KINDS else OTHER)
+
+    def failed(self, kind: str) -> None:
+        """Count a failure. kind: of the diagnosis."""
+        self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
+
+    def budget(self, charged: int, limit: int) -> None:
+        """Set what a verdict says of the job's budget of restarts. A negative limit is none."""
+        if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
+            self._set(restarts_charged=charged)
+        if limit >= 0:
+            self._set(max_restarts=limit)
+
+    def recovered(self, recovery: Recovery, load_s: float = 0.0) -> None:
+        """Record a recovery that is over. load_s: the longest load of a checkpoint by its workers; 0: none."""
+        whole_s, first_step = recovery.end - recovery.begin, recovery.phases[-1]
+        with self._lock:
+            self._phases[FIRST_STEP].observe(first_step.end - first_step.begin)
+            self._spans[families.WHOLE_RECOVERY].observe(whole_s)
+            if load_s > 0:
+                self._phases[families.LOAD].observe(load_s)
+            self._set(last_recovery_seconds=whole_s, last_recovery_timestamp_seconds=self._clock.at(recovery.end))
+
+    def round_started(self, round: int, world_size: int) -> None:
+        """Record a new round. world_size: number of workers on all nodes."""
+        self._set(round=round, world_size=world_size)
+
+    def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
+        """Set the number of this agent's workers in each state."""
+        counts = zip(WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
+        with self._lock:
+            self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
+
+    def worker_started(self, how: str, reason: str) -> None:
+        """Count a start of a worker.
+
+        Args:
+            how: "warm" or "cold".
+            reason: reason of a cold start, from a fixed set, because each one creates a permanent time series.
+        """
+        self._add("worker_starts", _label(how), _label(reason))
+
+    def standbys(self, count: int, used_bytes: int) -> None:
+        """Set the number of ready warm standbys, and the memory of the standbys and their server."""
+        self._set(standbys=count, standby_memory_bytes=used_bytes)
+
+    def phase(self, name: str, seconds: float) -> None:
+        """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in PHASES."""
+        with self._lock:
+            self._phases[name].observe(seconds)
+
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
+        """Record the progress of copying checkpoints.
+
+        Args:
+            size: bytes copied since the last call.
+            lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None while checkpoint_dir is empty.
+            lag_s: for how long the oldest checkpoint that is not copied has waited; 0 if all are.
+            complete: whether a checkpoint has become complete in checkpoint_dir.
+            failed: whether an attempt to copy failed.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._add("checkpoint_copied_bytes", by=size)
+            self._add("checkpoint_copies", COPIED, by=int(complete))
+            self._add("checkpoint_copies", FAILED, by=int(failed))
+            waits_since = self._clock.at(now - lag_s) if lag_s > 0 else None
+            self._set(checkpoint_copy_lag_steps=lag_steps, checkpoint_uncopied_since_timestamp_seconds=waits_since)
+            if complete:
+                self._set(checkpoint_last_copy_timestamp_seconds=self._clock.at(now))
+
+    def copy_took(self, seconds: float) -> None:
+        """Record how long it took to copy a checkpoint."""
+        with self._lock:
+            self._spans[families.COPY].observe(seconds)
+
+    def copies_lost(self) -> None:
+        """Count a round that does not resume from the newest copy in memory."""
+        self._add("memory_copies_lost")
+
+    def part_sent(self, size: int | None) -> None:
+        """Count a part of a copy in memory, of so many bytes, that another node has, too; None: it does not have it."""
+        self._add("memory_parts", FAILED if size is None else COPIED)
+        self._add("memory_sent_bytes", by=size or 0)
+
+    def copy_failed(self) -> None:
+        """Count a failure of the copier itself: it died, or seems stuck."""
+        self._add("checkpoint_copies", FAILED)
+
+    def put(self, group: str, name: str, value: float) -> None:
+        """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
+
+        The first MAX_TORCHELASTIC_NAMES names are kept; later names are dropped, with one warning.
+        """
+        number = _number(value)
+        if number is None:
+            logger.debug("torchelastic metric %s/%s: %r is not a number, dropped", group, name, type(value))
+            return
+        labels = _label(group), _label(name)
+        with self._lock:
+            last_values = self._values["elastic_ext_torchelastic_last_value"]
+            if labels in last_values or len(last_values) < MAX_TORCHELASTIC_NAMES:
+                last_values[labels] = number
+                self._add("torchelastic_values", *labels)
+                return
+            warned, self._full = self._full, True
+        if not warned:
+            logger.warning(
+                "put_metric was called with more than %d names: %s/%s and other new names are not shown; "
+                "a metric's name should not hold a step or an id",
+                MAX_TORCHELASTIC_NAMES,
+                *labels,
+            )
+
+    def _set(self, **values: float | None) -> None:
+        """Set families without labels, by the ends of their names. None: absent."""
+        with self._lock:
+            for name, value in values.items():
+                self._values[f"elastic_ext_{name}"] = {(): value} if value is not None else {}
+
+    def _add(self, name: str, *labels: str, by: int = 1) -> None:
+        with self._lock:
+            values = self._values[f"elastic_ext_{name}"]
+            values[labels] = values.get(labels, 0) + by
+
+    def values(self) -> Values:
+        workers = self.progress()
+        with self._lock:
+            counts = [(name, labels, value) for name, of in self._values.items() for labels, value in of.items()]
+            phases = {phase: histogram.copy() for phase, histogram in self._phases.items()}
+            spans = {name: histogram.copy() for name, histogram in self._spans.items()}
+        yield families.INFO, (), self._info
+        yield from counts
+        for phase, histogram in phases.items():
+            yield families.RECOVERY, (phase,), histogram
+        for name, histogram in spans.items():
+            yield name, (), histogram
+        gpus = self._gpus() if workers else ()
+        for each in workers:
+            gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
+            yield "elastic_ext_worker", (str(each.local_rank), str(each.rank), self._info["node"], gpu), {}
+            for name, labels, value in self._of_worker(each):
+                yield f"elastic_ext_worker_{name}", (str(each.local_rank), *labels), value
+
+    def _of_worker(self, each: WorkerProgress) -> Values:
+        """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
+        yield "steps", (), each.steps
+        yield "step_seconds", (), Total(max(0, each.steps - 1), each.stepping_s)
+        yield "last_step_timestamp_seconds", (), self._clock.at_if_any(each.last_step_at)
+        yield "step_skew_ratio", (), each.skew
+        yield "saved_step", (), each.saved_step
+        yield "last_save_timestamp_seconds", (), self._clock.at_if_any(each.saved_at)
+        yield "checkpoint_saves", (SAVED,), each.saves
+        yield "checkpoint_saves", (FAILED,), each.failed_saves
+        yield "checkpoint_save_seconds", (), Total(each.saves, each.saving_s)
+        yield "checkpoint_load_seconds", (), Total(each.loads, each.loading_s)
+        yield "checkpoint_verify_seconds", (), Total(each.checks, each.checking_s)
+        yield "memory_copies", (SAVED,), each.copies
+        yield "memory_copies", (FAILED,), each.failed_copies
+        yield "memory_copies", (families.UNUSABLE,), each.unusable_copies
+        yield "memory_stall_seconds", (), Total(each.copies, each.copies_stall_s)
+        yield "memory_step", (), each.copied_step
+        yield "memory_every_steps", (), each.copy_every
+
+
+def _label(value: str) -> str:
+    """Make a label printable, since a lone surrogate, e.g. from an undecodable variable, would fail every scrape."""
+    return shown(str(value))[:MAX_LABEL]
+
+
+def _number(value: object) -> float | None:
+    # Only real numbers of Python and numpy, because float() of a tensor would wait for its device.
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+class AgentState:
+    """The state of one agent, one of families.STATES.
+
+    Attributes:
+        name: of the state.
+        since: when it began, monotonic.
+        on_change: called with name and time of each new state, by the agent's loop: it must return at once.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.since = 0.0
+        self.on_change: Callable[[str, float], None] = lambda name, at: None
+
+    def enter(self, name: str, now: float) -> None:
+        """Enter a state at `now`; entering it again changes nothing."""
+        if name != self.name:
+            self.name, self.since = name, now
+            self.on_change(name, now)
+
+
+# torchelastic's put_metric.
+
+GROUP = "torchelastic"
+_UNCONFIGURED = "elastic_ext: a group that is never configured"
+
+
+class _MetricData(Protocol):
+    """The part of torch's MetricData that this module uses."""
+
+    group_name: str
+    name: str
+    value: float
+
+
+class _Handler(Protocol):
+    """Torch's MetricHandler."""
+
+    def emit(self, metric_data: _MetricData) -> None: ...
+
+
+class _Default:
+    """Stands for "no handler for this group", as torch has no public way to remove one: passes values to the default one."""
+
+    def emit(self, metric_data: _MetricData) -> None:
+        from torch.distributed.elastic.metrics import getStream
+
+        getStream(_UNCONFIGURED).handler.emit(metric_data)
+
+
+class _Tee:
+    """A handler that feeds `metrics` unless that is None, and always feeds `before`, whose errors reach the caller."""
+
+    def __init__(self, metrics: AgentMetrics, before: _Handler) -> None:
+        self.metrics: AgentMetrics | None = metrics
+        self.before = before
+
+    def emit(self, metric_data: _MetricData) -> None:
+        if (metrics := self.metrics) is not None:
+            metrics.put(metric_data.group_name, metric_data.name, metric_data.value)
+        self.before.emit(metric_data)
+
+
+@contextmanager
+def bridge_torchelastic(metrics: AgentMetrics) -> Iterator[None]:
+    """Inside this context, pass values of put_metric to `metrics` and to the handler that was configured before.
+
+    The end restores that handler, unless another one was configured in the meantime, which then stays. Bridges of several agents
+    in one process may end in any order.
+    """
+    from torch.distributed.elastic.metrics import configure, getStream
+
+    before: _Handler = getStream(GROUP).handler
+    if before is getStream(_UNCONFIGURED).handler:
+        before = _Default()
+    tee = _Tee(metrics, before)
+    configure(tee, GROUP)
+    try:
+        yield
+    finally:
+        tee.metrics = None
+        current: _Handler = getStream(GROUP).handler
+        if isinstance(current, _Tee):
+            # Remove ended bridges from the top. One below an open bridge stays, and passes values through.
+            while isinstance(current, _Tee) and current.metrics is None:
+                current = current.before
+            configure(current, GROUP)
+
+
+# Which GPU each worker has, as NVML names it, joins our series to DCGM's. NVML makes no CUDA context.
+
+_LIBRARY = "libnvidia-ml.so.1"
+_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE of nvml.h
+UUID_PREFIXES = ("GPU-", "MIG-")
+
+
+class GpuQuery:
+    """A question to a driver, which may take seconds or never answer. It is asked once, on a thread of its own."""
+
+    def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
+        self._ask = ask
+        self._answer: Sequence[str] = ()
+        self._thread: threading.Thread | None = None
+
+    def answer(self) -> Sequence[str]:
+        """Return the answer; () as long as there is none. The first call asks. For one thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elastic_ext-gpus", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads
+                logger.warning("metrics: no GPU is named: %s", error)
+        return self._answer
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._ask()
+        except Exception:  # the top of a thread
+            logger.exception("metrics: no GPU is named")
+
+
+def gpu_uuids() -> list[str]:
+    """Return the UUIDs of this host's GPUs, in the order of the PCI bus; empty if there is no NVML, or it does not answer."""
+    try:
+        nvml = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return []
+    if (error := nvml.nvmlInit_v2()) != 0:
+        logger.info("metrics: no GPU is named: NVML does not start (error %s)", error)
+        return []
+    try:
+        return _uuids(nvml)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _uuids(nvml: ctypes.CDLL) -> list[str]:
+    count = ctypes.c_uint()
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return []
+    found = []
+    for index in range(count.value):
+        device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0
+        failed = failed or nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES)) != 0
+        found.append("" if failed else text.value.decode(errors="replace"))
+    return found
+
+
+def gpus_by_local_rank(workers: int, host: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the UUID of each worker's GPU, by local rank; "" where it is not known.
+
+    Each worker is taken to use the device of its local rank, as torchrun's scripts do, among those that CUDA_VISIBLE_DEVICES
+    leaves it: indices, or UUIDs that may be cut short (CUDA's programming guide). CUDA numbers GPUs of different speed in
+    another order than the PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
+
+    Args:
+        host: UUIDs of all GPUs of this host; see `gpu_uuids`.
+        environ: of the workers.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = list(host) if visible is None else [_named(each.strip(), host) for each in visible.split(",")]
+    return [chosen[local_rank] if local_rank < len(chosen) else "" for local_rank in range(workers)]
+
+
+def _named(device: str, host: Sequence[str]) -> str:
+    if device.startswith(UUID_PREFIXES):
+        return next((each for each in host if each.startswith(device)), device)
+    return host[int(device)] if device.isdecimal() and int(device) < len(host) else ""

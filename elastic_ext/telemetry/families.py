@@ -1,0 +1,339 @@
+"""The families of the agent's metrics: names, labels, and which series are there from the start.
+
+They follow Prometheus' guides on naming and instrumentation: base units in the names, timestamps in place of ages, attempts
+beside failures, and known label values from 0 on, so that increase() sees the first event. No family can grow without limit:
+`most` says how many series one agent has.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, cast
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from elastic_ext.base import goodput
+from elastic_ext.base.kinds import KINDS
+from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP
+
+Labels = tuple[str, ...]
+
+OTHER = "other"  # a kind that a newer agent knows
+WORKER_STATES = ("running", "stopped", "succeeded", "failed")
+DETECT, LOAD = "detect", "load"
+PHASES = (DETECT, "stop", "verdict", "rendezvous", "start", LOAD, FIRST_STEP)
+STARTING, RUNNING, BACKOFF, ENDED = "start", "running", "backoff", "ended"
+STATES = ("rendezvous", STARTING, RUNNING, "stop", "verdict", BACKOFF, ENDED)
+SAVED, FAILED = "saved", "failed"
+COPIED = "copied"
+UNUSABLE = "unusable"
+OK = "ok"
+DECISIONS = ("stop", "confirm", "restart", "restart_free", "replace_node", "requeue")
+
+# torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
+MAX_TORCHELASTIC_NAMES = 500
+
+UNITS = ("seconds", "bytes", "ratio")
+ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it.
+
+    Attributes:
+        known: label values that are shown as 0 before anything happens.
+        most: how many series one agent has, for people.
+    """
+
+    kind: type[Metric]
+    help: str
+    labels: Labels
+    known: tuple[Labels, ...]
+    most: str
+    unit: str
+
+    @classmethod
+    def of(
+        cls, kind: type[Metric], help: str, *labels: str, known: tuple[Labels, ...] = (), most: str = "", unit: str = ""
+    ) -> Family:
+        usually = str(len(known)) if known else "one histogram" if kind is HistogramMetricFamily else "1"
+        return cls(kind, help, labels, known, most or usually, unit)
+
+    def new(self, name: str) -> Metric:
+        """Return the family without values."""
+        if self.kind is InfoMetricFamily:
+            return InfoMetricFamily(name, self.help, labels=self.labels)
+        make: Callable[..., Metric] = self.kind
+        ending = name.rpartition("_")[2]
+        return make(name, self.help, labels=self.labels, unit=self.unit or (ending if ending in UNITS else ""))
+
+
+counter, gauge, info = (partial(Family.of, kind) for kind in (CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily))
+summary, histogram = (partial(Family.of, kind) for kind in (SummaryMetricFamily, HistogramMetricFamily))
+
+
+def _per_worker(found: Mapping[str, Family]) -> dict[str, Family]:
+    """Return the families of workers, given by the ends of their names: one series per worker unless they say more."""
+    most = {name: family.most if family.most != "1" else "one per worker of the agent" for name, family in found.items()}
+    return {
+        f"elastic_ext_worker{name}": replace(family, labels=("local_rank", *family.labels), most=most[name])
+        for name, family in found.items()
+    }
+
+
+class Histogram:
+    """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.sum = 0.0
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, seconds: float) -> None:
+        self.sum += seconds
+        self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
+
+    def copy(self) -> Histogram:
+        made = Histogram(self._bounds)
+        made.sum, made._counts = self.sum, list(self._counts)
+        return made
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
+        shown, below = [], 0
+        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
+            below += count
+            shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
+        return shown
+
+
+@dataclass(frozen=True)
+class Total:
+    """A value of a summary."""
+
+    count: int
+    seconds: float
+
+
+Value = float | Mapping[str, str] | Total | Histogram | None  # of a counter or gauge, info, summary, histogram; None: not shown
+Values = Iterator[tuple[str, Labels, Value]]  # name and labels of each
+
+
+class FamilyCollector(Collector):
+    """Shows the families of one table."""
+
+    table: ClassVar[Mapping[str, Family]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the families without values; the registry calls this when it registers a collector."""
+        return (family.new(name) for name, family in self.table.items())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families with their values; called at each scrape, in the scrape's thread."""
+        found = {name: family.new(name) for name, family in self.table.items()}
+        for name, labels, value in self.values():
+            if isinstance(value, Histogram):
+                cast("HistogramMetricFamily", found[name]).add_metric(labels, value.buckets(), value.sum)
+            elif isinstance(value, Total):
+                cast("SummaryMetricFamily", found[name]).add_metric(labels, value.count, value.seconds)
+            elif isinstance(value, Mapping):
+                cast("InfoMetricFamily", found[name]).add_metric(labels, dict(value))
+            elif value is not None:
+                cast("CounterMetricFamily", found[name]).add_metric(labels, value)
+        yield from found.values()
+
+    def values(self) -> Values:
+        """Yield the values that there are now."""
+        raise NotImplementedError
+
+
+def _known(*values: str) -> tuple[Labels, ...]:
+    return tuple((value,) for value in values)
+
+
+# The name of a counter is shown with the suffix _total, that of an info with _info.
+JOB = {
+    "elastic_ext_restarts": counter(
+        "Restarts of the workers, by kind of cause.", "kind", known=_known(*KINDS, MEMBERSHIP, OTHER), most="one per kind"
+    ),
+    "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*KINDS, OTHER), most="one per kind"),
+    "elastic_ext_restarts_charged": gauge(
+        "Restarts charged to the budget of the job, by the last verdict; absent before the first."
+    ),
+    "elastic_ext_max_restarts": gauge(
+        "Restarts that the job may have, by the last verdict; absent before the first, and without a limit."
+    ),
+    "elastic_ext_last_recovery_seconds": gauge("How long the last finished recovery took."),
+    "elastic_ext_last_recovery_timestamp_seconds": gauge("When the last finished recovery ended."),
+    "elastic_ext_round": gauge("The rendezvous round.", known=ZERO),
+    "elastic_ext_world_size": gauge("Workers in this round, over all nodes.", known=ZERO),
+    "elastic_ext_workers": gauge("Workers of this agent, by state.", "state", known=_known(*WORKER_STATES)),
+    "elastic_ext_agent_state": gauge(
+        "What the agent does now (1): a phase of a recovery, or running, backoff, ended.", "state", known=_known(*STATES)
+    ),
+    "elastic_ext_ended_timestamp_seconds": gauge("When the agent's part of the job ended; absent before that."),
+    "elastic_ext_worker_starts": counter(
+        "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
+        "how",
+        "reason",
+        most="one per reason",
+    ),
+    "elastic_ext_standbys": gauge("Warm standbys that are ready.", known=ZERO),
+    "elastic_ext_standby_memory_bytes": gauge(
+        "Memory of the warm standbys and their server; shared pages count once.", known=ZERO
+    ),
+    "elastic_ext_checkpoint_copied_bytes": counter("Bytes copied from local_dir to checkpoint_dir.", known=ZERO),
+    "elastic_ext_checkpoint_copies": counter(
+        "Checkpoints that are complete in checkpoint_dir (copied), and attempts to copy that failed.",
+        "outcome",
+        known=_known(COPIED, FAILED),
+    ),
+    "elastic_ext_checkpoint_last_copy_timestamp_seconds": gauge("When a checkpoint was last completed in checkpoint_dir."),
+    "elastic_ext_checkpoint_uncopied_since_timestamp_seconds": gauge(
+        "Since when the oldest checkpoint that is not copied has waited; absent: all are."
+    ),
+    "elastic_ext_checkpoint_copy_lag_steps": gauge(
+        "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
+    ),
+    "elastic_ext_memory_copies_lost": counter(
+        "Rounds that resume from an older checkpoint because no node has some part of the newest copy in memory, on the "
+        "node of rank 0.",
+        known=ZERO,
+    ),
+    "elastic_ext_memory_parts": counter(
+        "Parts of copies in memory that another node has as well (copied), and that it does not have (failed).",
+        "outcome",
+        known=_known(COPIED, FAILED),
+    ),
+    "elastic_ext_memory_sent_bytes": counter("Bytes of copies in memory sent to the node that keeps them as well.", known=ZERO),
+    "elastic_ext_torchelastic_last_value": gauge(
+        "Last value passed to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
+    ),
+    "elastic_ext_torchelastic_values": counter(
+        "Calls to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
+    ),
+}
+RECOVERY = "elastic_ext_recovery_seconds"
+WHOLE_RECOVERY = "elastic_ext_recovery_whole_seconds"
+COPY = "elastic_ext_checkpoint_copy_seconds"
+INFO = "elastic_ext"
+OTHERS = {
+    RECOVERY: histogram(
+        "Duration of the phases of a recovery. detect: from the end of a worker here, or the last progress before a hang, until "
+        "the agent acts; load: the script's load of its checkpoint, a part of first_step.",
+        "phase",
+        most="one histogram per phase",
+    ),
+    WHOLE_RECOVERY: histogram(
+        "Time from a failure, or a change of members, until all workers of this node have made a step again."
+    ),
+    COPY: histogram("Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there."),
+    INFO: info("Versions, run id and node of this agent."),
+}
+# Of failures and what the job has decided; see `collectors`.
+VERDICTS = {
+    "elastic_ext_decisions": counter(
+        "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
+        "decision",
+        "kind",
+        known=tuple((decision, kind) for decision in DECISIONS for kind in (*KINDS, OTHER)),
+        most="one per decision and kind",
+    ),
+    "elastic_ext_hangs": counter("Rounds that ended because no worker of the job made progress.", known=ZERO),
+    "elastic_ext_node_strikes": gauge(
+        "Failures that verdicts of the job have put on this node, since its agent started.", known=ZERO
+    ),
+    "elastic_ext_refused_nodes": gauge(
+        "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=ZERO
+    ),
+}
+# With ext_etcd only; see `collectors`.
+ETCD_CALL = "elastic_ext_etcd_call_seconds"
+ETCD_CALLS = "elastic_ext_etcd_calls"
+ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
+ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
+ETCD = {
+    ETCD_CALL: histogram("ext_etcd: time of calls to etcd, each attempt for itself, answered or not."),
+    ETCD_CALLS: counter(
+        "ext_etcd: attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
+        "outcome",
+        known=_known(OK, FAILED),
+    ),
+    ETCD_RECONNECTS: counter(
+        "ext_etcd: how often the stream of all watches had to be opened again: its connection was lost.", known=ZERO
+    ),
+    ETCD_LEASE: gauge("ext_etcd: until when etcd certainly keeps this node in the job; absent before and after that."),
+}
+WORKERS = _per_worker(
+    {
+        "": info(
+            "A worker's ranks, node and device. gpu_uuid joins DCGM's series; empty without NVML.", "rank", "node", "gpu_uuid"
+        ),
+        "_steps": counter("Optimizer steps of the worker since its start."),
+        "_step_seconds": summary("Time from one optimizer step to the next, with all that the script does between them."),
+        "_last_step_timestamp_seconds": gauge("When the worker did its last optimizer step."),
+        "_step_skew_ratio": gauge("Recent time per optimizer step, relative to the median of this agent's workers."),
+        "_saved_step": gauge("Step of the last checkpoint that this worker saw committed."),
+        "_last_save_timestamp_seconds": gauge("When the worker last saw a checkpoint committed."),
+        "_checkpoint_saves": counter(
+            "Checkpoints that the worker has saved with the others since its start: committed (saved), or not (failed).",
+            "outcome",
+            most="two per worker of the agent",
+        ),
+        "_checkpoint_save_seconds": summary("Time of a save, from the request to the commit. Training goes on for most of it."),
+        "_checkpoint_load_seconds": summary(
+            "Time of the worker's loads of a checkpoint by elastic_ext.Checkpointer since its start, with the check of the files."
+        ),
+        "_checkpoint_verify_seconds": summary(
+            "Time in which the worker, with the others, has checked the files of checkpoints for damage before a load."
+        ),
+        "_memory_copies": counter(
+            "Copies of the worker's state in memory since its start: committed (saved), not made (failed), or not loaded, as "
+            "damaged or not fitting (unusable).",
+            "outcome",
+            most="three per worker of the agent",
+        ),
+        "_memory_stall_seconds": summary("Time for which copies in memory have stalled the worker's training."),
+        "_memory_step": gauge("Step of the last committed copy in memory."),
+        "_memory_every_steps": gauge("Steps from one copy in memory to the next.", unit="steps"),
+    }
+)
+
+# See `collectors`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
+GOODPUT = {
+    "elastic_ext_goodput_seconds": counter(
+        "Time of this agent, by state. Every second is in exactly one state; running workers count with the mean over them.",
+        "state",
+        known=_known(*goodput.STATES),
+    ),
+    "elastic_ext_goodput_unsettled_seconds": gauge(
+        "Time of this agent whose state is not known yet: the step that runs now. The counters and it are all time of the agent."
+    ),
+    "elastic_ext_goodput_ratio": gauge("The productive part of the job's time."),
+    "elastic_ext_effective_training_time_ratio": gauge(
+        "The part of the job's time that failures and starts did not take: productive, data_wait and checkpoint_save."
+    ),
+    "elastic_ext_tokens": counter("Tokens that the script has reported to this agent, by report_tokens()."),
+    "elastic_ext_floating_point_operations": counter("Operations that the script has reported to this agent, by report_flops()."),
+    "elastic_ext_checkpoint_interval_advised_seconds": gauge(
+        "Advised time between checkpoints, by Daly; absent before 3 interruptions and 3 saves."
+    ),
+    "elastic_ext_checkpoint_stall_mean_seconds": gauge("Mean stall of training by a save; the advice comes from it."),
+    "elastic_ext_restart_mean_seconds": gauge("Mean time of a start or restart until the job runs, shown with the advice."),
+    "elastic_ext_interruption_interval_mean_seconds": gauge(
+        "Mean time in which the job runs between two interruptions; the advice comes from it."
+    ),
+}

@@ -1,0 +1,94 @@
+"""How often the state is copied to memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext.checkpoints.memory.pace import BUFFERS_HOLD_S, FIRST_EVERY, HOLD_S, SHARE, StepTimes, Timing, choose
+from elastic_ext.hangs.detector import IDLE_FLOOR_S
+
+
+@pytest.mark.parametrize(
+    ("timings", "every", "reason"),
+    [
+        ((), FIRST_EVERY, "nothing is measured yet"),
+        ((Timing(step_s=1.0),), FIRST_EVERY, "nothing is measured yet"),
+        ((Timing(stall_s=0.1),), FIRST_EVERY, "nothing is measured yet"),
+        ((Timing(1.0, 0.01, 0.1),), 1, "a copy stalls for 0.01 s, 1% of 1 steps of 1 s at most"),
+        ((Timing(1.0, 0.011),), 2, "a copy stalls for 0.011 s, 1% of 2 steps of 1 s at most"),
+        ((Timing(1.0, 0.01), Timing(0.5, 0.02)), 4, "a copy stalls for 0.02 s, 1% of 4 steps of 0.5 s at most"),
+        ((Timing(0.1, 0.001, 0.4), Timing(0.1, 0.001, 0.1)), 5, "a copy is committed after 0.4 s, and a step takes 0.1 s"),
+        (
+            (Timing(1.0, 0.01), Timing(1.0, 0.01, 0.1, 0.04)),
+            5,
+            "a copy stalls for 0.01 s and waits for 0.04 s, 1% of 5 steps of 1 s at most",
+        ),
+    ],
+)
+def test_as_often_as_costs_one_percent(timings, every, reason):
+    assert choose(None, timings) == (every, reason)
+
+
+def test_what_was_asked_for_wins_over_what_it_costs():
+    assert choose(3, (Timing(1.0, 100.0, 100.0),))[0] == 3
+    assert choose(3, ())[1] == "memory_every=3"
+
+
+def test_a_copy_that_is_not_committed_never_makes_a_round_look_hung():
+    assert BUFFERS_HOLD_S < HOLD_S < IDLE_FLOOR_S / 2
+
+
+def test_failures_make_attempts_rare():
+    assert [choose(2, (), failures)[0] for failures in (0, 1, 2, 6, 7, 1000)] == [2, 4, 8, 128, 128, 128]
+    assert choose(None, (), 2)[1] == "nothing is measured yet; 2 attempts in a row failed"
+
+
+seconds = st.floats(1e-6, 1e4)
+
+
+@given(st.lists(st.builds(Timing, seconds, seconds, seconds, seconds), min_size=1, max_size=5))
+def test_no_rank_stalls_for_more_than_its_share(timings):
+    every = choose(None, timings)[0]
+    for each in timings:
+        assert each.held_s <= SHARE * every * each.step_s * (1 + 1e-9)
+        assert each.commit_s <= every * each.step_s
+
+
+def test_a_wait_for_buffers_does_not_lengthen_the_interval():
+    """The first copy waits for them; a copy takes no longer for that."""
+    times = StepTimes()
+    times.step_ends(1, 0.0)
+    times.goes_on(1, 0.0)
+    times.step_ends(2, 1.0)
+    times.waited(3.0)
+    times.copied(0.02)
+    assert times.timing() == Timing(step_s=1.0, stall_s=0.02)
+    assert times.last_stall_s == 3.02
+    assert choose(None, [times.timing()])[0] == 2
+
+
+@pytest.mark.parametrize("slow", [{1}, {0, 3, 5}, set(range(8))], ids=lambda slow: f"{len(slow)} of 8")
+def test_a_peer_that_is_slow_now_and_then_does_not_hold_up_training(slow):
+    """Of 8 copies some are committed after 1.5 s, the others after 10 ms; a step takes 30 ms. Two ranks, not alike in this."""
+    ranks, now, waited, copies = (StepTimes(), StepTimes()), 0.0, 0.0, 0
+    free, due, every, began = 0.0, 1, choose(None, ())[0], 0.0
+    for step in range(1, 40_000):
+        now += 0.03
+        for times in ranks:
+            times.step_ends(step, now)
+        if step >= due:
+            wait_s = max(0.0, free - now)
+            now, waited, copies = now + wait_s, waited + wait_s, copies + 1
+            for number, times in enumerate(ranks):
+                if copies > 1:
+                    times.committed(free - began)
+                    times.made_buffers = False
+                    times.waited(wait_s * number)
+                times.copied(0.0001)
+            began, free = now, now + (1.5 if copies % 8 in slow else 0.01)
+            every = choose(None, [times.timing() for times in ranks])[0]
+            due = step + every
+        for times in ranks:
+            times.goes_on(step, now)
+    assert waited <= 2 * SHARE * now
+    assert every <= 1.5 / 0.03 * 1.25 + 1, "and no copy waits any longer"

@@ -1,0 +1,150 @@
+"""The recovery of a recovery, and its spans by OpenTelemetry's own SDK."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.events import output
+from elastic_ext.events.event_table import Source
+from elastic_ext.events.output import Outbox
+from elastic_ext.events.recovery import Cause, Phase, Recovery, RecoveryTrace
+
+CRASH, AGAIN = Cause("crash", "restart", "it crashed"), Cause("hang", "restart", "it hung")
+
+
+def crashed() -> RecoveryTrace:
+    """A job that trained in round 1 and crashed at 10."""
+    trace = RecoveryTrace()
+    for phase in ("rendezvous", "start"):
+        trace.entered(phase, 0, 1.0)
+    trace.ran(2.0)
+    assert trace.first_steps(3.0) is None, "the first start is no recovery"
+    trace.entered("stop", 1, 10.0)
+    trace.stopped_for(CRASH)
+    return trace
+
+
+def test_phases_follow_without_gaps():
+    trace = crashed()
+    trace.entered("rendezvous", 1, 11.0)
+    trace.entered("start", 2, 13.0)
+    trace.ran(14.0)
+    phases = (Phase("stop", 10, 11), Phase("rendezvous", 11, 13), Phase("start", 13, 14), Phase("first_step", 14, 16))
+    assert trace.first_steps(16.0) == Recovery(CRASH, 1, phases, True)
+    assert trace.first_steps(17.0) is None
+
+
+def test_a_failure_before_the_first_step_prolongs_it():
+    trace = crashed()
+    trace.entered("start", 2, 11.0)
+    trace.ran(12.0)
+    trace.entered("stop", 2, 20.0)
+    trace.stopped_for(AGAIN)
+    trace.entered("start", 3, 21.0)
+    trace.ran(22.0)
+    recovery = trace.first_steps(23.0)
+    assert recovery is not None
+    assert (recovery.cause, recovery.round, recovery.begin, recovery.end) == (CRASH, 1, 10, 23)
+    assert recovery.seconds() == {"stop": 2, "start": 2, "first_step": 9}
+
+
+def test_a_verdict_says_more_than_the_end_of_a_round():
+    trace = RecoveryTrace()
+    trace.ran(1.0)
+    trace.stopped_for(Cause(reason="the job hangs"))
+    trace.entered("stop", 1, 2.0)
+    trace.stopped_for(AGAIN)
+    trace.ran(3.0)
+    recovery = trace.first_steps(4.0)
+    assert recovery is not None
+    assert recovery.cause == AGAIN
+
+
+def test_an_agent_that_ends():
+    assert RecoveryTrace().given_up(1.0) is None
+    stopped = crashed().given_up(12.0)
+    assert stopped == Recovery(CRASH, 1, (Phase("stop", 10, 12),), False)
+    trace = crashed()
+    trace.ran(12.0)
+    assert trace.given_up(100.0) == Recovery(CRASH, 1, (Phase("stop", 10, 12),), None)
+    done = RecoveryTrace()
+    done.ran(1.0)
+    done.entered("stop", 1, 2.0)
+    assert done.given_up(3.0) is None, "the end of a job is no recovery"
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({}, ()),
+        ({"OTEL_SERVICE_NAME": "x"}, ()),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, ()),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}, ()),
+        ({"OTEL_TRACES_EXPORTER": "console"}, ("console",)),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, ("otlp_proto_http", "otlp_proto_grpc")),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ("otlp_proto_grpc",)),
+    ],
+)
+def test_who_asks_for_spans(environ, names):
+    assert output.exporters(environ) == names
+
+
+def test_spans_in_the_users_own_provider():
+    """As `emit` makes them, in the SDK's memory."""
+    pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    cause = Cause("crash", "restart", "in https://me:hunter22@host")
+    recovery = Recovery(cause, 4, (Phase("stop", 1.0, 2.0), Phase("start", 2.0, 4.0)), False)
+    output.emit(provider.get_tracer("test"), recovery, Source("job", "n1", 7), 1000.0)
+    stop, start, whole = kept.get_finished_spans()
+    assert [each.name for each in (stop, start, whole)] == ["stop", "start", "recovery"]
+    assert (whole.start_time, whole.end_time) == (1001 * 10**9, 1004 * 10**9)
+    assert (start.start_time, start.end_time) == (1002 * 10**9, 1004 * 10**9)
+    assert whole.context is not None
+    assert {each.parent.span_id for each in (stop, start) if each.parent} == {whole.context.span_id}
+    assert not whole.status.is_ok
+    attributes = dict(whole.attributes or {})
+    assert attributes.pop("elastic_ext.reason") == "in https://***@host"
+    assert attributes == {
+        "elastic_ext.run_id": "job",
+        "elastic_ext.node": "n1",
+        "elastic_ext.round": 4,
+        "elastic_ext.kind": "crash",
+        "elastic_ext.decision": "restart",
+    }
+
+
+def test_an_item_that_fails_does_not_end_the_thread(tmp_path, caplog):
+    sent: list[int] = []
+
+    def send(item: int) -> None:
+        Path(tmp_path / str(item)).touch(exist_ok=False)
+        sent.append(item)
+
+    outbox = Outbox(send, "test")
+    for item in (1, 1, 2):
+        outbox.put(item)
+    assert outbox.close(60)
+    outbox.put(3)
+    assert sent == [1, 2]
+    assert "an item was lost" in caplog.text
+
+
+def test_an_outbox_that_hangs_is_left_alone():
+    hangs = threading.Event()
+    outbox: Outbox[int] = Outbox(lambda item: hangs.wait() and None, "test", most=2)
+    for item in range(10):
+        outbox.put(item)
+    assert outbox.dropped >= 7
+    assert not outbox.close(0.01)
+    hangs.set()
+    assert outbox.close(60)

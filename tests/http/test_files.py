@@ -1,0 +1,72 @@
+"""The files that Prometheus and its node exporter read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_ext.http import pages, server
+from elastic_ext.telemetry.agent_metrics import AgentMetrics
+
+LABELS = {"run_id": "team/job_1", "node": "n0"}
+
+
+def test_prometheus_finds_an_agent_as_long_as_it_runs(tmp_path):
+    remove = server.announce(str(tmp_path / "sd"), ("127.0.0.1", 9402), LABELS)
+    (file,) = (tmp_path / "sd").iterdir()
+    assert file.suffix == ".json"
+    assert json.loads(file.read_text()) == [{"targets": ["127.0.0.1:9402"], "labels": LABELS}]
+    remove()
+    remove()
+    assert list((tmp_path / "sd").iterdir()) == []
+
+
+def test_others_reach_an_agent_that_listens_everywhere_by_its_name():
+    assert server.target("0.0.0.0", 9401, "node1.cluster") == "node1.cluster:9401"
+    assert server.target("::", 9401, "fe80::1") == "[fe80::1]:9401"
+    assert server.target("10.0.0.7", 9401, "node1") == "10.0.0.7:9401"
+    assert server.target("::1", 9401, "node1") == "[::1]:9401"
+
+
+@pytest.mark.seam
+def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path):
+    announce = f"announce({str(tmp_path)!r}, ('::1', 1), {{}})"
+    code = f"import os; from elastic_ext.http.server import announce; {announce}; os._exit(1)"
+    subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    (left,) = tmp_path.iterdir()
+    of_another_host = tmp_path / left.name.replace(server._where(), "elsewhere")
+    of_another_host.touch()
+    alive = tmp_path / left.name.replace(left.stem.rpartition("_")[2], str(os.getppid()))
+    alive.touch()
+    server.announce(str(tmp_path), ("127.0.0.1", 2), LABELS)
+    assert not left.exists()
+    assert of_another_host.exists()
+    assert alive.exists()
+
+
+def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    server.announce(str(tmp_path / "file" / "sd"), ("127.0.0.1", 1), LABELS)()
+    pages.write_file(str(tmp_path / "file" / "x.prom"), agent().registry, {})
+    assert len(caplog.records) == 2
+
+
+def agent() -> AgentMetrics:
+    return AgentMetrics(version="1", torch="2", run_id="job1", node="n0")
+
+
+def test_the_node_exporters_file_holds_the_last_metrics_and_names_their_agent(tmp_path):
+    path, metrics = tmp_path / "job.prom", agent()
+    metrics.failed("code")
+    pages.write_file(str(path), metrics.registry, {**metrics.labels, "pid": "7"})
+    samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
+    assert {tuple(sample.labels[name] for name in ("run_id", "node", "pid")) for sample in samples} == {("job1", "n0", "7")}
+    assert not [sample for sample in samples if sample.name.startswith("process_")]
+    (code,) = [each.value for each in samples if each.name == "elastic_ext_failures_total" and each.labels["kind"] == "code"]
+    assert code == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["job.prom"]

@@ -1,0 +1,93 @@
+"""A storm at the metrics port: 1,000 scrapes a second, idle connections, rubbish. Nothing leaks, and the server still answers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.http import pages
+from elastic_ext.http.gate import Gate
+from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MetricsServer
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from tests.etcd_server import Certificates
+from tests.jobs import ROOT
+from tests.until import until
+
+STORM = ROOT / "benchmarks" / "workers" / "scrape_storm.py"
+KINDS = ("rubbish", "TLS garbage", "10 MB headers", "idle connections", "slow readers")
+SPARE = 8  # descriptors of this test's own scrape and of the storm's pipes
+
+
+@contextlib.contextmanager
+def serving(gate: Gate | None) -> Iterator[MetricsServer]:
+    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(2)]
+    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
+    server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status), gate=gate)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def storm(port: int | None) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(STORM), str(port), str(CLIENT_TIMEOUT_S)]  # until the first clients have been dropped
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_storm_leaves_nothing_behind_and_keeps_nobody_out(tmp_path: Path, tls: bool) -> None:
+    """With TLS all of the storm is rubbish, and only this test's own scrapes are not."""
+    gate = trust = None
+    if tls:
+        pytest.importorskip("yaml", reason="needs elastic_ext[web]")
+        certificates = Certificates.make(tmp_path)
+        (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}")
+        gate, trust = Gate(str(tmp_path / "web.yml")), ssl.create_default_context(cafile=certificates.path("ca.crt"))
+    with serving(gate) as server:
+
+        def scrape() -> None:
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=CLIENT_TIMEOUT_S, context=trust) as answer:
+                assert b"elastic_ext_round" in answer.read()
+
+        def gets_in() -> bool:
+            """On a busy machine a scraper may lose its slot between its connection and its request: it comes again."""
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                scrape()
+                return True
+            return False
+
+        descriptors, threads = open_descriptors(), threading.active_count()
+        until(gets_in)
+        with storm(server.port) as process:
+            while process.poll() is None:
+                until(gets_in)
+                assert open_descriptors() <= descriptors + MAX_CLIENTS + SPARE
+                assert threading.active_count() <= threads
+            assert process.stdout is not None
+            came = json.load(process.stdout)
+        until(gets_in)
+        assert [kind for kind in KINDS if not came.get(kind)] == []
+        assert not (tls and came.get("scrapes"))
+        until(lambda: open_descriptors() <= descriptors)  # the server closes its end a moment later
+        assert threading.active_count() <= threads
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

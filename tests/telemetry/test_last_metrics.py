@@ -1,0 +1,118 @@
+"""What an agent counts in a real job. The last of it, the failure itself, reaches Prometheus though the agent ends at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from elastic_ext.http.pages import TextFile
+from tests.jobs import AGENT, Gate, Job
+from tests.until import LIMIT_S, until
+
+SCRIPT = """
+import fcntl, sys
+with open(sys.argv[1]) as gate:
+    print("waits", flush=True)
+    fcntl.flock(gate, fcntl.LOCK_SH)
+misspelled
+"""
+
+
+def scrape(target: str) -> str:
+    with urllib.request.urlopen(f"http://{target}/metrics", timeout=LIMIT_S) as answer:
+        return answer.read().decode()
+
+
+def start(tmp_path: Path, **settings: object) -> tuple[Gate, Job]:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    gate = Gate(tmp_path / "gate")
+    env = {f"ELASTIC_EXT_METRICS_{name.upper()}": str(value) for name, value in {"port": 0, **settings}.items()}
+    return gate, Job([*AGENT, "--nproc-per-node=1", str(tmp_path / "job.py"), str(tmp_path / "gate")], tmp_path, **env)
+
+
+@pytest.mark.full
+def test_an_agent_leaves_a_file_and_is_found_as_long_as_it_runs(tmp_path):
+    file, found, began = tmp_path / "job.prom", tmp_path / "sd", time.time()
+    gate, started = start(tmp_path, file=file, discovery_dir=found)
+    with started as job:
+        job.wait_for("waits")
+        (named,) = [json.loads(each.read_text()) for each in found.iterdir()]
+        (target,) = named[0]["targets"]
+        running = 'elastic_ext_agent_state{state="running"} 1.0'  # a worker may be ready before its agent
+        seen = until(lambda: page if running in (page := scrape(target)) else "")
+        assert "\nelastic_ext_ended_timestamp_seconds " not in seen
+        gate.open()
+        assert job.finish().returncode == 65
+    labels, last = named[0]["labels"], file.read_text()
+    whose = f'node="{labels["node"]}",pid="{job.process.pid}",run_id="{labels["run_id"]}"'
+    assert f'elastic_ext_failures_total{{kind="code",{whose}}} 1.0' in last
+    assert f'elastic_ext_agent_state{{{whose},state="ended"}} 1.0' in last
+    (ended,) = [float(line.split()[1]) for line in last.splitlines() if line.startswith("elastic_ext_ended_timestamp_seconds{")]
+    assert began < ended <= time.time()
+    assert list(found.iterdir()) == []
+
+
+STEPS = """
+import os, signal, torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.sum().backward()
+torch.optim.SGD([weight], 0.1).step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), 9)
+print("trains", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.full
+def test_a_recovery_lasts_until_the_first_step(tmp_path):
+    (tmp_path / "job.py").write_text(STEPS)
+    environ = {"ELASTIC_EXT_BACKOFF": "0", "ELASTIC_EXT_HANG": "off"}  # no check is due: only the step itself wakes the agent
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=3", str(tmp_path / "job.py")], tmp_path, **environ) as job:
+        (url,) = job.wait_for(r"http://(127\.0\.0\.1:\d+)/metrics")
+        job.wait_for("trains")
+        whole = "elastic_ext_recovery_whole_seconds_count 1.0"
+        seen = until(lambda: page if whole in (page := scrape(url[1])) else "")
+    assert 'elastic_ext_recovery_seconds_count{phase="first_step"} 1.0' in seen
+    assert "elastic_ext_restarts_charged 1.0" in seen, [line for line in seen.splitlines() if "restarts" in line]
+    assert "elastic_ext_max_restarts 3.0" in seen
+    assert "\nelastic_ext_last_recovery_seconds " in seen
+
+
+class Hangs(Collector):
+    """As a file server does: whoever writes these metrics waits, until it is open."""
+
+    def __init__(self) -> None:
+        self.open, self.value = threading.Event(), 1.0
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        value = self.value
+        self.open.wait(600)
+        yield GaugeMetricFamily("value", "", value)
+
+
+def test_a_file_server_that_hangs_does_not_hold_up_the_end(tmp_path, caplog):
+    registry, hangs, path = CollectorRegistry(), Hangs(), tmp_path / "job.prom"
+    registry.register(hangs)
+    file = TextFile(str(path), registry, {})
+    for value in (1.0, 2.0):  # an agent that leaves shows its last metrics twice
+        hangs.value = value
+        file.begin()
+        file.wait(0.01)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"metrics: metrics_file={path} does not take the last metrics within 0.0 s"
+    ]
+    hangs.open.set()
+    file.wait(LIMIT_S)
+    assert "value 2.0" in path.read_text()

@@ -218,7 +218,7 @@ class OnStart(Companion):
         self._call(workers.processes.pids.values())
 
 
-class Copying(Companion):
+class CopierUpdates(Companion):
     """Reports saves to the checkpoint copier."""
 
     def __init__(self, copier: Copier) -> None:
@@ -301,7 +301,7 @@ class JobCompanions:
             self.warm_starts,
             self.observation,
             self.journal,
-            *([Copying(self.copier)] if self.copier is not None else []),
+            *([CopierUpdates(self.copier)] if self.copier is not None else []),
             *reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]
 

@@ -16,7 +16,7 @@ from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.hangs import detector, stacks
 from elastic_ext.hangs.detector import Stuck
-from elastic_ext.hangs.unanswered import Reach
+from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.contract import Rendezvous
 
@@ -185,7 +185,7 @@ class HangHandling(Companion):
         return texts
 
 
-def _recorded(reach: Reach) -> cuts.Reach:
+def _recorded(reach: Reachability) -> cuts.Reach:
     return cuts.Reach(reach.addresses, tuple(cuts.Silent(each.rank, each.address, each.for_s) for each in reach.unanswered))
 
 

@@ -1,6 +1,6 @@
 """A node leaves the job: it was drained (`elastic-ext drain`), or a signal says that the platform will end this agent soon.
 
-`SaveOnDemand` asks the job for a checkpoint while there is time. It shows a request to the workers of this node and acknowledges
+`SavesOnDemand` asks the job for a checkpoint while there is time. It shows a request to the workers of this node and acknowledges
 it to the other agents through the store of the round: each agent adds 1 to `save/NUMBER/acks`, and the last one sets
 `save/NUMBER/go`. `DrainWatch` reports when this node can leave without losing work: after a save on demand where the script
 supports that, else after the next checkpoint that the script publishes. `plan_save` and `plan_drain` decide from plain values.
@@ -106,7 +106,7 @@ class SaveResult(Enum):
     FAILED = "failed"
 
 
-class SaveOnDemand(Companion):
+class SavesOnDemand(Companion):
     """The saves on demand of one round.
 
     Invariants: a request is in the progress slots of all workers of a node before that node acknowledges it; each node
@@ -263,7 +263,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class DrainFacts:
     """What this node knows of checkpoints since the request to drain it, in this round."""
 
     asks: bool = False  # the script asks whether to save
@@ -282,7 +282,7 @@ class DrainPlan:
     reason: str
 
 
-def plan_drain(seen: Seen) -> DrainPlan:
+def plan_drain(seen: DrainFacts) -> DrainPlan:
     """Decide on the next step."""
     if seen.asks and not seen.asked:
         return DrainPlan(Step.ASK, "asking the job for a checkpoint")
@@ -314,7 +314,7 @@ class Published:
 
 
 def published(settings: Settings) -> Published:
-    """Look for it. It may take as long as the storage does."""
+    """Read it. It may take as long as the storage does."""
     if settings.checkpoint_dir is None:
         return Published()
     storage = open_storage(settings.checkpoint_dir)
@@ -347,29 +347,29 @@ def is_new(first: Published, newest: Published, goal: int | None) -> bool:
 
 
 class Directory:
-    """Looks at `checkpoint_dir` from a thread of its own, since a storage may hang.
+    """Reads `checkpoint_dir` from a thread of its own, since a storage may hang.
 
     Attributes:
-        first, newest: what it held at the first look and at the last one; None before the first.
+        first, newest: what it held at the first reading and at the last one; None before the first.
     """
 
-    def __init__(self, look: Callable[[], Published], on_look: Callable[[], None]) -> None:
-        """on_look: called after each look."""
+    def __init__(self, read: Callable[[], Published], on_read: Callable[[], None]) -> None:
+        """on_read: called after each reading."""
         self.first: Published | None = None
         self.newest: Published | None = None
-        self._look, self._on_look = look, on_look
+        self._read, self._on_read = read, on_read
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="elastic_ext-drain", daemon=True).start()
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                self.newest = self._look()
+                self.newest = self._read()
                 self.first = self.first or self.newest
-            except Exception as error:  # noqa: BLE001 - any storage, any error: the next look may work
+            except Exception as error:  # noqa: BLE001 - any storage, any error: the next reading may work
                 logger.warning("drain: checkpoint_dir could not be read: %s", error)
             if not self._closed.is_set():
-                self._on_look()
+                self._on_read()
             self._closed.wait(POLL_S)
 
     def has_new(self, goal: int | None) -> bool:
@@ -377,7 +377,7 @@ class Directory:
         return self.first is not None and self.newest is not None and is_new(self.first, self.newest, goal)
 
     def close(self) -> None:
-        """Look no more. Does not wait: a storage may hang, and the look that is under way changes nothing."""
+        """Stop reading. Does not wait: a storage may hang, and the reading that is under way changes nothing."""
         self._closed.set()
 
 
@@ -386,7 +386,7 @@ class _UnderWay:
     """One drain of this node in one round."""
 
     drain: Drain
-    directory: Directory | None  # looks at `checkpoint_dir`; None: there is none, or nothing is to be looked for any more
+    directory: Directory | None  # reads `checkpoint_dir`; None: there is none, or it need not be read any more
     reported: int  # checkpoints that the workers had reported when it began
     before: int  # number of the job's last save on demand then
     goal: int | None = None  # step of the first checkpoint in `local_dir` since: later ones do not move it
@@ -421,7 +421,7 @@ class _UnderWay:
 class DrainWatch(Companion):
     """Carries out the drains of this node in one round, each from the request to the checkpoint."""
 
-    def __init__(self, job: Rendezvous, saves: SaveOnDemand | None, settings: Settings) -> None:
+    def __init__(self, job: Rendezvous, saves: SavesOnDemand | None, settings: Settings) -> None:
         """saves: None if workers cannot be asked to save."""
         self._job, self._saves, self._settings = job, saves, settings
         self._under_way: _UnderWay | None = None
@@ -447,7 +447,7 @@ class DrainWatch(Companion):
         return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), self._job.part.save_wanted)
 
     def _carry_out(self, this: _UnderWay, workers: LocalWorkers) -> None:
-        decided = plan_drain(self._look(this, workers))
+        decided = plan_drain(self._facts(this, workers))
         if decided != this.last:
             logger.warning("drain (%s): %s", shown(this.drain.reason), decided.reason)
         this.last = decided
@@ -458,7 +458,7 @@ class DrainWatch(Companion):
             self._job.part.report_ready_to_leave(this.drain.number, this.step(workers))
             this.close()
 
-    def _look(self, this: _UnderWay, workers: LocalWorkers) -> Seen:
+    def _facts(self, this: _UnderWay, workers: LocalWorkers) -> DrainFacts:
         rows = workers.read_progress()
         local = self._settings.local_dir is not None
         reported = sum(row.saves for row in rows) > this.reported
@@ -466,7 +466,7 @@ class DrainWatch(Companion):
         result = None
         if self._saves is not None and this.asked and self._job.part.save_wanted > this.before:
             result = self._saves.update(workers)
-        return Seen(
+        return DrainFacts(
             asks=self._saves is not None and bool(rows) and all(row.asks_for_saves for row in rows),
             asked=this.asked,
             result=result,

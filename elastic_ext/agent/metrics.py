@@ -82,7 +82,7 @@ def share_every_s(nodes: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownGoodput:
     """The job's sum as it was shared, and how much of it is this agent's: what this agent has spent since adds to it."""
 
     shared: Shared = field(default_factory=Shared)
@@ -92,12 +92,12 @@ class _Known:
         """Return the sum when this agent has spent so much."""
         return Shared(self.shared.spent.plus(mine.since(self.mine)), max(1, self.shared.hosts))
 
-    def after(self, shared: Shared, mine: Spent) -> _Known:
+    def after(self, shared: Shared, mine: Spent) -> _KnownGoodput:
         """Return what is known after a sum was read. The agent of rank 0 may have made it before this one gave its share: then
         what was known is more, and a goodput that is shown must not go back.
         """
         if shared.spent.total_s >= self.at(mine).spent.total_s - ROUNDING_S:
-            return _Known(shared, mine)
+            return _KnownGoodput(shared, mine)
         return replace(self, shared=replace(self.shared, hosts=shared.hosts))
 
 
@@ -110,7 +110,7 @@ class Goodput:
         self._ledger = Ledger(time.monotonic())
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
-        self._given, self._known = Spent(), _Known()
+        self._given, self._known = Spent(), _KnownGoodput()
         self._changed, self._first = threading.Event(), threading.Event()
         self._ended = self._closed = False
         self._thread: threading.Thread | None = None

@@ -184,7 +184,7 @@ class JobView:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """This node in its round. resumed_at: step that the round started from; None if unknown."""
 
     node_rank: int = -1
@@ -195,7 +195,7 @@ class Place:
     world: int = 0
 
 
-def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now: float) -> NodeReport:
+def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, now: float) -> NodeReport:
     """Return this node's report, without its rounds."""
     rows = metrics.progress()
     samples = (sample for family in metrics.registry.restricted_registry([STANDBYS]).collect() for sample in family.samples)
@@ -270,7 +270,7 @@ class OwnNode:
 
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
         """on_state: called by the loop when its state has changed; it must return at once."""
-        self.place = Place()
+        self.place = NodePlace()
         self._handler, self._metrics = handler, metrics
         self._on_state = on_state
         self._history, self._points = RoundHistory(), Points()
@@ -430,7 +430,7 @@ class Observation(Companion):
         if self._job is not None:
             first, workers = group.workers[0], group.spec.local_world_size
             sizes = group.group_world_size, first.world_size
-            self._job.node.place = Place(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
+            self._job.node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
 
     def round_ended(self, why: str) -> None:
         """Show why a round is over."""

@@ -17,7 +17,7 @@ from elastic_ext.agent import launch, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, show_stragglers
-from elastic_ext.agent.leaving import DrainWatch, SaveOnDemand
+from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import EndedRound
@@ -80,7 +80,7 @@ class RunningRound:
         warm: Collection[int],
         resume: ResumePoint,
         hangs: HangHandling | None,
-        saves: SaveOnDemand | None,
+        saves: SavesOnDemand | None,
         others: Iterable[Companion],
     ) -> None:
         """Tell all companions that the workers have started.
@@ -388,7 +388,7 @@ class RoundStart:
         )
         hangs = saves = None
         if settings.bootstrap and progress is not None:
-            saves = SaveOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
+            saves = SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
         # Without the bootstrap, workers never report progress, and that is no sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.waits import WaitFor
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
-WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.COLLECTIVE: 60.0, Wait.DEVICE: 60.0}
+WAIT_FLOOR_S = {WaitFor.RANKS: 15.0, WaitFor.COLLECTIVE: 60.0, WaitFor.DEVICE: 60.0}
 # Times the ranks of the job, if that is longer: a group's first collective connects them all. For all groups of 10,000 ranks,
 # MegaScale (NSDI 2024) reports 30 s, after much work on it.
 CONNECT_S = 0.01
@@ -58,14 +58,16 @@ LATE_S = 10.0  # a check this late means that the machine had stopped, not the w
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
 CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
-LOOK_SHARE = 0.2  # of the limit of a wait: from then on the agent looks whether the workers stay; leaves time for STAY_SHARE
-# Between later looks, and between reads of the process stats while this node claims a stall. No node looks again when the last
+CALL_CHECK_SHARE = (
+    0.2  # of the limit of a wait: from then on the agent checks whether the workers stay; leaves time for STAY_SHARE
+)
+# Between later checks, and between reads of the process stats while this node claims a stall. No node checks again when the last
 # one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
 # all the same: each lasts for 12 s at least.
-LOOK_S = 3.0
+CALL_CHECK_S = 3.0
 # Of the interval between checks, 30 s by default: the process stats are compared over this time at least, however often they are
-# read. Over LOOK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 27 s it takes 0.54 s, which a
-# process that computes uses up before the next look.
+# read. Over CALL_CHECK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 27 s it takes 0.54 s,
+# which a process that computes uses up before the next check.
 WINDOW_SHARE = 0.9
 MIN_CHECK_S = 0.1
 
@@ -87,7 +89,7 @@ class WorkerStatus:
         state: state of its main thread, a letter from proc(5); "": not known.
         debugged: a debugger holds it.
         known: its bootstrap is in place; without it, its progress is not known.
-        wait: what the worker waits for; not known before the first look.
+        wait: what the worker waits for; not known before the first check of calls.
         stayed_s: seconds for which it has done nothing else, and nothing else of its family did anything.
         world: number of ranks of the job.
     """
@@ -104,7 +106,7 @@ class WorkerStatus:
     state: str = ""
     debugged: bool = False
     known: bool = True
-    wait: Wait = Wait.NOTHING
+    wait: WaitFor = WaitFor.NOTHING
     stayed_s: float = 0.0
     world: int = 1
 
@@ -179,9 +181,9 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
 
 def _waited_for(workers: Sequence[WorkerStatus]) -> str:
     found = {worker.wait for worker in workers}
-    if Wait.DEVICE in found:
-        found.add(Wait.RANKS)  # the device may wait for them
-    return " or ".join(wait.value for wait in Wait if wait in found)
+    if WaitFor.DEVICE in found:
+        found.add(WaitFor.RANKS)  # the device may wait for them
+    return " or ".join(wait.value for wait in WaitFor if wait in found)
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
@@ -215,7 +217,7 @@ def activity_of(workers: Sequence[WorkerStatus]) -> Activity:
 
 def stays(worker: WorkerStatus) -> bool:
     """Return whether this worker has stayed in a call that only waits, for long enough to be sure of it."""
-    if worker.wait is Wait.NOTHING or not worker.steady or worker.state == STOPPED:
+    if worker.wait is WaitFor.NOTHING or not worker.steady or worker.state == STOPPED:
         return False
     return worker.stayed_s >= STAY_SHARE * limit_s(worker, Activity.WAIT, None)
 
@@ -239,10 +241,10 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
 def wait_limit_s(worker: WorkerStatus) -> float:
     """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
     longest_s, connect_s = learned_s(worker.gaps, idle=False), CONNECT_S * worker.world
-    if worker.wait in (Wait.DEVICE, Wait.COLLECTIVE):  # the collective may be queued behind much work of its own device
+    if worker.wait in (WaitFor.DEVICE, WaitFor.COLLECTIVE):  # the collective may be queued behind much work of its own device
         return max(WAIT_FLOOR_S[worker.wait], connect_s, longest_s)
     # One long gap was mostly one rank's own part, which no call of all ranks contains; only the end of it may have been one.
-    return max(WAIT_FLOOR_S[Wait.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
+    return max(WAIT_FLOOR_S[WaitFor.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:
@@ -409,27 +411,27 @@ def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -
     return all(worker.quiet_s >= STATS_SHARE * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
 
 
-def needs_looks(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
+def needs_call_checks(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
     """Return whether all workers have been quiet for so long that it matters whether they stay in their calls."""
     return fixed_s is None and all(
-        worker.steady and not worker.debugged and worker.quiet_s >= _look_from_s(worker) for worker in workers
+        worker.steady and not worker.debugged and worker.quiet_s >= _call_check_from_s(worker) for worker in workers
     )
 
 
-def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
-    """Return after how many seconds a look may give another answer; inf: in none, because the limit of a wait does not apply."""
+def next_call_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
+    """Return after how many seconds a check of calls may give another answer; inf: the limit of a wait does not apply."""
     if fixed_s is not None:
         return float("inf")
     if not workers or not all(worker.steady for worker in workers):
-        return LOOK_SHARE * WAIT_FLOOR_S[Wait.RANKS]  # they may be by then
-    first_s = max(_look_from_s(worker) - worker.quiet_s for worker in workers)
+        return CALL_CHECK_SHARE * WAIT_FLOOR_S[WaitFor.RANKS]  # they may be by then
+    first_s = max(_call_check_from_s(worker) - worker.quiet_s for worker in workers)
     if first_s > 0:
         return max(MIN_CHECK_S, first_s)
     limits = [(worker, wait_limit_s(worker)) for worker in workers]
     claim_s = max(max(limit - worker.quiet_s, STAY_SHARE * limit - worker.stayed_s) for worker, limit in limits)
-    return max(MIN_CHECK_S, min(LOOK_S, claim_s)) if claim_s > 0 else LOOK_S
+    return max(MIN_CHECK_S, min(CALL_CHECK_S, claim_s)) if claim_s > 0 else CALL_CHECK_S
 
 
-def _look_from_s(worker: WorkerStatus) -> float:
-    """Return the quiet seconds from which on this worker is looked at. Before that, it is unknown what it waits for."""
-    return LOOK_SHARE * wait_limit_s(replace(worker, wait=Wait.RANKS))
+def _call_check_from_s(worker: WorkerStatus) -> float:
+    """Return the quiet seconds from which on this worker's call is checked. Before that, it is unknown what it waits for."""
+    return CALL_CHECK_SHARE * wait_limit_s(replace(worker, wait=WaitFor.RANKS))

@@ -154,7 +154,7 @@ def _socket_inodes(family: Iterable[int]) -> set[int]:
 
 
 @dataclass(frozen=True)
-class Process:
+class StatFields:
     """A parsed /proc/PID/stat. cpu_s: includes children that have ended and were waited for."""
 
     parent: int
@@ -164,7 +164,7 @@ class Process:
     cpu_s: float = 0.0
 
 
-def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[int, list[int]]:
+def members(processes: Mapping[int, StatFields], workers: Collection[int]) -> dict[int, list[int]]:
     """Return the pids of each worker's family, including its own. processes: all processes of this machine, by pid."""
     found: dict[int, list[int]] = {worker: [] for worker in workers}
     for pid in processes:
@@ -174,7 +174,7 @@ def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[
     return found
 
 
-def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[int]) -> int | None:
+def _worker_of(pid: int, processes: Mapping[int, StatFields], workers: Collection[int]) -> int | None:
     seen = set()  # the processes were read one after the other, so reused pids could form a cycle
     while pid in processes and pid not in seen:
         one = processes[pid]
@@ -186,9 +186,9 @@ def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[i
     return None
 
 
-def _processes() -> dict[int, Process]:
+def _processes() -> dict[int, StatFields]:
     """Return all processes of this machine, by pid; none if not all can be read, as when no descriptor is left for a while."""
-    found: dict[int, Process] = {}
+    found: dict[int, StatFields] = {}
     try:
         entries = os.listdir("/proc")
     except OSError:
@@ -203,7 +203,7 @@ def _processes() -> dict[int, Process]:
             continue
         except OSError:
             return {}
-        found[int(entry)] = Process(int(parent), int(group), int(session), state, ticks / _TICKS)
+        found[int(entry)] = StatFields(int(parent), int(group), int(session), state, ticks / _TICKS)
     return found
 
 

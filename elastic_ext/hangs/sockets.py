@@ -16,7 +16,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterator, Mapping
 
-from elastic_ext.hangs.unanswered import Connection
+from elastic_ext.hangs.unanswered import TcpConnection
 
 _TIMEOUT_S = 1.0  # the kernel answers at once, or not at all
 
@@ -124,7 +124,7 @@ def bytes_moved(before: Mapping[int, int], now: Mapping[int, int]) -> int:
     return sum(max(0, total - before.get(inode, 0)) for inode, total in now.items())
 
 
-def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[Connection]] | None:
+def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[TcpConnection]] | None:
     """Return the TCP connections among the sockets of each worker's family; None: not known. By global rank, as `inodes`."""
     try:
         found = {each.inode: each for message, info in sockets(_ENDS_KNOWN) if (each := _connection(message, info))}
@@ -133,14 +133,14 @@ def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[Connect
     return {rank: [found[inode] for inode in own if inode in found] for rank, own in inodes.items()}
 
 
-def _connection(message: bytes, info: bytes) -> Connection | None:
+def _connection(message: bytes, info: bytes) -> TcpConnection | None:
     family, state, timer, port, local, peer, left_ms, inode = _MESSAGE.unpack_from(message)
     retransmissions, probes, backoff, timeout_us, acked_ms = _INFO.unpack_from(info)
     size = _FAMILY_BYTES.get(family)
     if size is None:
         return None
     waits = timer == _RETRANSMIT and state != _LISTEN
-    return Connection(
+    return TcpConnection(
         inode,
         _text(local[:size]),
         _text(peer[:size]),

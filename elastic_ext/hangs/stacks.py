@@ -3,11 +3,11 @@
 Where the call may do anything (`loss.item()`, the backward pass, a launch), torch's flight recorder decides: a worker waits if it
 has a collective that does not complete and no other Python thread computes.
 
-Neither processor time nor one stack is enough. NCCL waits spin, as work does, and a healthy evaluation may spend most of its
-time in the same line of the same short collective. So `Looks` asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which
+Neither processor time nor one stack is enough. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time
+in the same line of the same short collective. So `CallChecks` asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which
 the main thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread
-does. As long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor
-more signals. Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
+does. As long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more
+signals. Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
 
 Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connection of the worker
 itself, no other process that computes, and no other Python thread that may use the processor. Threads without Python code may:
@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.hangs import detector, process_stats, waits
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
@@ -163,7 +163,7 @@ class Stay:
     """A worker that has not left its call."""
 
     since: float  # monotonic seconds
-    wait: Wait  # what the call waits for
+    wait: WaitFor  # what the call waits for
     answers: int  # see Progress; another count means that it has left the call
     others_idle: bool  # its other Python threads waited for work when this began
     stats: ProcessStats  # of its family, when this began
@@ -171,17 +171,17 @@ class Stay:
     outstanding_ns: int = 0  # see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
 
 
-class Looks:
+class CallChecks:
     """Which workers of this node stay in their calls while all of them are quiet. Make a new one after a sign of life."""
 
     def __init__(self) -> None:
         self._stays: dict[int, Stay] = {}  # by local rank
         self._at, self._stats = -math.inf, dict[int, ProcessStats]()  # at the last update, by local rank
-        self._next = -math.inf  # when to look again at those that do not stay
+        self._next = -math.inf  # when to check again those that do not stay
         self._gap_s = FIRST_GAP_S
 
     def update(self, pids: Mapping[int, int], rows: Mapping[int, Progress], stacks_files: Mapping[int, str], now: float) -> None:
-        """Check who has stayed, and look at the others if it is time. All arguments by local rank. now: monotonic seconds."""
+        """Check who has stayed, and ask the others if it is time. All arguments by local rank. now: monotonic seconds."""
         sample = process_stats.read(pids.values())
         stats = {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
         self._at, self._stats = now, stats
@@ -199,12 +199,12 @@ class Looks:
             return
         self._next, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
         if all(local_rank in stats and can_answer(rows[local_rank], stats[local_rank]) for local_rank in others):
-            self._look(others, rows, stacks_files, stats, now)
+            self._check_calls(others, rows, stacks_files, stats, now)
 
-    def stay(self, local_rank: int, now: float) -> tuple[Wait, float]:
+    def stay(self, local_rank: int, now: float) -> tuple[WaitFor, float]:
         """Return what this worker waits for and for how many seconds it has done nothing else."""
         stay = self._stays.get(local_rank)
-        return (stay.wait, now - stay.since) if stay is not None else (Wait.NOTHING, 0.0)
+        return (stay.wait, now - stay.since) if stay is not None else (WaitFor.NOTHING, 0.0)
 
     def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
         """Return whether the stacks still show what they did when each stay began; end the stays whose stacks do not.
@@ -227,10 +227,10 @@ class Looks:
         return process_stats.rates(stay.stats, self._stats[local_rank], self._at - stay.since)
 
     def left_s(self, pids: Mapping[int, int], now: float) -> float:
-        """Return the seconds until `update` looks at those that do not stay; 0 if all do."""
+        """Return the seconds until `update` asks those that do not stay; 0 if all do."""
         return max(0.0, self._next - now) if pids.keys() - self._stays.keys() else 0.0
 
-    def _look(
+    def _check_calls(
         self,
         pids: Mapping[int, int],
         rows: Mapping[int, Progress],
@@ -244,11 +244,11 @@ class Looks:
             text = dumps.get(pid, "")
             wait = waits.wait_of(text)
             row = rows[local_rank]
-            if wait is not Wait.NOTHING:
+            if wait is not WaitFor.NOTHING:
                 self._stays[local_rank] = Stay(now, wait, row.answers, waits.others_idle(text), stats[local_rank])
             elif text and is_outstanding(row, now) and waits.others_wait(text):
                 collective = row.outstanding_ns
-                self._stays[local_rank] = Stay(now, Wait.COLLECTIVE, 0, True, stats[local_rank], outstanding_ns=collective)
+                self._stays[local_rank] = Stay(now, WaitFor.COLLECTIVE, 0, True, stats[local_rank], outstanding_ns=collective)
 
 
 class FirstAnswers:
@@ -282,7 +282,7 @@ class FirstAnswers:
 
 
 def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
-    """Return the stacks of these processes. They are not kept: looks may go on for days, and the files often lie in memory."""
+    """Return the stacks of these processes. They are not kept: checks may go on for days, and the files often lie in memory."""
     dumps = dump_all(paths)
     for path in paths.values():
         empty(path)

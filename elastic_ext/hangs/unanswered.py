@@ -35,7 +35,7 @@ MAX_ADDRESSES = 32  # of a node, and that do not answer it
 
 
 @dataclass(frozen=True)
-class Connection:
+class TcpConnection:
     """A TCP socket, from the kernel's inet_diag_msg and tcp_info.
 
     Attributes:
@@ -87,14 +87,14 @@ class Unanswered:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Reachability:
     """The addresses of a node that its workers use, and the other hosts' addresses that do not answer them, longest first."""
 
     addresses: tuple[str, ...] = ()
     unanswered: tuple[Unanswered, ...] = ()
 
 
-def reach_of(connections: Mapping[int, Iterable[Connection]]) -> Reach:
+def reach_of(connections: Mapping[int, Iterable[TcpConnection]]) -> Reachability:
     """Sum up the connections of a node's workers. connections: by global rank.
 
     A host has been silent for no longer than since its kernel last acknowledged anything on the same way: one connection may be
@@ -110,10 +110,10 @@ def reach_of(connections: Mapping[int, Iterable[Connection]]) -> Reach:
             if for_s and each.peer not in own and _between_hosts(each.peer) and (known is None or known.for_s < for_s):
                 longest[each.peer] = Unanswered(rank, each.peer, each.port, for_s)
     by_time = sorted(longest.values(), key=lambda one: -one.for_s)
-    return Reach(tuple(sorted(own)[:MAX_ADDRESSES]), tuple(by_time[:MAX_ADDRESSES]))
+    return Reachability(tuple(sorted(own)[:MAX_ADDRESSES]), tuple(by_time[:MAX_ADDRESSES]))
 
 
-def _answered_s(connections: Iterable[Connection]) -> dict[tuple[str, str], float]:
+def _answered_s(connections: Iterable[TcpConnection]) -> dict[tuple[str, str], float]:
     """Return how many seconds ago the last acknowledgement came, by local address and peer."""
     latest: dict[tuple[str, str], float] = {}
     for each in connections:
@@ -123,12 +123,12 @@ def _answered_s(connections: Iterable[Connection]) -> dict[tuple[str, str], floa
     return latest
 
 
-def lasting(reach: Reach, limit_s: float) -> Reach:
+def lasting(reach: Reachability, limit_s: float) -> Reachability:
     """Leave out what has not lasted for limit_s seconds yet."""
-    return Reach(reach.addresses, tuple(each for each in reach.unanswered if each.for_s >= limit_s))
+    return Reachability(reach.addresses, tuple(each for each in reach.unanswered if each.for_s >= limit_s))
 
 
-def explaining(reach: Reach, fixed_s: float | None) -> Reach:
+def explaining(reach: Reachability, fixed_s: float | None) -> Reachability:
     """Leave out what is too short to be why the job hangs, when it does. fixed_s: see `limit_s`."""
     return lasting(reach, EXPLAINS_S if fixed_s is None else min(EXPLAINS_S, fixed_s))
 
@@ -164,13 +164,14 @@ def window_s(limit_s: float) -> float:
     return min(detector.WINDOW_SHARE * limit_s / 2, detector.window_s())
 
 
-def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reach | None) -> float:
+def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reachability | None) -> float:
     """Return after how many seconds there may be news: `is_quiet`, or of those that do not answer.
 
-    reach: see `reach_of`; None: not all workers are quiet. While they are, this node claims it, and looks every LOOK_S at most.
+    reach: see `reach_of`; None: not all workers are quiet. While they are, this node claims it, and checks every CALL_CHECK_S at
+    most.
     """
     quiet_s = min((each.quiet_s for each in workers), default=0.0)
     until = [share * limit_s - quiet_s for share in (0.5, 1.0)]
     if reach is not None:
-        until += [min(detector.LOOK_S, limit_s / 2), *(limit_s - each.for_s for each in reach.unanswered)]
+        until += [min(detector.CALL_CHECK_S, limit_s / 2), *(limit_s - each.for_s for each in reach.unanswered)]
     return max(MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))

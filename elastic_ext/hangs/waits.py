@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Wait(Enum):
+class WaitFor(Enum):
     """What a worker waits for. DEVICE: perhaps for other ranks as well. COLLECTIVE: wherever its main thread is."""
 
     NOTHING = "nothing that is known"
@@ -88,21 +88,21 @@ def main_thread(stacks: str) -> str:
     return _split(stacks)[-1]
 
 
-def wait_of(stacks: str) -> Wait:
+def wait_of(stacks: str) -> WaitFor:
     """Return what the call waits for in which the main thread is."""
     return _wait_of(_frames(main_thread(stacks)))
 
 
-def _wait_of(frames: list[Frame]) -> Wait:
+def _wait_of(frames: list[Frame]) -> WaitFor:
     if not frames:
-        return Wait.NOTHING
+        return WaitFor.NOTHING
     inner, caller = frames[0], frames[1] if len(frames) > 1 else Frame("", "")
     frame = caller if inner.is_in(*_OPERATOR) and caller.is_in(_FUNCTIONAL) else inner
     if any(frame.is_in(*each) for each in _OWN_PART):
-        return Wait.NOTHING
+        return WaitFor.NOTHING
     if any(inner.is_in(*each) for each in _SYNCHRONISING):
-        return Wait.DEVICE
-    return Wait.RANKS if any(frame.is_in(path) for path in _COLLECTIVES) else Wait.NOTHING
+        return WaitFor.DEVICE
+    return WaitFor.RANKS if any(frame.is_in(path) for path in _COLLECTIVES) else WaitFor.NOTHING
 
 
 def others_idle(stacks: str) -> bool:
@@ -115,7 +115,7 @@ def others_idle(stacks: str) -> bool:
 
 def others_wait(stacks: str) -> bool:
     """Return whether all other threads that run Python code wait: for work, for other ranks or for the device."""
-    return all(_is_idle(frames) or _wait_of(frames) is not Wait.NOTHING for frames in _other_threads(stacks))
+    return all(_is_idle(frames) or _wait_of(frames) is not WaitFor.NOTHING for frames in _other_threads(stacks))
 
 
 def _other_threads(stacks: str) -> list[list[Frame]]:

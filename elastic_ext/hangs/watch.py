@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from elastic_ext.hangs import detector, process_stats, sockets, stacks, unanswered
 from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.hangs.stacks import FirstAnswers, Looks, is_outstanding
-from elastic_ext.hangs.unanswered import Reach
+from elastic_ext.hangs.stacks import CallChecks, FirstAnswers, is_outstanding
+from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
 
@@ -63,8 +63,8 @@ def stragglers(times: Mapping[int, float]) -> dict[int, float]:
 class HangWatch:
     """The hang watch of one round.
 
-    Reading the progress costs microseconds. /proc is read, and the workers are looked at, only when all of them have been quiet
-    for half of their limit, every few seconds while they stall, and once when a worker has started.
+    Reading the progress costs microseconds. /proc is read, and the workers' calls are checked, only when all of them have been
+    quiet for half of their limit, every few seconds while they stall, and once when a worker has started.
     """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
@@ -78,7 +78,7 @@ class HangWatch:
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_check = self._next_stats = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
-        self._looks: Looks | None = None  # while all are quiet for a good part of the limit of a wait
+        self._call_checks: CallChecks | None = None  # while all are quiet for a good part of the limit of a wait
         self._speeds = Speeds(dict(ranks))
         self._warned = False
         self._first_answers = FirstAnswers()
@@ -125,30 +125,30 @@ class HangWatch:
                 self._restart_count(now)
         if now >= self._next_stats:
             self._next_stats = now + detector.next_check_s(workers, self._fixed_s)
-        workers = self._look(workers, pids, stacks_files, now)
+        workers = self._check_calls(workers, pids, stacks_files, now)
         self._found = detector.assess(workers, self._fixed_s)
-        if self._found.waiting and self._looks is not None and not self._looks.confirm(pids, stacks_files):
+        if self._found.waiting and self._call_checks is not None and not self._call_checks.confirm(pids, stacks_files):
             self._found = detector.assess(self._status(pids, now), self._fixed_s)
-        if self._found.stalled and not self._found.waiting:  # the looks keep a wait up to date
-            self._next_stats = min(self._next_stats, now + detector.LOOK_S)
-        left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
-        self._next_check = min(self._next_stats, now + max(left_s, detector.next_look_s(workers, self._fixed_s)))
+        if self._found.stalled and not self._found.waiting:  # the checks of calls keep a wait up to date
+            self._next_stats = min(self._next_stats, now + detector.CALL_CHECK_S)
+        left_s = self._call_checks.left_s(pids, now) if self._call_checks is not None else 0.0
+        self._next_check = min(self._next_stats, now + max(left_s, detector.next_call_check_s(workers, self._fixed_s)))
         return self._found
 
-    def _look(
+    def _check_calls(
         self, workers: list[WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
     ) -> list[WorkerStatus]:
         """Find out whether the workers stay in their calls, if it is time to; return them with what was found."""
-        if not workers or not detector.needs_looks(workers, self._fixed_s):
-            self._looks = None
+        if not workers or not detector.needs_call_checks(workers, self._fixed_s):
+            self._call_checks = None
             return workers
-        if self._looks is None:
-            self._looks = Looks()
-        self._looks.update(pids, {each: self._progress.read(each) for each in pids}, stacks_files, now)
+        if self._call_checks is None:
+            self._call_checks = CallChecks()
+        self._call_checks.update(pids, {each: self._progress.read(each) for each in pids}, stacks_files, now)
         return self._status(pids, now)
 
     def _restart_count(self, now: float) -> None:
-        self._quiet_from, self._looks, self._stall = now, None, None
+        self._quiet_from, self._call_checks, self._stall = now, None, None
 
     def _read_stats(self, pids: Mapping[int, int], now: float) -> None:
         if self._stall is None:
@@ -176,8 +176,8 @@ class HangWatch:
             )
             if self._stall is not None:
                 worker = self._stall.complete(worker, local_rank, detector.limit_s(worker, Activity.NONE, self._fixed_s))
-            if self._looks is not None:
-                wait, stayed_s = self._looks.stay(local_rank, now)
+            if self._call_checks is not None:
+                wait, stayed_s = self._call_checks.stay(local_rank, now)
                 worker = replace(worker, wait=wait, stayed_s=stayed_s)
             workers.append(worker)
         return workers
@@ -215,7 +215,7 @@ class HangWatch:
 
     def _rates(self, local_rank: int) -> Rates:
         rates = self._stall.rates(local_rank) if self._stall is not None else Rates()
-        return self._looks.rates(local_rank) if rates == Rates() and self._looks is not None else rates
+        return self._call_checks.rates(local_rank) if rates == Rates() and self._call_checks is not None else rates
 
 
 def collective_in(stacks_file: str) -> str:
@@ -244,7 +244,7 @@ class Stall:
     """The activity of the workers' processes while all workers are quiet. A stall ends when one gives a sign of life.
 
     Each sample is compared with one that is a window old, and with the one before it unless that is too young to separate work
-    from noise. So work that has just begun counts before the first claim, and each of the frequent looks after it sees a whole
+    from noise. So work that has just begun counts before the first claim, and each of the frequent checks after it sees a whole
     window.
     """
 
@@ -338,7 +338,7 @@ class QuietWatch:
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
         """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
-        self.reach: Reach | None = None
+        self.reach: Reachability | None = None
         self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
         self._quiet_from = time.monotonic()  # earlier quiet time does not count
         self._next_check = self._quiet_from
@@ -366,11 +366,11 @@ class QuietWatch:
         self.reach = unanswered.lasting(reach, limit_s) if reach is not None else None
         self._next_check = now + unanswered.next_check_s(workers, limit_s, reach)
 
-    def examine(self, pids: Mapping[int, int]) -> Reach:
+    def examine(self, pids: Mapping[int, int]) -> Reachability:
         """Return the hosts that have not answered the workers for so long that it explains a hang. pids: by local rank."""
         return unanswered.explaining(self._read_reach(pids), self._fixed_s)
 
-    def _read_reach(self, pids: Mapping[int, int]) -> Reach:
+    def _read_reach(self, pids: Mapping[int, int]) -> Reachability:
         """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
         inodes = process_stats.open_sockets(pids.values())
         found = sockets.connections({self._ranks[local_rank]: inodes[pid] for local_rank, pid in pids.items()})

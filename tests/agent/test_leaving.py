@@ -197,7 +197,7 @@ def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
 
     def interrupted(line: int) -> bool:
         job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))
-        on_demand = leaving.SaveOnDemand(job, progress, 1, ("localhost", store.port))
+        on_demand = leaving.SavesOnDemand(job, progress, 1, ("localhost", store.port))
         with suppress(KeyboardInterrupt), told_at_line(line, files, signal.SIGINT) as told:
             on_demand.update(workers)
         on_demand.workers_ended(workers)

@@ -14,7 +14,7 @@ from elastic_ext.agent.observation import (
     POINT_S,
     SETTLE_S,
     JobView,
-    Place,
+    NodePlace,
     Points,
     after,
     own_report,
@@ -29,7 +29,7 @@ from elastic_ext.workers.progress import Progress
 from tests.until import LIMIT_S
 
 S = 10**9  # nanoseconds
-PLACE = Place(1, 4, 2, 100)
+PLACE = NodePlace(1, 4, 2, 100)
 
 
 def told(rows: list[WorkerProgress], now: float = 60.0) -> NodeReport:

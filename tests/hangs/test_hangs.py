@@ -22,7 +22,7 @@ from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.hangs import detector, watch
 from elastic_ext.hangs.detector import Stuck, WorkerStatus
-from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.hangs.watch import StepMark
 from elastic_ext.workers import progress_layout
 from tests import jobs
@@ -281,7 +281,7 @@ class Clock:
         self.looks = 0
         self.next_check = 0.0
         self.working = [True] * ranks
-        self.wait = [Wait.NOTHING] * ranks
+        self.wait = [WaitFor.NOTHING] * ranks
         self.call_s = float("inf")  # each call that waits takes this long
         self.waits_since = 0.0
 
@@ -309,17 +309,17 @@ class Clock:
                     working=self.working[rank],
                     state="S",
                     wait=self.wait[rank],
-                    stayed_s=(self.now - self.waits_since) % self.call_s if self.wait[rank] is not Wait.NOTHING else 0.0,
+                    stayed_s=(self.now - self.waits_since) % self.call_s if self.wait[rank] is not WaitFor.NOTHING else 0.0,
                 )
             )
         return found
 
-    def in_calls(self, wait: Wait, seconds: float, ranks: range, call_s: float = float("inf")) -> None:
+    def in_calls(self, wait: WaitFor, seconds: float, ranks: range, call_s: float = float("inf")) -> None:
         """These ranks spin in calls that only wait; the others work."""
-        self.wait = [wait if rank in ranks else Wait.NOTHING for rank in range(len(self.words))]
+        self.wait = [wait if rank in ranks else WaitFor.NOTHING for rank in range(len(self.words))]
         self.waits_since, self.call_s = self.now, call_s
         self.pass_time(seconds)
-        self.wait = [Wait.NOTHING] * len(self.words)
+        self.wait = [WaitFor.NOTHING] * len(self.words)
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
@@ -329,7 +329,7 @@ class Clock:
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
-            self.next_check = self.now + min(detector.next_check_s(self.workers()), detector.next_look_s(self.workers()))
+            self.next_check = self.now + min(detector.next_check_s(self.workers()), detector.next_call_check_s(self.workers()))
         self.now = end
 
 
@@ -345,9 +345,9 @@ def healthy(clock: Clock, chance: random.Random, until_s: float, step_s: float) 
         others = range(1, len(clock.words))
         what = chance.choice(["data", "eval", "quiet eval", "rank 0 saves", "checkpoint", "compile", "calls"])
         if what == "calls":
-            clock.in_calls(Wait.RANKS, chance.uniform(10, 900), others)  # while rank 0 does its own part
-            clock.in_calls(Wait.RANKS, chance.uniform(10, 900), range(len(clock.words)), call_s=5.0)  # an evaluation
-            clock.in_calls(Wait.DEVICE, chance.uniform(1, 40), range(len(clock.words)))  # a long kernel
+            clock.in_calls(WaitFor.RANKS, chance.uniform(10, 900), others)  # while rank 0 does its own part
+            clock.in_calls(WaitFor.RANKS, chance.uniform(10, 900), range(len(clock.words)), call_s=5.0)  # an evaluation
+            clock.in_calls(WaitFor.DEVICE, chance.uniform(1, 40), range(len(clock.words)))  # a long kernel
         elif what in ("eval", "checkpoint", "compile"):
             clock.phase(what)
             clock.working = [what == "compile"] * len(clock.words)  # a device works, or a disk
@@ -375,8 +375,8 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s, sp
     before = stop(clock, working=spins)
     if spins:
         limit_s = max(detector.wait_limit_s(each) for each in clock.workers())
-        clock.in_calls(Wait.RANKS, limit_s + 100, range(4))
-        assert limit_s - 1 < raised(clock) - before < limit_s + 2 * detector.LOOK_S
+        clock.in_calls(WaitFor.RANKS, limit_s + 100, range(4))
+        assert limit_s - 1 < raised(clock) - before < limit_s + 2 * detector.CALL_CHECK_S
     else:
         clock.pass_time(2100)
         assert raised(clock) - before > 59

@@ -22,7 +22,7 @@ import pytest
 
 from elastic_ext.hangs import detector, process_stats, sockets, unanswered
 from elastic_ext.hangs.detector import WorkerStatus
-from elastic_ext.hangs.process_stats import Process, ProcessStats, Rates
+from elastic_ext.hangs.process_stats import ProcessStats, Rates, StatFields
 from elastic_ext.hangs.watch import HangWatch, QuietWatch, Stall
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import ProgressTable
@@ -140,19 +140,19 @@ def test_the_work_of_helpers_that_come_and_go_is_not_lost():
 
 def test_a_family_is_found_by_parent_group_and_session():
     processes = {
-        1: Process(0, 1, 1),
-        10: Process(1, 10, 10),  # the agent
-        20: Process(10, 20, 20),
-        21: Process(20, 20, 20),
-        22: Process(21, 22, 22),  # in a session of its own
-        23: Process(22, 23, 22),
-        24: Process(1, 20, 20),  # its parent has ended
-        25: Process(1, 25, 20),
-        26: Process(1, 26, 26),  # a daemon
-        30: Process(10, 30, 30),
-        31: Process(30, 31, 31),
-        40: Process(41, 40, 40),  # numbers that were used again
-        41: Process(40, 41, 41),
+        1: StatFields(0, 1, 1),
+        10: StatFields(1, 10, 10),  # the agent
+        20: StatFields(10, 20, 20),
+        21: StatFields(20, 20, 20),
+        22: StatFields(21, 22, 22),  # in a session of its own
+        23: StatFields(22, 23, 22),
+        24: StatFields(1, 20, 20),  # its parent has ended
+        25: StatFields(1, 25, 20),
+        26: StatFields(1, 26, 26),  # a daemon
+        30: StatFields(10, 30, 30),
+        31: StatFields(30, 31, 31),
+        40: StatFields(41, 40, 40),  # numbers that were used again
+        41: StatFields(40, 41, 41),
     }
     assert process_stats.members(processes, {20, 30}) == {20: [20, 21, 22, 23, 24, 25], 30: [30, 31]}
     assert process_stats.members({}, {20}) == {20: []}
@@ -267,11 +267,11 @@ assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
 UNCOUNTED = """
 import sys
 from pathlib import Path
-from elastic_ext.hangs import detector, process_stats, tcp_traffic
+from elastic_ext.hangs import detector, process_stats, sockets
 from tests.hangs.test_process_stats import watched
 found = process_stats.read([os.getpid()])[os.getpid()]
 detector.IDLE_FLOOR_S = 1.0
-print(tcp_traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
+print(sockets.moved_by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
 """
 
 
@@ -558,7 +558,7 @@ def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monk
 def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
     """Read at half of the limit, at three quarters, at the limit, and then at each look; something begins a second later."""
     stall, seen = Stall(detector.window_s()), []
-    for at in [30.0, 45.0, *(60 + look * detector.LOOK_S for look in range(100))]:
+    for at in [30.0, 45.0, *(60 + look * detector.CALL_CHECK_S for look in range(100))]:
         stall.record({0: ProcessStats("S", cpu_s=5 + cpu_s(max(0.0, at - 61)))}, at)
         one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
         if one.working and at >= 60:
@@ -586,7 +586,7 @@ def test_a_long_hang_timeout_keeps_few_samples():
 def test_who_has_worked_is_idle_again_once_the_work_is_out_of_the_window():
     stall = Stall(detector.window_s())
     for look in range(24):  # every 3 s; it computes from 6 to 9 s
-        at = look * detector.LOOK_S
+        at = look * detector.CALL_CHECK_S
         stall.record({0: ProcessStats("S", cpu_s=min(max(0.0, at - 6), 3.0))}, at)
     one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
     assert (at, one.idle_s, one.working) == (69, 69 - 33, False)  # the last window with it is from 6 to 33 s
@@ -609,7 +609,7 @@ burn(1000)
 def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_a_sign(tmp_path, monkeypatch):
     """The checks for new claims stay half a minute apart, so they cannot see it."""
     monkeypatch.setattr(detector, "START_FLOOR_S", 2.0)
-    monkeypatch.setattr(detector, "LOOK_S", 0.3)
+    monkeypatch.setattr(detector, "CALL_CHECK_S", 0.3)
     with process(LATER) as one:
         board = ProgressTable(str(tmp_path / "progress"), 1)
         note_steps(board, [one.pid], 0)
@@ -629,7 +629,7 @@ def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_
 @pytest.mark.full
 def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp_path, monkeypatch):
     monkeypatch.setattr(detector, "START_FACTOR", 0.02)
-    monkeypatch.setattr(detector, "LOOK_S", 0.3)
+    monkeypatch.setattr(detector, "CALL_CHECK_S", 0.3)
     with process(PAUSE) as one:
         board = ProgressTable(str(tmp_path / "progress"), 1)
         note_steps(board, [one.pid], 0)
@@ -643,7 +643,7 @@ def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp
 @pytest.mark.full
 def test_a_quiet_node_looks_as_often_and_sees_that_a_worker_computes(tmp_path, monkeypatch):
     monkeypatch.setattr(unanswered, "UNANSWERED_S", 2.0)
-    monkeypatch.setattr(detector, "LOOK_S", 0.3)
+    monkeypatch.setattr(detector, "CALL_CHECK_S", 0.3)
     pause = threading.Event()
     with process(LATER) as one:
         board = ProgressTable(str(tmp_path / "progress"), 1)
@@ -656,7 +656,7 @@ def test_a_quiet_node_looks_as_often_and_sees_that_a_worker_computes(tmp_path, m
             return watch.reach is not None
 
         until(check)
-        assert watch.next_check_s() <= detector.LOOK_S
+        assert watch.next_check_s() <= detector.CALL_CHECK_S
         assert [check() for _ in range(5)] == [True] * 5
 
         def resumed() -> bool:

@@ -10,7 +10,7 @@ import pytest
 from elastic_ext.hangs import stacks
 from elastic_ext.hangs.process_stats import ProcessStats
 from elastic_ext.hangs.stacks import Stay, without_our_thread
-from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.hangs.watch import collective_in
 from elastic_ext.workers.bootstrap import recorder
 from elastic_ext.workers.bootstrap.recorder import Outstanding
@@ -109,7 +109,7 @@ def dumped(monkeypatch, entries):
 
 ROW = Progress(1, 30, 1, 1, True, answers=2, outstanding_ns=100 * S, outstanding_at_ns=110 * S)
 STATS = ProcessStats("R")
-STAY = Stay(100.0, Wait.COLLECTIVE, 0, True, STATS, outstanding_ns=100 * S)
+STAY = Stay(100.0, WaitFor.COLLECTIVE, 0, True, STATS, outstanding_ns=100 * S)
 
 
 def test_a_worker_whose_recorder_is_silent_is_not_known_to_wait():

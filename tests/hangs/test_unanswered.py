@@ -20,7 +20,7 @@ import pytest
 
 from elastic_ext.hangs import unanswered
 from elastic_ext.hangs.detector import WorkerStatus
-from elastic_ext.hangs.unanswered import Connection, Reach, Unanswered
+from elastic_ext.hangs.unanswered import Reachability, TcpConnection, Unanswered
 from elastic_ext.hangs.watch import QuietWatch
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import ProgressTable
@@ -30,13 +30,13 @@ from tests.networks import SERVER, Network, network
 from tests.until import until
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
-SENT = Connection(1, HERE, THERE, 99, False, 6, 6, 0, 13.056, 6.3, 19.6)  # as ss showed it 20 s after a cut
+SENT = TcpConnection(1, HERE, THERE, 99, False, 6, 6, 0, 13.056, 6.3, 19.6)  # as ss showed it 20 s after a cut
 
 
 @pytest.mark.parametrize(
     ("connection", "for_s"),
     [
-        (Connection(1, HERE, THERE, 99), 0),
+        (TcpConnection(1, HERE, THERE, 99), 0),
         (replace(SENT, acked_s=20.2), 12.852 + 6.756),
         (replace(SENT, acked_s=17.0), 17.0),  # never longer than since the last acknowledgement
         (replace(SENT, retransmissions=4, backoff=4, timeout_s=3.2), 0),  # loss
@@ -59,22 +59,22 @@ def test_the_reach_of_a_node():
     """Its own addresses, and per silent address the longest wait of a worker; nothing of what is valid on this host only."""
     other = replace(SENT, peer="10.0.0.3", timeout_s=6.528, left_s=3.0, retransmissions=5, backoff=5)
     own = [replace(SENT, peer=address) for address in (HERE, "127.0.0.1", "::1", "fe80::1")]
-    idle = [Connection(2, address, "0.0.0.0", 0) for address in ("0.0.0.0", "127.0.0.1", "fd00::1")]
+    idle = [TcpConnection(2, address, "0.0.0.0", 0) for address in ("0.0.0.0", "127.0.0.1", "fd00::1")]
     reach = unanswered.reach_of({4: [other, *own, *idle], 5: [replace(other, left_s=1.0), SENT]})
     assert reach.addresses == (HERE, "fd00::1")
     assert [(each.rank, each.address) for each in reach.unanswered] == [(5, THERE), (5, "10.0.0.3")]
     assert reach.unanswered[0].text == "rank 5 gets no answer from 10.0.0.2 (port 99) for 19.6 s"
-    assert unanswered.lasting(reach, 15.0) == Reach(reach.addresses, reach.unanswered[:1])
+    assert unanswered.lasting(reach, 15.0) == Reachability(reach.addresses, reach.unanswered[:1])
 
 
 @pytest.mark.parametrize(
     ("other", "silent_s"),
     [
-        (Connection(3, HERE, THERE, 80, acked_s=0.3), 0.3),  # the host answers on another port
-        (Connection(3, HERE, THERE, 80, acked_s=21.0), 19.6),
-        (Connection(3, HERE, THERE, 80, connecting=True, acked_s=0.0), 19.6),  # says nothing
-        (Connection(3, "10.1.0.1", THERE, 80, acked_s=0.3), 19.6),  # another way
-        (Connection(3, HERE, "10.0.0.3", 80, acked_s=0.3), 19.6),
+        (TcpConnection(3, HERE, THERE, 80, acked_s=0.3), 0.3),  # the host answers on another port
+        (TcpConnection(3, HERE, THERE, 80, acked_s=21.0), 19.6),
+        (TcpConnection(3, HERE, THERE, 80, connecting=True, acked_s=0.0), 19.6),  # says nothing
+        (TcpConnection(3, "10.1.0.1", THERE, 80, acked_s=0.3), 19.6),  # another way
+        (TcpConnection(3, HERE, "10.0.0.3", 80, acked_s=0.3), 19.6),
     ],
 )
 def test_a_host_that_acknowledges_anything_has_not_been_silent_since_before(other, silent_s):
@@ -85,7 +85,7 @@ def test_a_host_that_acknowledges_anything_has_not_been_silent_since_before(othe
 @pytest.mark.parametrize(("fixed_s", "explains"), [(None, [10.5]), (600.0, [10.5]), (4.0, [10.5, 6.3])])
 def test_what_explains_a_hang(fixed_s, explains):
     """Not the few tries of a moment of loss, when something else hangs."""
-    reach = Reach((HERE,), tuple(Unanswered(0, THERE, 99, for_s) for for_s in (10.5, 6.3, 1.4)))
+    reach = Reachability((HERE,), tuple(Unanswered(0, THERE, 99, for_s) for for_s in (10.5, 6.3, 1.4)))
     assert [each.for_s for each in unanswered.explaining(reach, fixed_s).unanswered] == explains
 
 
@@ -129,10 +129,16 @@ def test_the_limit(gaps, fixed_s, limit_s):
 
 
 def test_the_next_look_is_when_there_may_be_news():
-    reach = Reach((HERE,), (Unanswered(0, THERE, 99, 12.5),))
-    for quiet_s, known, next_s in ((1.0, None, 6.5), (7.5, None, 7.5), (16.0, None, 7.5), (16.0, reach, 2.5), (20.0, Reach(), 3)):
+    reach = Reachability((HERE,), (Unanswered(0, THERE, 99, 12.5),))
+    for quiet_s, known, next_s in (
+        (1.0, None, 6.5),
+        (7.5, None, 7.5),
+        (16.0, None, 7.5),
+        (16.0, reach, 2.5),
+        (20.0, Reachability(), 3),
+    ):
         assert unanswered.next_check_s([worker(quiet_s=quiet_s)], 15.0, known) == pytest.approx(next_s)
-    assert unanswered.next_check_s([worker(quiet_s=16.0)], 4.0, Reach()) == 2
+    assert unanswered.next_check_s([worker(quiet_s=16.0)], 4.0, Reachability()) == 2
     assert not unanswered.needs_stats([worker(quiet_s=6.0)], 15.0)
     assert unanswered.needs_stats([worker(quiet_s=7.5)], 15.0)
 
@@ -170,7 +176,7 @@ print(told(claim(int(sys.argv[1]), sys.argv[2])))
 """
 
 
-def told(reach: Reach) -> str:
+def told(reach: Reachability) -> str:
     return " ".join([*reach.addresses, *(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in reach.unanswered)])
 
 
@@ -181,7 +187,7 @@ def note_steps(path: str, pid: int) -> None:
         words[progress_layout.SIGN_NS] = time.monotonic_ns()
 
 
-def claim(pid: int, path: str) -> Reach:
+def claim(pid: int, path: str) -> Reachability:
     """Watch a worker that has done nothing since its third step, until the watch calls it quiet."""
     board = ProgressTable(path, 1)
     note_steps(path, pid)
@@ -191,7 +197,7 @@ def claim(pid: int, path: str) -> Reach:
         pause.wait(watch.next_check_s())
         watch.check({0: pid})
     unanswered.EXPLAINS_S = 1000.0  # if the job hung for another reason now
-    assert watch.examine({0: pid}) == Reach(watch.reach.addresses)
+    assert watch.examine({0: pid}) == Reachability(watch.reach.addresses)
     return watch.reach
 
 

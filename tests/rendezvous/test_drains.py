@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from elastic_ext.agent.leaving import DrainPlan, SaveResult, Seen, Step, plan_drain
+from elastic_ext.agent.leaving import DrainFacts, DrainPlan, SaveResult, Step, plan_drain
 from elastic_ext.rendezvous import drains, requests
 from elastic_ext.rendezvous.drains import Answer, Request, admit
 from elastic_ext.rendezvous.requests import DrainAsked, Ending, drain_outcome
@@ -79,21 +79,21 @@ def test_as_many_are_released_as_can_be_spared():
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (Seen(), Step.WAIT),
-        (Seen(asks=True), Step.ASK),
-        (Seen(asks=True, reported=True), Step.ASK),  # that one may be older than the steps since
-        (Seen(asks=True, asked=True), Step.WAIT),
-        (Seen(asks=True, asked=True, reported=True), Step.WAIT),
-        (Seen(asks=True, asked=True, published=True), Step.GO),  # rank 0 alone reports it, on another node
-        (Seen(asks=True, asked=True, result=SaveResult.SAVED), Step.GO),
-        (Seen(asks=True, asked=True, result=SaveResult.FAILED), Step.WAIT),
-        (Seen(asks=True, asked=True, result=SaveResult.FAILED, reported=True), Step.GO),
-        (Seen(reported=True), Step.GO),
-        (Seen(published=True), Step.GO),
+        (DrainFacts(), Step.WAIT),
+        (DrainFacts(asks=True), Step.ASK),
+        (DrainFacts(asks=True, reported=True), Step.ASK),  # that one may be older than the steps since
+        (DrainFacts(asks=True, asked=True), Step.WAIT),
+        (DrainFacts(asks=True, asked=True, reported=True), Step.WAIT),
+        (DrainFacts(asks=True, asked=True, published=True), Step.GO),  # rank 0 alone reports it, on another node
+        (DrainFacts(asks=True, asked=True, result=SaveResult.SAVED), Step.GO),
+        (DrainFacts(asks=True, asked=True, result=SaveResult.FAILED), Step.WAIT),
+        (DrainFacts(asks=True, asked=True, result=SaveResult.FAILED, reported=True), Step.GO),
+        (DrainFacts(reported=True), Step.GO),
+        (DrainFacts(published=True), Step.GO),
         # What is on its own disk goes with the node.
-        (Seen(local=True, reported=True), Step.WAIT),
-        (Seen(local=True, asks=True, asked=True, result=SaveResult.SAVED), Step.WAIT),
-        (Seen(local=True, asks=True, asked=True, result=SaveResult.SAVED, published=True), Step.GO),
+        (DrainFacts(local=True, reported=True), Step.WAIT),
+        (DrainFacts(local=True, asks=True, asked=True, result=SaveResult.SAVED), Step.WAIT),
+        (DrainFacts(local=True, asks=True, asked=True, result=SaveResult.SAVED, published=True), Step.GO),
     ],
 )
 def test_when_the_node_can_go(seen, expected):

@@ -28,7 +28,7 @@ _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._
 
 
 class Outstanding:
-    """Since when collectives have been outstanding by the counts, from one look at them to the next."""
+    """Since when collectives have been outstanding by the counts, from one reading to the next."""
 
     def __init__(self) -> None:
         self._completed: dict[str, int] = {}  # by group
@@ -94,8 +94,8 @@ def _dumped(collectives: bool) -> "list[tuple[str, dict[str, Any]]]":
     return [(name, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for name, dump in dumps]
 
 
-class Watch(threading.Thread):
-    """Looks at the counts every CHECK_S, until the script ends."""
+class RecorderWatch(threading.Thread):
+    """Reads the counts every CHECK_S, until the script ends."""
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ class _Reports:
         self._modules_path: str | None = None
         self._collective_path: str | None = None
         self._environ: dict[str, str] = {}
-        self._recorder: Any = None  # recorder.Watch
+        self._recorder: Any = None  # recorder.RecorderWatch
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row = os.getpid(), row
@@ -153,7 +153,7 @@ class _Reports:
                 _warn(f"the agent cannot name the collective that does not complete: {error}")
 
         try:
-            self._recorder = _load("recorder").Watch(publish, describe, _warn)
+            self._recorder = _load("recorder").RecorderWatch(publish, describe, _warn)
             self._recorder.start()
         except (OSError, ImportError, RuntimeError) as error:  # elastic_ext is being replaced, or there are no more threads
             _warn(f"torch's flight recorder is not read: {error}; a hang of spinning collectives is noticed later")

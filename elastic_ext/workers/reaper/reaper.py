@@ -43,7 +43,7 @@ SEARCHES = 30  # a process that sleeps in the kernel cannot be killed: give up a
 
 def main(agent_pid: int, token: str, run_dir: str) -> None:
     agent = _process(agent_pid)
-    messages = _listen(agent if os.getppid() == agent_pid else None)  # else the agent died before this process looked
+    messages = _listen(agent if os.getppid() == agent_pid else None)  # else the agent died before this process checked
     if messages.end != CLEAN:
         killed = _kill_all(token.encode(), messages.workers, empty_searches=1 if messages.end else 2)
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -62,7 +62,7 @@ def _log(text: str) -> None:
         pass  # no process can read it
 
 
-class Process:
+class ExactProcess:
     """One process, never a later one with the same pid.
 
     A pidfd identifies it. If there is no pidfd (an old kernel, a seccomp profile, no descriptor left), its start time does.
@@ -119,9 +119,9 @@ class Process:
             self.pidfd = -1
 
 
-def _process(pid: int) -> "Process | None":
+def _process(pid: int) -> "ExactProcess | None":
     try:
-        return Process(pid)
+        return ExactProcess(pid)
     except ProcessLookupError:
         return None
 
@@ -149,7 +149,7 @@ class Messages:
     """
 
     def __init__(self) -> None:
-        self.workers: dict[int, Process] = {}
+        self.workers: dict[int, ExactProcess] = {}
         self.will = ""
         self.end = ""
 
@@ -165,7 +165,7 @@ class Messages:
             self.workers = {int(pid): opened for pid in rest.split() if (opened := _process(int(pid))) is not None}
 
 
-def _listen(agent: "Process | None") -> Messages:
+def _listen(agent: "ExactProcess | None") -> Messages:
     """Read messages until the agent sends `end` or dies. agent: None if it is dead; its messages can still be read."""
     messages = Messages()
     pending = b""
@@ -194,7 +194,7 @@ def _listen(agent: "Process | None") -> Messages:
 # The reaper's actions.
 
 
-def _kill_all(token: bytes, workers: dict[int, Process], empty_searches: int) -> set[int]:
+def _kill_all(token: bytes, workers: dict[int, ExactProcess], empty_searches: int) -> set[int]:
     """Kill the workers and all processes with the token; return their pids.
 
     empty_searches: stop after this many searches that find nothing. After a death, or if workers were left, it is two, because a

@@ -28,7 +28,7 @@ from elastic_ext.workers import pidfds
 from elastic_ext.workers.standby import server
 
 if TYPE_CHECKING:
-    from elastic_ext.workers.standby.server import Ready, Release
+    from elastic_ext.workers.standby.server import Ready, StandbyRelease
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Standby:
         """Return whether its process still runs."""
         return not readable(self.pidfd)
 
-    def release(self, message: Release, descriptors: Sequence[int]) -> None:
+    def release(self, message: StandbyRelease, descriptors: Sequence[int]) -> None:
         """Let it run. If it does not confirm that, kill it and raise OSError."""
         text = json.dumps(message).encode()
         limits.restore_user_limit(self.pid)
@@ -350,7 +350,7 @@ class WarmPopen(subprocess.Popen[bytes]):
         stdin, _, _, stdout, _, stderr = ends
         wanted = {number: fd if fd != -1 else number for number, fd in enumerate((stdin, stdout, stderr))}
         wanted = {number: fd for number, fd in wanted.items() if _is_open(fd)}
-        message: Release = {
+        message: StandbyRelease = {
             "argv": self._program,
             "orig_argv": list(args),
             "shown": self._shown,

@@ -24,7 +24,7 @@ Each standby uses its own socket (SOCK_STREAM). In this order:
 
     standby  its pid in decimal digits: it waits
     agent    HEADER_BYTES with the length of what follows, big-endian, together with the descriptors for the numbers in "open"
-    agent    a `Release` as JSON, of that length
+    agent    a `StandbyRelease` as JSON, of that length
     standby  one byte: it runs from here on. An agent that does not get this byte takes another standby.
 """
 
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
         read: dict[str, list[str]]
         changed: list[str]
 
-    class Release(TypedDict):
+    class StandbyRelease(TypedDict):
         """
         argv: [SCRIPT, ...] or ["-m", MODULE, ...], to run as `__main__`.
         orig_argv: sys.orig_argv of a cold start.
@@ -147,7 +147,7 @@ class StandbyServer:
         self._absent: dict[str, str] = {}
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
 
-    def serve(self) -> "Release | None":
+    def serve(self) -> "StandbyRelease | None":
         """Serve until the agent needs no more, then return None. In a released standby, return what it must run."""
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._control, 65536, 1)
@@ -267,7 +267,7 @@ class StandbyServer:
         os.close(parent_ended)
         return None
 
-    def _wait(self, waiting: socket.socket) -> "Release | None":
+    def _wait(self, waiting: socket.socket) -> "StandbyRelease | None":
         """In a standby, wait for its release and return it; None if the agent is gone or no longer needs the standby."""
         os.setsid()
         try:
@@ -283,7 +283,7 @@ class StandbyServer:
                 if not more:
                     return None
                 text += more
-            release: Release = json.loads(text)
+            release: StandbyRelease = json.loads(text)
             waiting.send(b".")
         except ConnectionError:
             return None
@@ -291,7 +291,7 @@ class StandbyServer:
         self._become(release, descriptors)
         return release
 
-    def _become(self, release: "Release", descriptors: "list[int]") -> None:
+    def _become(self, release: "StandbyRelease", descriptors: "list[int]") -> None:
         """Make this waiting process look like one that has just been started."""
         _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
         if self._oom_score:

@@ -62,7 +62,7 @@ TAIL_BYTES = relay.RING_BYTES
 
 
 @dataclass
-class Source:
+class StderrSource:
     """One worker's stderr for one round. While the agent holds the pipe open, a dying relay cannot harm the worker.
 
     Attributes:
@@ -90,7 +90,7 @@ class Source:
         os.close(self.ring_fd)
 
 
-def make_source(path: str, shown: bool) -> Source:
+def make_source(path: str, shown: bool) -> StderrSource:
     """Make one worker's pipe. path: the requested name; if named pipes are refused, it gets another. Raises OSError."""
     path, pipe, writer = named_pipe(path)  # the relay gets the descriptor, so it need not find the path
     ring_fd = -1
@@ -98,7 +98,7 @@ def make_source(path: str, shown: bool) -> Source:
         ring_fd = _shared_memory()
         # Not ftruncate: touching a hole that cannot be filled raises SIGBUS.
         os.posix_fallocate(ring_fd, 0, relay.HEADER_BYTES + relay.RING_BYTES)
-        return Source(path, pipe, ring_fd, relay.Ring(ring_fd), shown, writer)
+        return StderrSource(path, pipe, ring_fd, relay.Ring(ring_fd), shown, writer)
     except OSError:
         for descriptor in (pipe, ring_fd, writer):
             if descriptor is not None and descriptor >= 0:
@@ -127,9 +127,9 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
         process = pidfds.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
-        return None, _start_thread(console, str(error))
-    finally:
         theirs.close()
+        return None, _start_thread(console, str(error))
+    theirs.close()
     return process, ours
 
 
@@ -162,7 +162,7 @@ class RelayClient:
     def __init__(self) -> None:
         """Start a relay that writes to this process's fd 2. Raises OSError or RuntimeError if no descriptor or thread is left."""
         self._lock = threading.RLock()
-        self._sources: list[Source] = []
+        self._sources: list[StderrSource] = []
         self._closed = False
         self._cannot_start = False  # logged once
         self._numbers = itertools.count()  # of flushes
@@ -188,7 +188,7 @@ class RelayClient:
         """The pid of the relay; None if it is a thread of the agent."""
         return self._process.pid if self._process is not None else None
 
-    def add(self, source: Source) -> bool:
+    def add(self, source: StderrSource) -> bool:
         """Make the relay read this source; close it after the round. On failure, close it at once and return False."""
         with self._lock:
             if not self._offer(source):  # perhaps the relay has just been killed
@@ -251,7 +251,7 @@ class RelayClient:
 
     # One relay.
 
-    def _offer(self, source: Source) -> bool:
+    def _offer(self, source: StderrSource) -> bool:
         """Make the relay read this pipe; return False if the message could not be sent."""
         return self._send(b"%s %d" % (relay.SOURCE, source.shown), [source.pipe, source.ring_fd])
 
@@ -355,7 +355,7 @@ class StderrTails:
 
     def __init__(self, enabled: bool) -> None:
         self._relay: RelayClient | None = None
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, StderrSource] = {}
         self._files: dict[int, str] = {}
         self._console_is_slow = False  # it did not take everything in time: this round does not wait for it again
         self._warned = False

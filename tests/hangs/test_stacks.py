@@ -1,4 +1,4 @@
-"""Looks at quiet workers: what a stack waits for, and workers that stay in one call or only seem to. On real processes."""
+"""CallChecks at quiet workers: what a stack waits for, and workers that stay in one call or only seem to. On real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.distributed import checkpoint
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.hangs import detector, process_stats, stacks, waits
 from elastic_ext.hangs.detector import WorkerStatus
-from elastic_ext.hangs.waits import Wait
+from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.hangs.watch import HangWatch
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
@@ -50,34 +50,34 @@ def stack(*frames: tuple[str, str], others: tuple[tuple[str, str], ...] = ()) ->
 @pytest.mark.parametrize(
     ("frames", "wait"),
     [
-        ([(TORCH + C10D, "all_reduce"), (TORCH + "/torch/distributed/c10d_logger.py", "wrapper")], Wait.RANKS),
-        ([(TORCH + C10D, "monitored_barrier")], Wait.RANKS),
-        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "wait_tensor")], Wait.RANKS),
-        ([(TORCH + "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out")], Wait.RANKS),
-        ([(TORCH + "/torch/nn/parallel/distributed.py", "_sync_buffers")], Wait.RANKS),
-        ([(TORCH + "/torch/cuda/__init__.py", "synchronize")], Wait.DEVICE),
-        ([(TORCH + "/torch/cuda/streams.py", "synchronize")], Wait.DEVICE),
-        ([(TORCH + C10D, "barrier")], Wait.DEVICE),
-        ([(TORCH + waits._FSDP_GROUP, "finalize_backward")], Wait.DEVICE),
-        ([(TORCH + waits._FSDP_GROUP, "wait_for_unshard")], Wait.RANKS),
+        ([(TORCH + C10D, "all_reduce"), (TORCH + "/torch/distributed/c10d_logger.py", "wrapper")], WaitFor.RANKS),
+        ([(TORCH + C10D, "monitored_barrier")], WaitFor.RANKS),
+        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "wait_tensor")], WaitFor.RANKS),
+        ([(TORCH + "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out")], WaitFor.RANKS),
+        ([(TORCH + "/torch/nn/parallel/distributed.py", "_sync_buffers")], WaitFor.RANKS),
+        ([(TORCH + "/torch/cuda/__init__.py", "synchronize")], WaitFor.DEVICE),
+        ([(TORCH + "/torch/cuda/streams.py", "synchronize")], WaitFor.DEVICE),
+        ([(TORCH + C10D, "barrier")], WaitFor.DEVICE),
+        ([(TORCH + waits._FSDP_GROUP, "finalize_backward")], WaitFor.DEVICE),
+        ([(TORCH + waits._FSDP_GROUP, "wait_for_unshard")], WaitFor.RANKS),
         # Their own part, perhaps.
-        ([("train.py", "log_loss")], Wait.NOTHING),
-        ([(TORCH + C10D, "_object_to_tensor"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
-        ([(TORCH + C10D, "new_group")], Wait.NOTHING),
-        ([(TORCH + C10D, "_create_process_group_wrapper"), (TORCH + C10D, "new_group")], Wait.NOTHING),
-        ([(TORCH + C10D, "destroy_process_group")], Wait.NOTHING),
-        ([("/usr/lib/python3.11/pickle.py", "save"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
-        ([(TORCH + "/torch/_ops.py", "__call__"), ("train.py", "forward")], Wait.NOTHING),
-        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "__torch_dispatch__")], Wait.NOTHING),
-        ([(TORCH + "/torch/autograd/graph.py", "_engine_run_backward")], Wait.NOTHING),
-        ([(TORCH + "/torch/distributed/tensor/_dispatch.py", "dispatch")], Wait.NOTHING),
-        ([(TORCH + "/torch/distributed/checkpoint/filesystem.py", "_write_files_from_queue")], Wait.NOTHING),
-        ([(TORCH + "/torch/cuda/__init__.py", "_lazy_init")], Wait.NOTHING),
+        ([("train.py", "log_loss")], WaitFor.NOTHING),
+        ([(TORCH + C10D, "_object_to_tensor"), (TORCH + C10D, "all_gather_object")], WaitFor.NOTHING),
+        ([(TORCH + C10D, "new_group")], WaitFor.NOTHING),
+        ([(TORCH + C10D, "_create_process_group_wrapper"), (TORCH + C10D, "new_group")], WaitFor.NOTHING),
+        ([(TORCH + C10D, "destroy_process_group")], WaitFor.NOTHING),
+        ([("/usr/lib/python3.11/pickle.py", "save"), (TORCH + C10D, "all_gather_object")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/_ops.py", "__call__"), ("train.py", "forward")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "__torch_dispatch__")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/autograd/graph.py", "_engine_run_backward")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/distributed/tensor/_dispatch.py", "dispatch")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/distributed/checkpoint/filesystem.py", "_write_files_from_queue")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/cuda/__init__.py", "_lazy_init")], WaitFor.NOTHING),
     ],
 )
 def test_what_a_stack_waits_for(frames, wait):
     assert waits.wait_of(stack(*frames)) is wait
-    assert waits.wait_of(stack(("train.py", "load"), others=tuple(frames[:1]))) is Wait.NOTHING  # only the main thread counts
+    assert waits.wait_of(stack(("train.py", "load"), others=tuple(frames[:1]))) is WaitFor.NOTHING  # only the main thread counts
 
 
 def test_stacks_in_torch_itself(tmp_path, monkeypatch):
@@ -93,11 +93,11 @@ def test_stacks_in_torch_itself(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch._C, "_cuda_synchronize", dump, raising=False)
-        assert waits.wait_of(dumped(torch.cuda.synchronize)) is Wait.DEVICE
+        assert waits.wait_of(dumped(torch.cuda.synchronize)) is WaitFor.DEVICE
         value = torch.ones(1, requires_grad=True)
         value.register_hook(functools.partial(next, iter(dump, "never")))
         backward = dumped((2 * value).sum().backward)
-        assert waits.wait_of(backward) is Wait.NOTHING
+        assert waits.wait_of(backward) is WaitFor.NOTHING
         assert detector.waits_for_others(backward)  # which only orders suspects
         monkeypatch.setattr(os, "fsync", dump)
         save = dumped(lambda: checkpoint.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True))
@@ -106,8 +106,8 @@ def test_stacks_in_torch_itself(tmp_path, monkeypatch):
 
 
 def test_no_stack_waits_for_nothing():
-    assert waits.wait_of("") is Wait.NOTHING
-    assert waits.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is Wait.NOTHING
+    assert waits.wait_of("") is WaitFor.NOTHING
+    assert waits.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is WaitFor.NOTHING
 
 
 def test_idle_threads_are_told_from_others():
@@ -126,7 +126,7 @@ STEADY = (0,) * 10 + (500,)  # gaps of half a second to a second
 
 def worker(**more) -> WorkerStatus:
     told = {"rank": 0, "steps": 10, "quiet_s": 15.5, "gaps": STEADY, "working": True, "state": "R"}
-    return WorkerStatus(**{**told, "wait": Wait.RANKS, "stayed_s": 12.1, **more})
+    return WorkerStatus(**{**told, "wait": WaitFor.RANKS, "stayed_s": 12.1, **more})
 
 
 @pytest.mark.parametrize(
@@ -134,19 +134,19 @@ def worker(**more) -> WorkerStatus:
     [
         ({}, 15),
         ({"working": False, "state": "S"}, 15),
-        ({"wait": Wait.DEVICE, "stayed_s": 49.0}, 60),
+        ({"wait": WaitFor.DEVICE, "stayed_s": 49.0}, 60),
         ({"gaps": (0,) * 12 + (100,), "stayed_s": 33.0}, 40.96),  # steps of 2 to 4 s: ten times that
         ({"gaps": (0,) * 10 + (500,) + (0,) * 4 + (1,), "stayed_s": 49.0}, 60),  # one of 33 s
         ({"gaps": (0,) * 10 + (500,) + (0,) * 8 + (1,), "stayed_s": 49.0}, 60),  # one of minutes
-        ({"gaps": (0,) * 10 + (500,) + (0,) * 6 + (1,), "stayed_s": 210.0, "wait": Wait.DEVICE}, 2 * 131.072),
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 6 + (1,), "stayed_s": 210.0, "wait": WaitFor.DEVICE}, 2 * 131.072),
         ({"world": 1500}, 15),
         ({"world": 4096, "stayed_s": 33.0}, 40.96),
-        ({"world": 8192, "stayed_s": 66.0, "wait": Wait.DEVICE}, 81.92),
+        ({"world": 8192, "stayed_s": 66.0, "wait": WaitFor.DEVICE}, 81.92),
         # These keep the limit of work.
-        ({"wait": Wait.NOTHING}, 1800),
+        ({"wait": WaitFor.NOTHING}, 1800),
         ({"stayed_s": 11.9}, 1800),
         ({"gaps": (0,) * 10 + (19,)}, 1800),
-        ({"asleep_in_kernel": True, "working": False, "wait": Wait.NOTHING}, 1800),
+        ({"asleep_in_kernel": True, "working": False, "wait": WaitFor.NOTHING}, 1800),
         ({"phase": "eval"}, 1800),
     ],
 )
@@ -160,9 +160,9 @@ def test_limits(more, limit_s):
 
 
 def test_one_that_does_its_own_part_is_enough():
-    assert detector.assess([worker(), worker(rank=1, wait=Wait.DEVICE, quiet_s=61, stayed_s=50)]).waiting
+    assert detector.assess([worker(), worker(rank=1, wait=WaitFor.DEVICE, quiet_s=61, stayed_s=50)]).waiting
     for more in (
-        {"wait": Wait.NOTHING},
+        {"wait": WaitFor.NOTHING},
         {"stayed_s": 1.0},
         {"quiet_s": 1.0},
         {"debugged": True},
@@ -174,7 +174,7 @@ def test_one_that_does_its_own_part_is_enough():
 
 def test_the_reason_tells_what_they_wait_for():
     assert detector.assess([worker(), worker(rank=1)]).reason.count("waits for other ranks;") == 1
-    device = worker(rank=1, wait=Wait.DEVICE, quiet_s=61, stayed_s=50)
+    device = worker(rank=1, wait=WaitFor.DEVICE, quiet_s=61, stayed_s=50)
     assert "each waits for other ranks or its device;" in detector.assess([worker(), device]).reason
     assert "each waits for other ranks or its device;" in detector.assess([device]).reason
 
@@ -182,27 +182,27 @@ def test_the_reason_tells_what_they_wait_for():
 def test_a_limit_that_is_set_is_kept():
     assert not detector.assess([worker(quiet_s=99)], 100).stalled
     assert detector.assess([worker(quiet_s=6, stayed_s=0.0)], 5).stalled
-    assert not detector.needs_looks([worker()], 100)
-    assert detector.next_look_s([worker()], 100) == float("inf")
+    assert not detector.needs_call_checks([worker()], 100)
+    assert detector.next_call_check_s([worker()], 100) == float("inf")
 
 
 def test_the_next_look():
-    assert detector.next_look_s([worker(quiet_s=1)]) == 2
-    assert detector.next_look_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 3
-    assert detector.next_look_s([worker(quiet_s=12.5, stayed_s=9.5)]) == 2.5
-    assert detector.next_look_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=11.5)]) == 0.5
-    assert detector.next_look_s([worker(quiet_s=100)]) == 3  # it stalls: does it still?
-    assert detector.next_look_s([worker(steps=0)]) == 3
-    assert detector.needs_looks([worker(quiet_s=3.0)])
-    assert detector.needs_looks([worker(quiet_s=3.0, wait=Wait.DEVICE)])  # the first look must not be forgotten
+    assert detector.next_call_check_s([worker(quiet_s=1)]) == 2
+    assert detector.next_call_check_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 3
+    assert detector.next_call_check_s([worker(quiet_s=12.5, stayed_s=9.5)]) == 2.5
+    assert detector.next_call_check_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=11.5)]) == 0.5
+    assert detector.next_call_check_s([worker(quiet_s=100)]) == 3  # it stalls: does it still?
+    assert detector.next_call_check_s([worker(steps=0)]) == 3
+    assert detector.needs_call_checks([worker(quiet_s=3.0)])
+    assert detector.needs_call_checks([worker(quiet_s=3.0, wait=WaitFor.DEVICE)])  # the first look must not be forgotten
     for more in ({"quiet_s": 2.9}, {"debugged": True}, {"gaps": ()}):
-        assert not detector.needs_looks([worker(quiet_s=3.0), worker(rank=1, **more)])
+        assert not detector.needs_call_checks([worker(quiet_s=3.0), worker(rank=1, **more)])
 
 
 def test_the_stays_of_all_nodes_have_a_moment_in_common():
     """Even where an agent is nine seconds late with its look, and the looks leave time for a stay that long."""
-    assert detector.STAY_SHARE * min(detector.WAIT_FLOOR_S.values()) - detector.LOOK_S >= 9
-    assert detector.LOOK_SHARE + detector.STAY_SHARE <= 1
+    assert detector.STAY_SHARE * min(detector.WAIT_FLOOR_S.values()) - detector.CALL_CHECK_S >= 9
+    assert detector.CALL_CHECK_SHARE + detector.STAY_SHARE <= 1
 
 
 # Real workers, on a watch with seconds in place of minutes.
@@ -313,8 +313,8 @@ def workers(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detector, "WAIT_FLOOR_S", {Wait.RANKS: 2.0, Wait.DEVICE: 2.5})
-    monkeypatch.setattr(detector, "LOOK_S", 0.5)
+    monkeypatch.setattr(detector, "WAIT_FLOOR_S", {WaitFor.RANKS: 2.0, WaitFor.DEVICE: 2.5})
+    monkeypatch.setattr(detector, "CALL_CHECK_S", 0.5)
     monkeypatch.setattr(stacks, "FIRST_GAP_S", 0.5)
     monkeypatch.setattr(stacks, "RATES_S", 1.5)  # less than a stay; over less time, what two reads of /proc differ by is work
     monkeypatch.setattr(stacks, "LONGEST_GAP_S", 2.0)  # after a look that a busy machine has spoilt
@@ -381,22 +381,22 @@ def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quic
 def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp_path, quick, monkeypatch):
     go = tmp_path / "go"
     os.mkfifo(go)
-    look = stacks.Looks._look
+    look = stacks.CallChecks._check_calls
 
-    def looked(self: stacks.Looks, *args: object) -> None:
+    def looked(self: stacks.CallChecks, *args: object) -> None:
         look(self, *args)
         if self._stays and go.exists():
             os.close(os.open(go, os.O_WRONLY))
             until(lambda: not go.exists())
 
-    def confirm(self: stacks.Looks, *args: object) -> bool:
+    def confirm(self: stacks.CallChecks, *args: object) -> bool:
         confirmed.append(confirmation(self, *args))
         return confirmed[-1]
 
     confirmed: list[bool] = []
-    confirmation = stacks.Looks.confirm
-    monkeypatch.setattr(stacks.Looks, "_look", looked)
-    monkeypatch.setattr(stacks.Looks, "confirm", confirm)
+    confirmation = stacks.CallChecks.confirm
+    monkeypatch.setattr(stacks.CallChecks, "_check_calls", looked)
+    monkeypatch.setattr(stacks.CallChecks, "confirm", confirm)
     with workers(tmp_path, [SPIN, LATER.format(go=str(go), then="spin()") + SPIN]) as (table, pids, files):
         watch = HangWatch(table, {0: 0, 1: 1}, None)
         until(lambda: watch.check(dict(enumerate(pids)), files) and confirmed)
@@ -521,16 +521,16 @@ def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
         dumps.update(pid for pid, text in found.items() if "Current thread" in text)
         return found
 
-    def look(self: stacks.Looks, *args: object) -> None:
+    def look(self: stacks.CallChecks, *args: object) -> None:
         looked_at.append(args[-1])
         look_at(self, *args)
 
-    dump_all, look_at = stacks.dump_all, stacks.Looks._look
+    dump_all, look_at = stacks.dump_all, stacks.CallChecks._check_calls
     monkeypatch.setattr(stacks, "RATES_S", LIMIT_S)  # what two reads of /proc differ by is nobody's work
     with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, files):
         until(lambda: "in all_reduce" in stacks.dump(pids[0], files[0]))
         monkeypatch.setattr(stacks, "dump_all", counted)
-        monkeypatch.setattr(stacks.Looks, "_look", look)
+        monkeypatch.setattr(stacks.CallChecks, "_check_calls", look)
         watch = HangWatch(table, {0: 0, 1: 1}, None)
         until(lambda: watch.check(dict(enumerate(pids)), files) and len(looked_at) == 4)
         assert not watch.stalled

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     ".": "base",
     "etcd": "base",
     "events": "base",
-    "telemetry": "base events",
+    "telemetry": "base events workers",
     "http": "base",
     "status": "base failures rendezvous telemetry",
     "timeline": "base events status telemetry",

@@ -38,9 +38,10 @@ from elastic_ext.status import job_status, status_records
 from elastic_ext.status.job_status import Own, ReportAges, Sources
 from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from elastic_ext.telemetry.agent_metrics import AgentMetrics
 from elastic_ext.telemetry.collectors import EtcdHealth, Outage, VerdictMetrics
 from elastic_ext.telemetry.script_metrics import ScriptMetrics
+from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -210,20 +211,20 @@ def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, 
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
         pace=tuple(Pace(each.rank, round(each.skew, 3)) for each in rows if each.skew is not None),
     )
-    return _with_progress(report, rows, place.resumed_at or 0, now) if rows else report
+    return _with_progress(report, [each.row for each in rows], place.resumed_at or 0, now) if rows else report
 
 
-def _with_progress(report: NodeReport, rows: Sequence[WorkerProgress], resumed_at: int, now: float) -> NodeReport:
-    slowest = min(rows, key=lambda each: each.steps)
-    last_steps = [each.last_step_at for each in rows if each.last_step_at is not None]
-    saved = max((each for each in rows if each.saved_at is not None), key=lambda each: each.saved_at or 0.0, default=None)
+def _with_progress(report: NodeReport, rows: Sequence[Progress], resumed_at: int, now: float) -> NodeReport:
+    slowest = min(rows, key=lambda row: row.steps)
+    last_steps = [row.last_step_ns for row in rows if row.last_step_ns]
+    saved = max((row for row in rows if row.saved_ns), key=lambda row: row.saved_ns, default=None)
     return replace(
         report,
         step=(resumed_at if slowest.steps_before is None else slowest.steps_before) + slowest.steps,
         steps_per_s=round((slowest.steps - 1) / slowest.stepping_s, 3) if slowest.stepping_s > 0 else None,
-        last_step_s=_age(now, min(last_steps)) if last_steps else None,
+        last_step_s=_age(now, min(last_steps) / 1e9) if last_steps else None,
         saved_step=saved.saved_step if saved is not None else None,
-        saved_s=_age(now, saved.saved_at) if saved is not None else None,
+        saved_s=_age(now, saved.saved_ns / 1e9) if saved is not None else None,
     )
 
 

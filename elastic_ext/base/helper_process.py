@@ -299,6 +299,11 @@ class Agents:
         return len(self._connected)
 
     @property
+    def introduced(self) -> bool:
+        """Return whether one of them has said hello, and is of this helper's job."""
+        return bool(self._known)
+
+    @property
     def some_leave(self) -> bool:
         """Return whether agents that leave wait for the helper's end, or for `stay`."""
         return bool(self._leaving)

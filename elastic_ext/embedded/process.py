@@ -198,7 +198,7 @@ class Process:
             self._snapshot.write_now()  # their container may end with them
         if agents.number or (streams and not over):
             agents.stay("others are in the job")
-        if agents.number:
+        if agents.introduced:
             for text in self._warnings:
                 agents.say({"say": "warning", "text": text})
             self._warnings.clear()

@@ -39,6 +39,7 @@ from elastic_ext.telemetry.families import (
     Total,
     Values,
 )
+from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -53,42 +54,15 @@ RESTART_KINDS = frozenset({*KINDS, MEMBERSHIP})
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """One worker at the time of a scrape. Times are monotonic seconds.
+    """One worker at the time of a scrape: its ranks, and its row of the progress table.
 
-    Attributes:
-        last_step_at: None before its first optimizer step.
-        stepping_s: from its first step to its last.
-        skew: its recent time per step divided by the median of this agent's workers; None if unknown.
-        saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
-        loads, checks: numbers of checkpoints that it has loaded, and checked for damage. loading_s, checking_s: the time.
-        copies, failed_copies, unusable_copies: numbers of copies in memory: made, not made, not loaded. copies_stall_s: the time.
-        copied_step, copy_every: step of the last copy, and steps until the next; None if unknown.
-        saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
-        steps_before: steps of the job before its first one, if the script reports them; else None.
+    skew: its recent time per step divided by the median of this agent's workers; None if unknown.
     """
 
     local_rank: int
     rank: int
-    steps: int
-    last_step_at: float | None = None
-    stepping_s: float = 0.0
+    row: Progress
     skew: float | None = None
-    saved_step: int | None = None
-    saved_at: float | None = None
-    saves: int = 0
-    failed_saves: int = 0
-    saving_s: float = 0.0
-    loads: int = 0
-    loading_s: float = 0.0
-    checks: int = 0
-    checking_s: float = 0.0
-    copies: int = 0
-    copies_stall_s: float = 0.0
-    copied_step: int | None = None
-    copy_every: int | None = None
-    failed_copies: int = 0
-    unusable_copies: int = 0
-    steps_before: int | None = None
 
 
 class UnixClock:
@@ -102,9 +76,6 @@ class UnixClock:
         if abs(ahead_s - self._ahead_s) > CLOCK_STEP_S:
             self._ahead_s = ahead_s
         return round(monotonic_s + self._ahead_s, 3)
-
-    def at_if_any(self, monotonic_s: float | None) -> float | None:
-        return self.at(monotonic_s) if monotonic_s is not None else None
 
 
 class AgentMetrics(FamilyCollector):
@@ -329,23 +300,24 @@ class AgentMetrics(FamilyCollector):
 
     def _of_worker(self, each: WorkerProgress) -> Values:
         """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
-        yield "steps", (), each.steps
-        yield "step_seconds", (), Total(max(0, each.steps - 1), each.stepping_s)
-        yield "last_step_timestamp_seconds", (), self._clock.at_if_any(each.last_step_at)
+        row = each.row
+        yield "steps", (), row.steps
+        yield "step_seconds", (), Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
+        yield "last_step_timestamp_seconds", (), self._clock.at(row.last_step_ns / 1e9) if row.last_step_ns else None
         yield "step_skew_ratio", (), each.skew
-        yield "saved_step", (), each.saved_step
-        yield "last_save_timestamp_seconds", (), self._clock.at_if_any(each.saved_at)
-        yield "checkpoint_saves", (SAVED,), each.saves
-        yield "checkpoint_saves", (FAILED,), each.failed_saves
-        yield "checkpoint_save_seconds", (), Total(each.saves, each.saving_s)
-        yield "checkpoint_load_seconds", (), Total(each.loads, each.loading_s)
-        yield "checkpoint_verify_seconds", (), Total(each.checks, each.checking_s)
-        yield "memory_copies", (SAVED,), each.copies
-        yield "memory_copies", (FAILED,), each.failed_copies
-        yield "memory_copies", (families.UNUSABLE,), each.unusable_copies
-        yield "memory_stall_seconds", (), Total(each.copies, each.copies_stall_s)
-        yield "memory_step", (), each.copied_step
-        yield "memory_every_steps", (), each.copy_every
+        yield "saved_step", (), row.saved_step
+        yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
+        yield "checkpoint_saves", (SAVED,), row.saves
+        yield "checkpoint_saves", (FAILED,), row.failed_saves
+        yield "checkpoint_save_seconds", (), Total(row.saves, row.saving_s)
+        yield "checkpoint_load_seconds", (), Total(row.loads, row.loading_s)
+        yield "checkpoint_verify_seconds", (), Total(row.checks, row.checking_s)
+        yield "memory_copies", (SAVED,), row.copies
+        yield "memory_copies", (FAILED,), row.failed_copies
+        yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
+        yield "memory_stall_seconds", (), Total(row.copies, row.copies_stall_s)
+        yield "memory_step", (), row.copied_step
+        yield "memory_every_steps", (), row.copy_every or None
 
 
 def _label(value: str) -> str:

@@ -148,7 +148,8 @@ class EtcdHealth(FamilyCollector):
         for outcome, count in outcomes.items():
             yield families.ETCD_CALLS, (outcome,), count
         yield families.ETCD_RECONNECTS, (), reconnects
-        yield families.ETCD_LEASE, (), self._clock.at_if_any(self.lease_until())
+        until = self.lease_until()
+        yield families.ETCD_LEASE, (), self._clock.at(until) if until is not None else None
 
 
 class GoodputCollector(FamilyCollector):

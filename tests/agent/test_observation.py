@@ -25,8 +25,10 @@ from elastic_ext.status import status_records
 from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import WorkerProgress
+from elastic_ext.workers.progress import Progress
 from tests.until import LIMIT_S
 
+S = 10**9  # nanoseconds
 PLACE = NodePlace(1, 4, 2, 100)
 
 
@@ -37,8 +39,8 @@ def told(rows: list[WorkerProgress], now: float = 60.0) -> NodeReport:
 
 def test_the_slowest_worker_counts_and_the_newest_checkpoint():
     rows = [
-        WorkerProgress(0, 4, 50, 59.0, 49.0, 1.0, 40, 30.0),
-        WorkerProgress(1, 5, 21, 58.0, 40.0, 1.5, 60, 50.0),
+        WorkerProgress(0, 4, Progress(7, 50, 10 * S, 59 * S, True, saved_step=40, saved_ns=30 * S), 1.0),
+        WorkerProgress(1, 5, Progress(8, 21, 18 * S, 58 * S, True, saved_step=60, saved_ns=50 * S), 1.5),
     ]
     report = told(rows)
     assert (report.step, report.steps_per_s, report.last_step_s) == (121, 0.5, 2.0)
@@ -49,13 +51,13 @@ def test_the_slowest_worker_counts_and_the_newest_checkpoint():
 
 def test_what_a_script_reports_comes_before_what_it_was_given():
     """It has loaded something else, or nothing was given to it."""
-    assert told([WorkerProgress(0, 4, 50, steps_before=900)]).step == 950
+    assert told([WorkerProgress(0, 4, Progress(7, 50, 0, 0, True, steps_before=900))]).step == 950
 
 
 def test_without_workers_nothing_is_made_up():
     report = told([])
     assert (report.step, report.steps_per_s, report.last_step_s, report.saved_step) == (None, None, None, None)
-    first = told([WorkerProgress(0, 4, 0)])
+    first = told([WorkerProgress(0, 4, Progress(7, 0, 0, 0, True))])
     assert (first.step, first.steps_per_s, first.last_step_s) == (100, None, None)
 
 

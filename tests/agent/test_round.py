@@ -223,6 +223,5 @@ def test_rows_of_the_metrics():
         Progress(0, 0, 0, 0, False),  # its bootstrap is not in place
     ]
     ranks = {0: 8, 1: 9, 2: 10}
-    first = WorkerProgress(0, 8, 4, 3.0, 2.0, None, saved_step=2, saved_at=2.0, saves=2, failed_saves=1, saving_s=0.7)
-    assert progress_rows(workers, ranks, {}) == [first, WorkerProgress(1, 9, 0)]
+    assert progress_rows(workers, ranks, {}) == [WorkerProgress(0, 8, workers[0]), WorkerProgress(1, 9, workers[1])]
     assert [each.skew for each in progress_rows(workers, ranks, {0: 1.0, 1: 3.0})] == [0.5, 1.5]

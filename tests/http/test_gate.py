@@ -28,6 +28,7 @@ from elastic_ext.http.gate import MAX_WAITING, Gate, Login, first, superfluous
 from elastic_ext.http.pages import CpuBudget, Page
 from elastic_ext.http.server import MetricsServer
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from elastic_ext.workers.progress import Progress
 from tests.etcd_server import Certificates
 from tests.jobs import AGENT, Job
 from tests.jobs import Gate as JobGate
@@ -67,7 +68,7 @@ def nobody_is_cut_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def serving(certificates: Certificates, config: str, workers: int = 2, host: str = "127.0.0.1") -> Iterator[MetricsServer]:
     path = certificates.folder / "web.yml"
     path.write_text(config)
-    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(workers)]
+    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1), 1.0) for rank in range(workers)]
     metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
     shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status)
     server = MetricsServer(shown, host, gate=Gate(str(path)))

@@ -23,6 +23,7 @@ from elastic_ext.http import server as server_module
 from elastic_ext.http.pages import LastScrape
 from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
+from elastic_ext.workers.progress import Progress
 from tests.jobs import EXT, Gate, Job
 from tests.ports import free_port
 from tests.until import LIMIT_S, until
@@ -133,7 +134,7 @@ def drips(port: int, count: int) -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(2)]
+    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1), 1.0) for rank in range(2)]
     metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
     with closing(MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))) as started:
         yield started

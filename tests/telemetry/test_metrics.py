@@ -33,6 +33,7 @@ from elastic_ext.http.server import MetricsServer
 from elastic_ext.telemetry import agent_metrics as metrics_module
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
 from elastic_ext.telemetry.families import MAX_TORCHELASTIC_NAMES
+from elastic_ext.workers.progress import Progress
 from tests.ports import free_port
 from tests.until import LIMIT_S
 
@@ -169,10 +170,11 @@ def test_what_can_be_counted_is_there_from_the_start() -> None:
 
 
 def test_workers_are_shown() -> None:
-    began, now = time.time(), time.monotonic()
+    began, at = time.time(), time.monotonic_ns() - 2 * 10**9
+    saves = {"saved_step": 8, "saved_ns": at - 98 * 10**9, "saves": 2, "failed_saves": 3, "saving_s": 0.7}
     rows = [
-        WorkerProgress(0, 8, 12, now - 2, 5.5, 1.5, saved_step=8, saved_at=now - 100, saves=2, failed_saves=3, saving_s=0.7),
-        WorkerProgress(1, 9, 0),
+        WorkerProgress(0, 8, Progress(7, 12, at - 5_500_000_000, at, True, **saves), 1.5),
+        WorkerProgress(1, 9, Progress(8, 0, 0, 0, True)),
     ]
     metrics = agent(progress=lambda: rows, gpus=lambda: ["GPU-1"])
     found = {key: value for key, value in changed(metrics).items() if key[0].startswith("elastic_ext_worker_")}
@@ -250,11 +252,11 @@ def test_recovery_times_are_a_histogram_by_phase() -> None:
 
 
 def test_progress_is_read_at_the_time_of_the_scrape() -> None:
-    now = [WorkerProgress(0, 0, 1)]
+    now = [WorkerProgress(0, 0, Progress(7, 1, 0, 0, True))]
     metrics = agent(progress=lambda: now)
     steps = ("elastic_ext_worker_steps_total", (("local_rank", "0"),))
     assert read(metrics)[steps] == 1
-    now[0] = WorkerProgress(0, 0, 2)
+    now[0] = WorkerProgress(0, 0, Progress(7, 2, 0, 0, True))
     assert read(metrics)[steps] == 2
     now.clear()
     assert steps not in read(metrics)

@@ -162,7 +162,7 @@ class Journal(Companion):
         self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
-        """Report a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""
+        """Report a failure on this node and of the verdict; return the text for the log. See `verdicts.failure_text`."""
         diagnosis, evidence = cause.diagnosis, cause.diagnosis.evidence
         self.events.emit(
             "failure",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import errno
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 UP, BUSY = b"up\n", b"another one is up\n"  # what a helper writes to its standard output as it starts
 MAX_LINE = 1 << 16
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPT_AGAIN_S = 1.0  # pause when there is no descriptor or memory for another connection
 BACKLOG = 64  # agents that connect while the helper starts
 SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
 TRIES, TRIES_S = 8, 60.0  # starts and entries of one agent within this time: one that always dies is not started for ever
@@ -292,6 +295,7 @@ class Agents:
         self._connected: dict[int, tuple[socket.socket, Lines]] = {}  # by descriptor
         self._known: set[int] = set()  # descriptors of those that have said hello
         self._leaving: list[socket.socket] = []
+        self._accept_again_at = 0.0  # monotonic
         self._kept: list[Message] = []  # messages for all agents, also for those that connect later
 
     @property
@@ -311,7 +315,12 @@ class Agents:
     @property
     def descriptors(self) -> list[int]:
         """Return what to poll, and to pass to `serve` when it is readable."""
-        return [self._listener.fileno(), *self._connected]
+        return [*self._connected] if self.resting else [self._listener.fileno(), *self._connected]
+
+    @property
+    def resting(self) -> bool:
+        """Return whether no connection is taken in for now: the last one found no descriptor or memory."""
+        return time.monotonic() < self._accept_again_at
 
     def serve(self, descriptor: int) -> None:
         """Take in what has arrived on one of `descriptors`."""
@@ -327,6 +336,9 @@ class Agents:
                 self._take_in(self._listener.accept()[0])
         except BlockingIOError:
             return
+        except OSError as error:  # otherwise the client is gone
+            if error.errno in OUT_OF_RESOURCES:
+                self._accept_again_at = time.monotonic() + ACCEPT_AGAIN_S
 
     def _take_in(self, connection: socket.socket) -> None:
         if peer_of(connection).user not in (os.geteuid(), 0):  # anybody on this host can try an abstract name

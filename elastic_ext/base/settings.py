@@ -1,6 +1,6 @@
 """The settings of one agent: read once, validated and frozen. Standard library only.
 
-`setting_sources` reads them, `setting_types` parses their values.
+`setting_sources` reads them and parses their values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The child process of `doctor_checks.py`. It prints what torchrun would find on this machine.
+"""The child process of `doctor.py`. It prints what torchrun would find on this machine.
 
 It runs by path, with the interpreter and environment (thus PYTHONPATH) of the command, and imports torch and all plug-ins.
 

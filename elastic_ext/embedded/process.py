@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import grpc  # type: ignore[import-untyped, unused-ignore]
 import grpc.aio  # type: ignore[import-untyped, unused-ignore]
 
-from elastic_ext.base.helper_process import BACKLOG, BUSY, UP, Agents
+from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, BACKLOG, BUSY, UP, Agents
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.plan import Plan, socket_of
@@ -166,6 +166,8 @@ class Process:
         for descriptor in now - self._polled:
             loop.add_reader(descriptor, serve, descriptor)
         self._polled = now
+        if self._agents.resting:
+            loop.call_later(ACCEPT_AGAIN_S, self._poll, loop)
 
     def _on_change(self) -> None:
         if self._snapshot is not None:

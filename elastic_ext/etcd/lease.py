@@ -38,7 +38,7 @@ class LeaseState:
 
 
 class Renewer(Protocol):
-    """Renews sessions in the background: `lease_renewer.LeaseRenewer`."""
+    """Renews sessions in the background: `LeaseRenewer`."""
 
     def add(self, session: LeaseSession) -> None: ...
 

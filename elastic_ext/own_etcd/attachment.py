@@ -39,7 +39,7 @@ class Attachment:
         self._silent = self._failed = ""
         self._client: EtcdClient | None = None
         self._unsaid: list[tuple[int, str]] | None = []  # for the log, which is not set up before somebody waits
-        self._held: int | None = None  # see `locks.hold`
+        self._held: int | None = None  # see `folder.hold`
         folder.make(job.folder)
         keeper = Helper(
             "the keeper of the job's etcd",

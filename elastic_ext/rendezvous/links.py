@@ -90,7 +90,7 @@ SUSPECT_S = 1.0  # after the end of its link, for how long a node is suspected; 
 
 
 class PeerRecords(Protocol):
-    """What links need from etcd; see `peers.Peers`. The calls block, and raise EtcdError."""
+    """What links need from etcd; see `Peers`. The calls block, and raise EtcdError."""
 
     def find(self, node_id: str) -> Peer | None:
         """Return a node's record."""
@@ -354,7 +354,7 @@ REOPEN_S = 1.0
 
 
 class Records(OwnRecords, PeerRecords, Protocol):
-    """What links need from etcd; see `peers.Peers`."""
+    """What links need from etcd; see `Peers`."""
 
     since: int
 

@@ -116,7 +116,7 @@ class Standing:
 
 
 class OwnRecords(Protocol):
-    """What this node needs from etcd to show that it lives; see `peers.Peers`. The calls block."""
+    """What this node needs from etcd to show that it lives; see `links.Peers`. The calls block."""
 
     def answer(self, others: Collection[str] = ()) -> Standing:
         """Remove the doubt about this node, and look for others. Raises EtcdError."""

@@ -186,7 +186,7 @@ class EtcdRound:
 
 
 class EtcdExchange:
-    """One node's side of the agreement on a checkpoint; see `base.exchange`. For the agent's thread.
+    """One node's side of the agreement on a checkpoint; see `base.contracts`. For the agent's thread.
 
     Offers are under the nodes' leases, and the choice is in the header. The round's store is not used: torch's TCPStore takes
     writes from anybody who reaches its port, and every rank would load what is chosen there. Usually the choice costs one

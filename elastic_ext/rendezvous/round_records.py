@@ -143,7 +143,7 @@ class Header:
         verdict: what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet.
         save: number of the last save on demand requested in this round; 0 if none was.
         local: all nodes may resume from their own disks, and offer the node of rank 0 what they have there.
-        resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0; "" until it has
+        resume: what all nodes resume from (see `checkpoints.choice.offers`), written by the node of rank 0; "" until it has
             chosen. A new round begins with "", so that no choice outlives its round.
         job: name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
         end: how the round ended; None: as `state` says. Older versions do not write it.

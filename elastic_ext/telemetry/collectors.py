@@ -106,7 +106,7 @@ class OutageWatch:
 
 
 class EtcdHealth(FamilyCollector):
-    """How etcd serves this agent: an observer of the client's calls (`etcd.observer.CallObserver`). It never calls etcd itself.
+    """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself.
 
     Attributes:
         lease_until: until when etcd certainly keeps this node; monotonic.

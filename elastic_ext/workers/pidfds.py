@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from elastic_ext.workers.reaper.reaper import BLOCKED_SIGNALS
 
@@ -140,13 +141,27 @@ def is_ending(pid: int) -> bool:
         return False
 
 
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block what may end this process inside the context: a helper is known to the caller before a handler can raise.
+
+    Blocked signals stay blocked across exec: none of these can end a helper, even while it starts.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_helper(
     program: str, *arguments: str, stdin: int, stderr: int | None = None, pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a helper process that outlives this one: a file that needs only the standard library. Raises OSError."""
-    # Blocked signals stay blocked across exec: none of these can end it, even while it starts.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-    try:
+    """Start a helper process that outlives this one: a file that needs only the standard library. Raises OSError.
+
+    Call it inside `signals_blocked` if the process would be lost without its result.
+    """
+    with signals_blocked():
         return subprocess.Popen(
             [sys.executable, "-I", "-S", program, *arguments],
             stdin=stdin,
@@ -158,8 +173,6 @@ def start_helper(
             bufsize=0,  # or closing its input would retry writes that have failed
             start_new_session=True,  # a signal to the agent's process group must not reach it
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def resume(pid: int, what: str) -> bool:

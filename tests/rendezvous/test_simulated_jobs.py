@@ -518,7 +518,7 @@ def test_an_assignment_is_restored_although_the_header_changes():
 
 
 def test_the_jobs_name_stays_and_others_differ():
-    """Who may commit checkpoints is found by it (checkpoints/generations.py)."""
+    """Who may commit checkpoints is found by it (checkpoints/directory/generations.py)."""
     few = one()
     node = few.nodes["a"]
     name = node.participant.header.job

@@ -1,4 +1,4 @@
-"""What the nodes of a round offer each other to resume from, and what node 0 answers. Pure. `base.exchange.Exchange` carries it.
+"""What the nodes of a round offer each other to resume from, and what node 0 answers. Pure. `base.contracts.Exchange` carries it.
 
     every node -> node 0        Offers      the checkpoints in its local directory and its memory, newest first
     node 0 -> every other node  Agreement   the checkpoint that the round resumes from, or why node 0 has none

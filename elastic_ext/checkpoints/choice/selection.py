@@ -110,8 +110,8 @@ def choose(
     """Choose the newest complete candidate.
 
     `families` gives the order within a family. Numbers of different families do not compare (an epoch and a step), so the family
-    whose newest complete member was written last wins. All entries of a directory have the clock of its filesystem. `kin` has the
-    exceptions: families that belong together.
+    whose newest complete member was written last wins. All entries of a directory have the clock of its filesystem. `are_kin` has
+    the exceptions: families that belong together.
 
     Args:
         inspect: called for the newest first, only as far as needed, and at most once per candidate.

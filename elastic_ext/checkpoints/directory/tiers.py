@@ -67,7 +67,7 @@ def node_of(nodes: Sequence[int], rank: int) -> int:
 
 @dataclass(frozen=True)
 class Offer:
-    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/messages.py`.
+    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/offers.py`.
 
     Attributes:
         name: name of the checkpoint.

@@ -1,7 +1,7 @@
 """Copy tensors into a buffer: at once on the CPU, and without waiting for the host from GPUs.
 
 On CUDA, buffers are pinned, and all is copied on the stream of training, in whose order nothing can change it before. But once
-every optimizer step is seen to call torch's hook (`steps_seen.py`), what changes only there is copied beside training, on another
+every optimizer step is seen to call torch's hook (`StepsSeen`), what changes only there is copied beside training, on another
 stream of each device: the hook makes the next step wait for the copy, on the device. From a snapshot until that step a script
 must then change parameters nowhere else; before the snapshot it may. After a step that is captured in a CUDA graph nothing is
 copied beside training any more, as its replays call no hook.

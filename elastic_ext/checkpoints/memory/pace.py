@@ -193,7 +193,7 @@ class Schedule:
     """
 
     def __init__(self, asked: int | None, speaks: bool) -> None:
-        """asked: see `interval.choose`. speaks: whether this rank writes to the log."""
+        """asked: see `choose`. speaks: whether this rank writes to the log."""
         self._asked, self._speaks = asked, speaks
         self._logged: int | None = None  # what the log has said
         self.every, _ = choose(asked, ())

@@ -48,8 +48,9 @@ class Reaper:
 
     def _start(self) -> None:
         try:
-            self._process = self._spawn()
-            self.pidfd = pidfds.watch(self._process.pid)
+            with pidfds.signals_blocked():
+                self._process = self._spawn()
+                self.pidfd = pidfds.watch(self._process.pid)
         except OSError as error:
             self._kill()
             if not self._cannot_start:

@@ -1,4 +1,4 @@
-"""The agent's side of `protocol`: the server's process, a waiting standby, and a Popen that starts no new process.
+"""The agent's side of the protocol in `server.py`: the server's process, a waiting standby, a Popen that starts no new process.
 
 Only one thread at a time may use an object of this module.
 """

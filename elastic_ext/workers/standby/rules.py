@@ -231,7 +231,7 @@ def differs(now: Mapping[str, object], at_start: Mapping[str, object]) -> str | 
 
 
 def memory_shortage(available: int, count: int, server_runs: bool) -> str | None:
-    """Return why memory is too short for `count` more standbys, or None. available: in bytes, see `memory.available`."""
+    """Return why memory is too short for `count` more standbys, or None. available: in bytes, see `limits.memory_left`."""
     needed = RESERVE_BYTES + count * STANDBY_BYTES + (0 if server_runs else SERVER_BYTES)
     if available >= needed:
         return None

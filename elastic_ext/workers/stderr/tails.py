@@ -186,7 +186,8 @@ class RelayClient:
     @property
     def pid(self) -> int | None:
         """The pid of the relay; None if it is a thread of the agent."""
-        return self._process.pid if self._process is not None else None
+        process = self._process  # another thread may replace it
+        return process.pid if process is not None else None
 
     def add(self, source: StderrSource) -> bool:
         """Make the relay read this source; close it after the round. On failure, close it at once and return False."""
@@ -282,8 +283,8 @@ class RelayClient:
 
     def _resume(self) -> None:
         """Continue the process if it was stopped: full pipes would soon block the workers."""
-        if self._process is not None:
-            pidfds.resume(self._process.pid, "stderr relay")
+        if (pid := self.pid) is not None:
+            pidfds.resume(pid, "stderr relay")
 
     def _await_end(self, timeout_s: float) -> bool:
         """Return whether the process ended within this time; True for a thread."""

@@ -246,7 +246,7 @@ def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
 
 @dataclass(frozen=True)
 class Told:
-    """One node's end of an exchange within this process; see `base.exchange`. The real ones: rendezvous/test_strangers.py."""
+    """One node's end of an exchange within this process; see `base.contracts`. The real ones: rendezvous/test_strangers.py."""
 
     rank: int
     offered: tuple[Future[str], ...]

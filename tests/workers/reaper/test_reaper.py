@@ -248,6 +248,28 @@ def test_a_killed_reaper_is_replaced(tmp_path):
         child.wait()
 
 
+def test_a_signal_while_a_reaper_starts_loses_no_reaper(tmp_path, monkeypatch):
+    """Its handler raises only once the agent knows the process, which otherwise would never learn of a clean end."""
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            signal.raise_signal(signal.SIGTERM)  # to this thread
+
+    client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+    os.kill(client._process.pid, signal.SIGKILL)
+    ended(client)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(subprocess, "Popen", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.revive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert client.runs()
+    client.close(clean=True)
+
+
 def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
     """Its pipe is full after a few hundred rounds; at the end it is continued."""
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))

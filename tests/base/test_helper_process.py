@@ -1,0 +1,34 @@
+"""A helper's side of its agents' connections; what both helpers make of it is tested with them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base import helper_process
+from elastic_ext.base.helper_process import Agents, listen_at
+
+
+class Full(socket.socket):
+    """A listening socket of a process that has no descriptor left."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.seam
+def test_without_descriptors_the_listener_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays readable: polled at once again, the helper would spin."""
+    with listen_at(tmp_path / "socket") as made, Full(fileno=os.dup(made.fileno())) as listener:
+        agents = Agents(listener, "the helper")
+        assert agents.descriptors == [listener.fileno()]
+        agents.serve(listener.fileno())
+        assert agents.resting
+        assert agents.descriptors == []
+        later = helper_process.time.monotonic() + helper_process.ACCEPT_AGAIN_S
+        monkeypatch.setattr(helper_process.time, "monotonic", lambda: later)
+        assert agents.descriptors == [listener.fileno()]

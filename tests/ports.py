@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import socket
+import tempfile
 from pathlib import Path
 
+from elastic_ext.own_etcd.endpoint import FIRST_PORT, PORT_PAIRS
+
 LOWEST, HIGHEST = 10_000, 65_535
+OF_JOBS = range(FIRST_PORT, FIRST_PORT + 2 * PORT_PAIRS)  # those that `job:` takes by the run id
 
 _given: set[int] = set()
+_locks = (Path(tempfile.gettempdir()) / "elastic_ext-test-ports").open("ab")  # byte N of the file is locked: port N is somebody's
 
 
 def free_port() -> int:
-    """One that nobody listens on, out of those that the kernel gives to nobody.
+    """One that nobody listens on, out of those that the kernel gives to nobody. It stays this process's until the process ends.
 
     It is used some time after this has looked, and in between the kernel may give any port of its own range to a stranger: to
-    the end of a connection, or to a server that asks for "any". At random, for other tests look for ports at the same time; no
-    port twice in a process, because the servers of a test often start after all have their ports.
+    the end of a connection, or to a server that asks for "any". A server that a test stops and starts again needs its port back
+    as well: tests beside this one are kept off it by a record lock, which ends with the process and which no child inherits.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    outside = [port for port in range(LOWEST, HIGHEST + 1) if not low <= port <= high and port not in _given]
+    outside = [port for port in range(LOWEST, HIGHEST + 1) if not low <= port <= high and port not in OF_JOBS]
     while True:
         port = random.SystemRandom().choice(outside)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-                _given.add(port)
-                return port
-            except OSError:
-                continue
+        if port not in _given and _is_free(port):
+            _given.add(port)
+            return port
+
+
+def _is_free(port: int) -> bool:
+    """Whether nobody listens on it and no other process has been given it. If so, it is locked."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+            fcntl.lockf(_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        except OSError:
+            return False
+        return True

@@ -14,7 +14,7 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.printable import Block
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import NOTHING_KNOWN
-from elastic_ext.hangs import detector, stacks
+from elastic_ext.hangs import detector, stacks, waits
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
@@ -27,7 +27,7 @@ DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 WAIT_S = 4.0  # the monitor thread checks once a second
 CHECK_S = 0.1
 SHOWN_STACKS = 4000  # characters in the log; the rest is in the file
-STACKS_KEPT = 1000  # characters for the verdict, from the end: the main thread comes last
+STACKS_KEPT = 1000  # characters for the verdict
 
 
 class FlightRecorder:
@@ -177,7 +177,7 @@ class HangHandling(Companion):
         texts = []
         for each in sorted(stuck.values(), key=lambda one: one.blame):
             logger.warning("elastic_ext: %s%s", each.reason, _shown(each.stack))
-            texts.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
+            texts.append(f"{each.reason}\n{waits.main_thread_first(each.stack, STACKS_KEPT)}".rstrip())
         texts += [each.text for each in reach.unanswered]
         if records:
             logger.warning("elastic_ext: %s", records)
@@ -200,7 +200,8 @@ def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: floa
         armed = workers.progress is not None and workers.progress.read(local_rank).stacks_armed
         stack = stacks.dump(pid, workers.stacks_files[local_rank]) if armed else ""
         if stack:
-            texts.append(f"rank {workers.ranks[local_rank]} did not end on SIGTERM; it was at:\n{stack[-STACKS_KEPT:]}")
+            position = waits.main_thread_first(stack, STACKS_KEPT)
+            texts.append(f"rank {workers.ranks[local_rank]} did not end on SIGTERM; it was at:\n{position}")
         logger.warning(
             "worker %s (pid %s) did not end within %.2g s of SIGTERM and is killed%s", local_rank, pid, grace_s, _shown(stack)
         )
@@ -208,4 +209,4 @@ def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: floa
 
 
 def _shown(stack: str) -> Block:
-    return Block(f"; it was at:\n{stack[:SHOWN_STACKS]}" if stack else "")
+    return Block(f"; it was at:\n{waits.main_thread_first(stack, SHOWN_STACKS)}" if stack else "")

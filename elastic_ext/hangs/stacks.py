@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import select
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 WAIT_S = 0.5  # a dump takes a few ms; a worker that is stopped or asleep in the kernel never makes one
 QUIET_S = 0.02
 _OURS = "/elastic_ext/workers/bootstrap/recorder.py"
-_THREADS = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
 FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
 RECORDED_S = 5.0  # the worker reads its recorder every 2 s
 RATES_S = 2.0  # over less time, the stacks that the worker writes would count as its work
@@ -148,7 +146,7 @@ def _read(path: str, start: int) -> str:
 
 def without_our_thread(text: str) -> str:
     """Return stacks without the thread of the bootstrap, which says nothing about the script."""
-    return "".join(thread for thread in _THREADS.split(text) if _OURS not in thread)
+    return "".join(thread for thread in waits.threads(text) if _OURS not in thread)
 
 
 def _size(path: str) -> int:

@@ -41,7 +41,7 @@ class Frame:
 
 
 _FRAME = re.compile(r'  File "(.*)", line \d+ in (.*)')
-_THREAD = re.compile(r"^(?:Thread|Current thread) 0x.*\n", re.MULTILINE)
+_THREADS = re.compile(r"^(?=(?:Thread|Current thread) 0x)", re.MULTILINE)
 
 _C10D = "/torch/distributed/distributed_c10d.py"
 _FUNCTIONAL = "/torch/distributed/_functional_collectives.py"
@@ -83,14 +83,20 @@ _IDLE = (
 )
 
 
-def main_thread(stacks: str) -> str:
-    """Return the main thread's stack; "" if there is none."""
-    return _split(stacks)[-1]
+def threads(stacks: str) -> list[str]:
+    """Return the text of each thread with its heading, the main thread last; [""] if there is none."""
+    return _THREADS.split(stacks)[1:] or [""]
+
+
+def main_thread_first(stacks: str, limit: int) -> str:
+    """Return the beginning, for people: where the main thread is comes first, and then the other threads. limit: characters."""
+    *others, main = threads(stacks)
+    return "\n".join(text.rstrip() for text in (main, *others))[:limit]
 
 
 def wait_of(stacks: str) -> WaitFor:
     """Return what the call waits for in which the main thread is."""
-    return _wait_of(_frames(main_thread(stacks)))
+    return _wait_of(_frames(threads(stacks)[-1]))
 
 
 def _wait_of(frames: list[Frame]) -> WaitFor:
@@ -119,16 +125,11 @@ def others_wait(stacks: str) -> bool:
 
 
 def _other_threads(stacks: str) -> list[list[Frame]]:
-    return [frames for thread in _split(stacks)[:-1] if (frames := _frames(thread))]
+    return [frames for thread in threads(stacks)[:-1] if (frames := _frames(thread))]
 
 
 def _is_idle(frames: list[Frame]) -> bool:
     return any(frames[0].is_in(*each) for each in _IDLE)
-
-
-def _split(stacks: str) -> list[str]:
-    """Return the text of each thread, without its heading."""
-    return _THREAD.split(stacks)[1:] or [""]
 
 
 def _frames(thread: str) -> list[Frame]:

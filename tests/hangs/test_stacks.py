@@ -110,6 +110,14 @@ def test_no_stack_waits_for_nothing():
     assert waits.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is WaitFor.NOTHING
 
 
+def test_people_see_the_main_thread_first():
+    idle, main = stack(others=((f"/usr/lib/{'x' * 2000}/threading.py", "wait"),)), stack()
+    shown = waits.main_thread_first(idle, 1000)
+    assert shown.startswith(main.rstrip())
+    assert len(shown) == 1000
+    assert waits.main_thread_first("", 1000) == ""
+
+
 def test_idle_threads_are_told_from_others():
     library = "/usr/lib/python3.11"
     idle = ((f"{library}/threading.py", "wait"), (f"{library}/selectors.py", "select"))

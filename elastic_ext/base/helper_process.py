@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 UP, BUSY = b"up\n", b"another one is up\n"  # what a helper writes to its standard output as it starts
 MAX_LINE = 1 << 16
+# With these errors of accept() the connection stays in the backlog, and poll keeps reporting it.
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-ACCEPT_AGAIN_S = 1.0  # pause when there is no descriptor or memory for another connection
+ACCEPT_AGAIN_S = 1.0  # pause then
 BACKLOG = 64  # agents that connect while the helper starts
 SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
 TRIES, TRIES_S = 8, 60.0  # starts and entries of one agent within this time: one that always dies is not started for ever
@@ -266,7 +267,7 @@ class HelperConnection:
         self._started = [process for process in self._started if process.poll() is None]
 
 
-def listen_at(path: Path) -> socket.socket:
+def listen_on_path(path: Path) -> socket.socket:
     """Return a socket that listens at this path. The path is there only once it does."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     part = path.with_name("socket.part")

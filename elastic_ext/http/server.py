@@ -25,6 +25,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from elastic_ext.base.files import write_whole
+from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, OUT_OF_RESOURCES
 from elastic_ext.http.gate import Gate, Verdict, warning
 from elastic_ext.http.pages import MAX_REQUEST, CpuBudget, Page, Pages, Request, parse, text
 
@@ -36,15 +37,12 @@ CLIENT_TIMEOUT_S = 10.0  # from connect to the last byte; the default scrape_tim
 CPU_SHARE = 0.15  # of a core, for new connections, whatever strangers send; those who come meanwhile wait in the backlog
 CPU_BURST_S = 0.5
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
-RETRY_ACCEPT_S = 1.0  # pause when there is no descriptor or memory for another connection
 
 WILDCARDS = ("0.0.0.0", "::")
 _DISCOVERY_NAME = re.compile(r"elastic_ext_.*_(?P<where>[^_]*)_(?P<pid>\d+)\.json")
 
 # With these errors only the port is the problem: try another port of the host. With any other error the host is the problem.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-# With these the connection stays in the backlog, and poll keeps reporting it.
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 _REFUSALS = {
     Verdict.REFUSED: text(HTTPStatus.UNAUTHORIZED, "expected a user and password", 'WWW-Authenticate: Basic realm="elastic_ext"'),
@@ -261,9 +259,9 @@ class _Server:
         try:
             connection, address = self._listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                logger.debug("metrics: accepting no connections for %g s: %s", RETRY_ACCEPT_S, error)
-                self._pause(now + RETRY_ACCEPT_S)
+            if error.errno in OUT_OF_RESOURCES:
+                logger.debug("metrics: accepting no connections for %g s: %s", ACCEPT_AGAIN_S, error)
+                self._pause(now + ACCEPT_AGAIN_S)
             return  # with any other error the client is gone
         try:
             connection.setblocking(False)

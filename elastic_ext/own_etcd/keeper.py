@@ -20,7 +20,7 @@ from pathlib import Path
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.helper_process import BUSY, UP, Agents, listen_at
+from elastic_ext.base.helper_process import BUSY, UP, Agents, listen_on_path
 from elastic_ext.own_etcd import certificates, decisions, folder, member
 from elastic_ext.own_etcd.decisions import Lifetime, Situation
 from elastic_ext.own_etcd.housekeeping import Housekeeping
@@ -189,7 +189,7 @@ def main() -> int:
     for place in folder.predecessors(job.folder):
         make_way(place)
     folder.remove_abandoned(job.folder)
-    agents = Agents(listen_at(job.folder / "socket"), "the keeper of the job's etcd")
+    agents = Agents(listen_on_path(job.folder / "socket"), "the keeper of the job's etcd")
     os.write(1, UP)
     os.close(taken[1])
     os.dup2(2, 1)

@@ -274,11 +274,8 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
                     continue
                 if isinstance(item, Snapshot):
                     seen = replace(seen, header=None, nodes=frozenset())
-                    for kv in item.kvs:
-                        seen = _seen_after(job, asked, seen, "put", kv)
-                else:
-                    for event in item.events:
-                        seen = _seen_after(job, asked, seen, event.kind, event.kv)
+                for kind, kv in _changes(item):
+                    seen = _seen_after(job, asked, seen, kind, kv)
                 if (over := drain_outcome(asked, seen)) is not None:
                     return over
                 if not begun and (seen.done or not seen.nodes.intersection(asked.nodes)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base import helper_process
-from elastic_ext.base.helper_process import Agents, listen_at
+from elastic_ext.base.helper_process import Agents, listen_on_path
 
 
 class Full(socket.socket):
@@ -23,7 +23,7 @@ class Full(socket.socket):
 @pytest.mark.seam
 def test_without_descriptors_the_listener_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays readable: polled at once again, the helper would spin."""
-    with listen_at(tmp_path / "socket") as made, Full(fileno=os.dup(made.fileno())) as listener:
+    with listen_on_path(tmp_path / "socket") as made, Full(fileno=os.dup(made.fileno())) as listener:
         agents = Agents(listener, "the helper")
         assert agents.descriptors == [listener.fileno()]
         agents.serve(listener.fileno())

@@ -42,7 +42,6 @@ from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part, saver
-from elastic_ext.checkpoints.memory import saver as copies
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
@@ -153,7 +152,6 @@ def train(rank: int, world: int, args: dict) -> dict:
             with open(f"{args['told']}.{rank}", "a") as file:
                 file.write(f"{event.step}\n")
 
-    saving.FIRST_PAUSE_S = args.get("pause_s", saving.FIRST_PAUSE_S)
     checkpointer = training.checkpointer(args["directory"], on_event=note, **args.get("options", {}))
     position = checkpointer.load()
     if rank == 0:
@@ -452,7 +450,7 @@ def at_copy(count: int, number: int) -> None:
 
     for owner, name in ((Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")):
         between(owner, name)
-    between(copies, "_put")
+    between(saver, "_put")
     between(Ranks, "all_gather")
 
 
@@ -651,8 +649,8 @@ def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
     ranks, told = Ranks(timedelta(seconds=60)), []
     for manifest in (b"{", encode(Manifest(1, 1, ()))):
         file = StoredFile(f"rank_{rank:05d}.mem", 0, "")
-        report = copies.Report("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
-        outcome = copies.commit(tier, "", report, ranks)
+        report = saver.Report("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
+        outcome = saver.commit(tier, "", report, ranks)
         told.append([outcome.committed, outcome.failure.reason if outcome.failure else ""])
     return {"told": told}
 

@@ -66,7 +66,7 @@ ALL = offer(7, 0, 1, 2, 3)
         (on([ALL], [], []), 7, [], {}),
     ],
 )
-def test_the_newest_of_which_each_part_is_on_some_node(nodes, step, moves, lost):
+def test_the_newest_copy_whose_parts_all_exist(nodes, step, moves, lost):
     """moves: rank, from which node, to which one. lost: the first rank whose part is on no node, by step."""
     found = newest_whole(nodes)
     assert (found.offer.step if found.offer else None) == step

@@ -59,7 +59,7 @@ def test_the_newest_and_what_workers_are_told(tmp_path):
     assert found.variables == {"ELASTIC_EXT_RESUME_FROM": str(path), "ELASTIC_EXT_RESUME_STEP": "7"}
 
 
-def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(tmp_path):
+def test_the_step_is_unknown_where_only_scripts_know(tmp_path):
     (tmp_path / "state_10").mkdir()
     (tmp_path / "state_10" / "weights.of_ours").write_bytes(b"1")
     assert (resumed(tmp_path).path, resumed(tmp_path).at) == ("", None)
@@ -73,7 +73,7 @@ def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(t
 
 
 @pytest.mark.parametrize("told", ["5", "step_5.pt", "checkpoint_epoch_5.pt", "none"])
-def test_resume_from_is_where_a_run_begins_and_not_where_each_round_does(tmp_path, told):
+def test_resume_from_is_only_where_a_run_begins(tmp_path, told):
     five = save(tmp_path, 5, age_s=20)
     if told.endswith(".pt"):
         five.rename(tmp_path / told)
@@ -163,7 +163,7 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
     assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
-def test_one_written_later_under_the_same_name_is_another(tmp_path):
+def test_a_later_checkpoint_of_the_same_name_counts(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 7, age_s=10)
     quarantined(tmp_path, str(tmp_path / "step_7.pt"))
@@ -204,7 +204,7 @@ def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
         (5, [3], 7, True),
     ],
 )
-def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others, step, local):
+def test_what_a_script_saved_counts_by_its_step(tmp_path, own, others, step, local):
     remote = tmp_path / "remote"
     if own is not None or others:
         remote.mkdir()
@@ -217,7 +217,7 @@ def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others
     assert (found.step, found.local) == (step, local)
 
 
-def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
+def test_only_what_is_newer_than_copies_is_verified(tmp_path, monkeypatch):
     """To verify takes seconds for a gigabyte, at each restart. What is no checkpoint gives no reason for it."""
     remote, verified = tmp_path / "remote", []
     monkeypatch.setattr(
@@ -388,7 +388,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
+def test_without_a_good_checkpoint_a_job_stops(tmp_path):
     script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
     script.write_text(SCRIPT)
     directory.mkdir()

@@ -224,33 +224,34 @@ print("after", pinned(look=0), flush=True)  # once it is not
 """
 
 
+def job(tmp_path: Path, script: str, conf: str, *options: str, **variables: str) -> Job:
+    """With checkpoints in `remote` and the local directory `disk`."""
+    (tmp_path / "job.py").write_text(script)
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'remote'},{conf}"
+    command = [*AGENT, "--nproc-per-node=1", *options, conf, str(tmp_path / "job.py"), str(tmp_path / "remote")]
+    return Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk"), **variables)
+
+
 def test_the_agent_pins_what_its_workers_load(tmp_path):
     """From its choice until a worker has made a step."""
-    script = tmp_path / "job.py"
-    script.write_text(PINNED)
-    conf = f"checkpoint_dir={tmp_path / 'remote'},backoff=0"
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", str(script), str(tmp_path / "remote")]
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
-        done = job.finish()
+    with job(tmp_path, PINNED, "backoff=0", "--max-restarts=1") as pinning:
+        done = pinning.finish()
     assert done.returncode == 0, done.err
     assert "before True\nafter False" in done.out
 
 
-def test_a_job_whose_last_checkpoint_is_on_one_node_only_has_not_ended_well(tmp_path):
+def test_a_last_checkpoint_that_is_not_copied_fails(tmp_path):
     """All ranks are done; the copies fail. Exit code 75, a verdict, the name; started again where the storage works: 0."""
-    script, remote = tmp_path / "job.py", tmp_path / "remote"
-    script.write_text(SCRIPT)
+    remote, conf = tmp_path / "remote", f"verdict_file={tmp_path}/verdict"
     (remote / ".elastic_ext" / "copying").mkdir(parents=True)  # where a file is to be
-    conf = f"checkpoint_dir={remote},verdict_file={tmp_path}/verdict"
-    command = [*AGENT, "--nproc-per-node=1", f"--rdzv-conf={conf}", str(script), str(remote)]
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk"), ELASTIC_EXT_COPY_STALL="2") as job:
-        done = job.finish()
+    with job(tmp_path, SCRIPT, conf, ELASTIC_EXT_COPY_STALL="2") as failing:
+        done = failing.finish()
     (name,) = [path.name for path in (tmp_path / "disk").glob("step_*")]
     assert done.returncode == 75, done.err
     assert f"training is done, but {name} could not be copied" in done.err
     verdict = json.loads((tmp_path / "verdict").read_text())
     assert "not-copied" in json.dumps(verdict)
     (remote / ".elastic_ext" / "copying").rmdir()
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
-        assert job.finish().returncode == 0
+    with job(tmp_path, SCRIPT, conf) as working:
+        assert working.finish().returncode == 0
     assert complete(remote, name)

@@ -24,7 +24,7 @@ from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.memory import contract, peers, wire
 from elastic_ext.checkpoints.memory.contract import NoAgent, Send
-from elastic_ext.checkpoints.memory.peers import INCOMING, Circle, PeerService
+from elastic_ext.checkpoints.memory.peers import Circle, PeerService
 from elastic_ext.checkpoints.memory.wire import GET, PUT, Answer, Connection, PeerError, Request
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from tests.until import LIMIT_S, until
@@ -78,14 +78,10 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    for owner, limit in (
-        (wire, "CONNECT_S"),
-        (wire, "STALL_S"),
-        (peers, "ADOPT_S"),
-        (peers, "LIMIT_S"),
-        (contract, "MARGIN_S"),
-    ):
-        monkeypatch.setattr(owner, limit, LONG_S)
+    limits = {wire: ("CONNECT_S", "STALL_S"), peers: ("ADOPT_S", "LIMIT_S"), contract: ("MARGIN_S",)}
+    for owner, names in limits.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, LONG_S)
     with ExitStack() as stack:
 
         def make(number: int, **options: float) -> Node:
@@ -96,12 +92,17 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield make
 
 
-@pytest.fixture
-def pair(nodes) -> tuple[Node, Node]:
-    one, two = nodes(0), nodes(1)
+def paired(nodes: Callable[..., Node], **options: float) -> tuple[Node, Node]:
+    """Two nodes of a round. options: of the first."""
+    one, two = nodes(0, **options), nodes(1)
     one.adopt(two.at)
     two.adopt(one.at)
     return one, two
+
+
+@pytest.fixture
+def pair(nodes) -> tuple[Node, Node]:
+    return paired(nodes)
 
 
 def path(step: int, rank: int) -> str:
@@ -132,10 +133,10 @@ def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     assert "a part of 600001 bytes" in one.send(3, 1, size=2 * SIZE + 1)
 
 
-def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pair):
+def test_what_still_comes_counts_until_it_ends(pair):
     one, two = pair
     two.adopt(one.at, limit=2 * SIZE)
-    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as stalled:
+    with call(two, PART) as stalled:
         assert one.send(3, 0) == ""
         assert "memory_limit leaves 0 bytes" in one.send(4, 0)
         stalled._sock.sendall(DATA)
@@ -273,19 +274,20 @@ def call(node: Node, asked: Request, key: str = KEY) -> Connection:
 
 DATA = b"x" * SIZE
 CHECKSUM = xxhash.xxh3_64_hexdigest(DATA)
+PART = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (Request(PUT, directory_name(1, 1), memory_file(2), SIZE, CHECKSUM), "a part of this node"),
-        (Request(PUT, directory_name(1, 1), MANIFEST, SIZE, CHECKSUM), "no part of a copy"),
-        (Request(PUT, directory_name(1, 1), "rank_00000.pt", SIZE, CHECKSUM), "no part of a copy"),
-        (Request(PUT, directory_name(1, 1), "rank_0.mem", SIZE, CHECKSUM), "no part of a copy"),
-        (Request(PUT, "..", memory_file(0), SIZE, CHECKSUM), "no part of a copy"),
+        (replace(PART, file=memory_file(2)), "a part of this node"),
+        (replace(PART, file=MANIFEST), "no part of a copy"),
+        (replace(PART, file="rank_00000.pt"), "no part of a copy"),
+        (replace(PART, file="rank_0.mem"), "no part of a copy"),
+        (replace(PART, name=".."), "no part of a copy"),
         (Request(GET, ".elastic_ext", MANIFEST), "no part of a copy"),
         (Request(GET, directory_name(1, 1), ".."), "no part of a copy"),
-        (Request(PUT, directory_name(1, 1), memory_file(0), 0, CHECKSUM), "a part of 0 bytes"),
+        (replace(PART, size=0), "a part of 0 bytes"),
         (Request(GET, directory_name(9, 1), memory_file(0)), "No such file"),
         (Request("list", directory_name(1, 1), memory_file(0)), "unknown request"),
     ],
@@ -300,7 +302,7 @@ def test_what_is_refused(pair, asked, reason):
 def test_names_with_a_slash_are_no_messages(pair):
     _, two = pair
     with pytest.raises((ElasticExtError, OSError)):
-        call(two, Request(PUT, directory_name(1, 1), "../rank_00000.mem", SIZE, CHECKSUM))
+        call(two, replace(PART, file="../rank_00000.mem"))
     assert two.files() == []
 
 
@@ -309,8 +311,7 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
     _, two = pair
     with wire.connected(two.at, float("inf")) as connection:
         connection.hear(wire.Hello)
-        asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM, key_id=wire.key_id(KEY), proof="0" * 64)
-        connection.say(asked)
+        connection.say(replace(PART, key_id=wire.key_id(KEY), proof="0" * 64))
         assert "wrong proof" in connection.hear(Answer).reason
     two.service.adopt(None)
     monkeypatch.setattr(peers, "ADOPT_S", 0.1)
@@ -355,8 +356,7 @@ def test_a_server_without_the_key_gets_no_state(pair, proof):
 @pytest.mark.parametrize("how", ["cut", "damaged"])
 def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     _, two = pair
-    asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
-    connection = call(two, asked)
+    connection = call(two, PART)
     if how == "cut":
         connection._sock.sendall(DATA[: SIZE // 2])
         connection._sock.shutdown(socket.SHUT_WR)
@@ -365,18 +365,17 @@ def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
         assert "came with checksum" in connection.hear(Answer).reason
     assert connection._reader.read() == b""  # it has given up
     connection.__exit__()
-    assert [each for each in two.files() if not each.startswith(INCOMING)] == []
     assert two.files() == []
-    with call(two, asked) as connection:  # and the room is free again
+    with call(two, PART) as connection:  # and the room is free again
         connection._sock.sendall(DATA)
         assert connection.hear(Answer).reason == ""
     assert two.files() == [path(1, 0)]
     assert caplog.text == ""  # it knew why it gave up
 
 
-def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair):
+def test_a_next_round_ends_what_was_still_coming(pair):
     one, two = pair
-    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as connection:
+    with call(two, PART) as connection:
         two.adopt(one.at, key="the next key")
         connection._sock.sendall(DATA)
         assert "No such file" in connection.hear(Answer).reason
@@ -384,7 +383,7 @@ def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair, monkeypatch, caplog, error):
+def test_a_next_round_begins_whatever_was_still_coming(pair, monkeypatch, caplog, error):
     """The thread that writes it removes it at the same moment; or it cannot be removed."""
     one, two = pair
     genuine = os.unlink
@@ -394,7 +393,7 @@ def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair
             genuine(*args, **options)
         raise error
 
-    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)):
+    with call(two, PART):
         with monkeypatch.context() as patch:
             patch.setattr(os, "unlink", unlink)
             two.adopt(one.at, key="the next key")
@@ -433,34 +432,28 @@ def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair
     assert tiers.offers(one.storage)[0].ranks == (0, 1, 2, 3)
 
 
-def test_the_limit_of_the_rate_does_not_hold_up_a_replacement(nodes):
-    one, two = nodes(0, rate=1.0), nodes(1)
-    one.adopt(two.at)
-    two.adopt(one.at)
+def test_the_rate_limit_holds_up_no_replacement(nodes):
+    one, two = paired(nodes, rate=1.0)
     one.write(5, 2)
     two.service.fetch(directory_name(5, 1), commit(one, 5, 4), {2: one.at})
     assert path(5, 2) in two.files()
 
 
 @pytest.mark.full
-def test_at_a_low_rate_the_peer_does_not_take_the_node_for_gone(nodes, monkeypatch):
+def test_a_low_rate_is_no_silence(nodes, monkeypatch):
     """It takes six seconds, by a clock that no pause is waited for on, and a byte comes all the time."""
     pauses: list[float] = []
-    one, two = nodes(0, rate=SIZE / 6), nodes(1)
+    one, _ = paired(nodes, rate=SIZE / 6)
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(pauses)))
     monkeypatch.setattr(one.service._pace, "_ended", SimpleNamespace(wait=pauses.append))
-    one.adopt(two.at)
-    two.adopt(one.at)
     began = time.monotonic()
     assert one.send(1, 0) == ""
     assert time.monotonic() - began + sum(pauses) > 5.5
     assert max(pauses) < STALL_S / 10
 
 
-def test_the_worker_has_its_answer_in_time_however_low_the_rate_is(nodes):
-    one, two = nodes(0, rate=1e-4), nodes(1)
-    one.adopt(two.at)
-    two.adopt(one.at)
+def test_a_low_rate_holds_up_no_worker(nodes):
+    one, _ = paired(nodes, rate=1e-4)
     assert re.search(GIVEN_UP, contract.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
@@ -530,7 +523,7 @@ def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("lacks", ["descriptors", "threads"])
-def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, caplog, lacks):
+def test_it_listens_on_after_it_failed_a_caller(nodes, monkeypatch, caplog, lacks):
     monkeypatch.setattr(peers, "RETRY_S", 0.01)
     fails = [True]
 
@@ -548,9 +541,7 @@ def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, capl
         monkeypatch.setattr(socket.socket, "accept", or_fail(socket.socket.accept, OSError(errno.EMFILE, "too many open files")))
     else:
         monkeypatch.setattr(threading.Thread, "start", or_fail(threading.Thread.start, RuntimeError("can't start new thread")))
-    one, two = nodes(0), nodes(1)
-    one.adopt(two.at)
-    two.adopt(one.at)
+    one, two = paired(nodes)
     while fails:
         with suppress(OSError), wire.connected(one.at, float("inf")) as caller:
             caller.hear(wire.Hello)

@@ -30,7 +30,10 @@ from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
+from tests.checkpoints.choice.scenes import flip
 from tests.checkpoints.choice.test_resolution import copies
+from tests.checkpoints.rank_groups import RankGroups, complete
+from tests.until import until
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_
 
 
 @pytest.mark.full
-def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and_the_storage_is_away(
+def test_without_the_storage_the_older_copy_is_loaded(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 2 is older than both. With no copy that is whole, the storage has failed."""
@@ -133,7 +136,7 @@ def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and
     older, newer = sorted((tmp_path / "memory").glob("step_*"))
     store.be(Ill(errors=1.0))
     for damaged, step in ((newer, 4), (older, None)):
-        _flip(damaged / "rank_00000.mem")
+        flip(damaged / "rank_00000.mem", 70)
         monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(newer))
         with Checkpointer(model=torch.nn.Linear(2, 2)) as checkpointer:
             if step is None:
@@ -141,6 +144,19 @@ def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and
                     checkpointer._loader.load_chosen(str(newer))
             else:
                 assert checkpointer._loader.load_chosen(str(newer)).step == step
+
+
+@pytest.mark.full
+def test_throttled_storage_is_tried_again(store: ObjectStore, groups: RankGroups) -> None:
+    """503 SlowDown for longer than s3fs tries by itself: the save comes back later, in the background."""
+    store.be(Ill(a_second=1e-6, path=".distcp"))
+    env = {**store.environ, "AWS_MAX_ATTEMPTS": "1"}
+    groups.start("train", 2, {"directory": store.url, "steps": 1}, env=env)
+    until(lambda: "retrying in" in groups.stderr.read_text())
+    store.be(WELL)
+    for result in groups.results():
+        assert (result["error"], result["saved"], result["raised"]) == (None, 1, "")
+    assert complete(store.url) == ["step_00000001.g0001"]
 
 
 def test_a_signal_is_no_failure_of_the_storage() -> None:
@@ -226,12 +242,6 @@ def _save(store: ObjectStore, *steps: int) -> None:
         for step in steps:
             checkpointer.save(step, wait=True)
             assert checkpointer.last_error is None
-
-
-def _flip(part: Path) -> None:
-    data = bytearray(part.read_bytes())
-    data[70] ^= 1
-    part.write_bytes(data)
 
 
 @contextmanager

@@ -61,12 +61,12 @@ def test_training_commands(checkout, command):
 @pytest.mark.seam
 @pytest.mark.timeout(660)
 def test_make_demo():
-    """The first command. The environment that runs this test is the one that it would make.
+    """The first command after the installation. The environment that runs this test is the one that it would make.
 
     Which checkpoint is the last one before the kill, and the figures of losses, are those of a machine. But the README says that
     steps that were done twice, before the kill and after it, have the same losses to the bit.
     """
-    assert COMMANDS[0] == "make demo"
+    assert COMMANDS[:2] == ["pip install .", "make demo"]
     done = typed(["make", "demo", f"VENV={Path(sys.executable).parent.parent}"], ROOT, 600)
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = blocks("text")
@@ -88,6 +88,20 @@ def varying(line: str) -> str:
     line = re.sub(r"loss \d+\.\d+ \(0x1\.\w+p[+-]\d+\)|\d{4}-\d\d-\d\d [\d:,]+ \S+(?= [A-Z])|\d+\.\d+ s\b", "#", line.strip())
     line = re.sub(r"\S+/step_\d{8}(?=\.g0001 at)|(?<=\bstep )\d+|(?<=lr )\S+|(?<=tokens/s )\d+", "#", line)
     return re.sub(r"\b\d+(?= +\(the worker)|(?<=by SIGKILL: ).*(?=; restart)", "#", line)  # what a kernel says of a kill, too
+
+
+@pytest.mark.seam
+def test_what_is_installed_has_the_pages(tmp_path):
+    """The dependencies are there, and no index is asked."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "elastic_ext", source / "elastic_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, source)
+    command = f"{COMMANDS[0]} --no-deps --no-build-isolation --no-index --target={tmp_path / 'site'}"
+    done = typed(f"{Path(sys.executable).name} -m {command}", source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.name for path in (tmp_path / "site" / "elastic_ext" / "docs").iterdir()}
+    assert pages == {path.name for path in PAGES}
 
 
 @pytest.mark.seam
@@ -233,7 +247,7 @@ def test_every_page_is_short_and_linked_from_the_start():
 
 def test_every_command_is_covered():
     commands = ("checkpoints save", "doctor", "drain", "status", "timeline")
-    covered = ("make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
+    covered = ("pip install .", "make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert len(README.splitlines()) < MOST_LINES

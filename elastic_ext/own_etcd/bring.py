@@ -35,7 +35,7 @@ def begin(endpoint: str, run_id: str, local_addr: str | None, settings: Settings
 
 
 def begin_early(argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Start the keeper of a command line of torchrun before torch is imported. What is wrong with it is told later."""
+    """Start the keeper of a command line of torchrun before torch is imported. What is wrong with it is reported later."""
     options = early_options(argv, environ)
     if options is None or not is_job(options.endpoint):
         return

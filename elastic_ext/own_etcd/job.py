@@ -36,7 +36,7 @@ class Host:
 def own_host(plan: Plan, environ: Mapping[str, str], fallback: str) -> Host:
     """Return this machine. fallback: its address where it is none of the plan's hosts.
 
-    Slurm tells the name; else it is that of the machine, or the first whose address is this machine's.
+    Slurm gives the name; else it is that of the machine, or the first whose address is this machine's.
     """
     names = plan.hosts + plan.others
     known = {environ.get("SLURMD_NODENAME", ""), platform.node(), platform.node().partition(".")[0]}

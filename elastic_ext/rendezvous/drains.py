@@ -29,6 +29,7 @@ class Answer(Enum):
     LEFT = "left"  # the node has left already, and is refused
     TOO_FEW = "too few"
     UNKNOWN = "unknown"  # no such node
+    AMBIGUOUS = "ambiguous"  # several machines have this name
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,21 @@ def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(id_ for id_ in nodes if host_of(id_) == host))
 
 
-def admit(asked: Request, header: Header, nodes: Collection[str], refused: Mapping[str, str], min_nodes: int) -> Admission:
+def admit(asked: Request, header: Header, nodes: Mapping[str, Node], refused: Mapping[str, str], min_nodes: int) -> Admission:
     """Decide on a request.
 
     Args:
-        nodes: ids of all current nodes, running or waiting.
+        nodes: all current nodes, running or waiting.
         refused: why, by host that may not come back.
     """
     host = host_of(asked.name)
+    if host in ambiguous_hosts(nodes):
+        where = ", ".join(sorted({nodes[id_].address for id_ in nodes_on(host, nodes)}))
+        why = (
+            f"several machines of the job are called {host} ({where}), and all of them would have to leave; nothing was changed: "
+            "send SIGTERM to the agent on the one that is to leave, or start them with names of their own (ELASTIC_EXT_NODE_NAME)"
+        )
+        return Admission(Answer.AMBIGUOUS, why, header)
     named = nodes_on(host, {*nodes, *(each.node for each in header.drains if not each.released)})
     if not named:
         if host in refused:

@@ -449,8 +449,14 @@ def is_late(round_: int, last: int) -> bool:
     return round_ > 1 and last != round_ - 1
 
 
-def after_join(joins: int, limit: int) -> JoinDecision:
-    """Decide on a host after a join. joins: in JOIN_WINDOW_S, this one included. limit: the setting `max_rejoins`."""
+def after_join(joins: int, limit: int, ambiguous: bool = False) -> JoinDecision:
+    """Decide on a host after a join.
+
+    Args:
+        joins: in JOIN_WINDOW_S, this one included.
+        limit: the setting `max_rejoins`.
+        ambiguous: other machines have its name, and may have joined in its place.
+    """
     times = "once" if joins == 1 else f"{joins} times"
     reason = f"it has joined the running job {times} within {JOIN_WINDOW_S // 60} minutes"
     if limit == NO_JOIN_LIMIT:
@@ -458,5 +464,8 @@ def after_join(joins: int, limit: int) -> JoinDecision:
     reason = f"{reason} (max_rejoins={limit})"
     if joins <= limit:
         return JoinDecision(JoinAnswer.NOTHING, joins, reason)
+    if ambiguous:
+        why = "but several machines of the job have its name, so none is refused: give each a name of its own (node_name)"
+        return JoinDecision(JoinAnswer.NOTHING, joins, f"{reason}, {why}")
     answer = JoinAnswer.REFUSE if joins == limit + 1 else JoinAnswer.LEAVE
     return JoinDecision(answer, joins, f"{reason}, which restarts all nodes each time")

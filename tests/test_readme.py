@@ -239,7 +239,7 @@ def test_a_dead_link_or_anchor_is_found():
     assert all(leads_somewhere(START, link) for link in ("failures.md#exit-codes", "#what-a-worker-finds", "../../entrypoints"))
 
 
-def test_every_page_is_short_and_linked_from_the_start():
+def test_pages_are_short_and_linked_from_start():
     assert {path.name: len(text.splitlines()) for path, text in PAGES.items() if len(text.splitlines()) > MOST_LINES} == {}
     linked = {link.partition("#")[0] for link in links(START)}
     assert {path.name for path in PAGES} - {START.name} - linked == set()

@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # as typing.TYPE_CHECKING, without importing typing, sinc
 if TYPE_CHECKING:
     from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "Checkpointer": "elastic_ext.checkpoints.writing.checkpointer",

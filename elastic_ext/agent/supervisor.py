@@ -89,7 +89,7 @@ class Supervisor(TorchAgent):
             try:
                 result = super().run(role)
                 clean = result is not None and not result.is_failed()
-                self._logs.keep = self._logs.keep or not clean  # torch names the error files
+                self._logs.failed = not clean
             except (SignalException, NodeDrained) as error:
                 try:
                     self._verdicts.publish_leaving(error, self._companions.host)

@@ -247,8 +247,9 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
         if not parent.is_dir():
             return Finding(name, FAIL, f"{redacted(str(parent))} is not a directory; {detail}", "no job could save there")
         if parent != path.parent:  # a job would make them all, on whatever disk holds the first
-            advice = f"check its name and that its file system is mounted; if both are right, mkdir -p {shown}"
-            return Finding(name, FAIL, f"{shown} does not exist, nor does {redacted(str(path.parent))}; {detail}", advice)
+            advice = f"check its name and that its file system is mounted; if both are right, mkdir -p {redacted(str(path))}"
+            seen = f"{shown} does not exist, nor does its parent {redacted(str(path.parent))}"
+            return Finding(name, FAIL, f"{seen}; expected a directory, or a parent in which a job can make it", advice)
         state = OK if os.access(parent, os.W_OK | os.X_OK) else FAIL
         return Finding(
             name, state, f"{shown} does not exist yet, and {parent} {'is' if state == OK else 'is not'} writable; {detail}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,15 +38,21 @@ JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a node waits for a round (`join_timeout`), of so many nodes."""
+    """How long a node waits for a round (`join_timeout`), of so many nodes.
+
+    Attributes:
+        silent_s: for the job's own store, once the lease has expired without an answer; then it is lost, with its hosts.
+    """
 
     timeout_s: float
     min_nodes: int
     max_nodes: int
+    silent_s: float = math.inf
 
     @classmethod
-    def of(cls, params: RendezvousParameters) -> Patience:
-        return cls(torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S), params.min_nodes, params.max_nodes)
+    def of(cls, params: RendezvousParameters, silent_s: float) -> Patience:
+        timeout_s = torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
+        return cls(timeout_s, params.min_nodes, params.max_nodes, silent_s)
 
     @property
     def over(self) -> str:
@@ -54,6 +61,28 @@ class Patience:
             f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
             "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
         )
+
+    @property
+    def store_lost(self) -> str:
+        """What the node says when it leaves because the job's own store is lost."""
+        return (
+            f"the job's own store has not answered for {self.silent_s:g} s since this node's lease expired (rejoin_timeout): it "
+            "is lost with its hosts, none of which can come back in a step of Slurm, so this node leaves; start the job again"
+        )
+
+
+class Silence:
+    """For how long one wait has seen this node without a lease. The time before counts for nothing: it may have been paused."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since = math.inf
+
+    def is_over(self, alive_until: float | None, now: float) -> bool:
+        """Return whether that was the limit. alive_until: monotonic, as `now`; None: it has no lease yet."""
+        expired = alive_until is not None and alive_until <= now
+        self._since = min(self._since, now) if expired else math.inf
+        return now >= self._since + self._limit_s
 
 
 REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
@@ -64,9 +93,24 @@ def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
 
     In a step of Slurm no agent is started again, so nobody can come but a node that was cut off.
     """
-    if settings.rejoin_timeout is None and slurm.job_id(environ) and environ.get("SLURM_STEP_ID"):
+    if settings.rejoin_timeout is None and _in_step(environ):
         return settings.lease_ttl + REJOIN_MARGIN_S
     return settings.rejoin_timeout
+
+
+def silent_s(settings: Settings, environ: Mapping[str, str], own_store: bool) -> float:
+    """Return `Patience.silent_s`. own_store: the job has brought its store, on its own hosts.
+
+    Elsewhere than in a step of Slurm these may come back, and so may a store that is not the job's.
+    """
+    rejoin = rejoin_s(settings, environ)
+    if not own_store or not _in_step(environ) or rejoin is None:
+        return math.inf
+    return max(0.0, rejoin - settings.lease_ttl)
+
+
+def _in_step(environ: Mapping[str, str]) -> bool:
+    return bool(slurm.job_id(environ) and environ.get("SLURM_STEP_ID"))
 
 
 class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked

@@ -1,7 +1,7 @@
 """Drains: an operator has nodes leave a running job without losing work. Decisions over plain values, standard library only.
 
 A drain is a record in the job's header (`round_records.Drain`), so that its check and its write are one compare-and-swap, and it
-outlives a leader, a round, and records that etcd has lost. `admit` makes it, for `elastic-ext drain`. The node tells of a
+outlives a leader, a round, and records that etcd has lost. `admit` makes it, for `elastic-ext drain`. The node reports a
 checkpoint that was published since (`Node.drained`). The leader then releases it (`may_go`): the host is refused, the round
 ends, and no later round has the node, which leaves when it sees this.
 
@@ -29,6 +29,7 @@ class Answer(Enum):
     LEFT = "left"  # the node has left already, and is refused
     TOO_FEW = "too few"
     UNKNOWN = "unknown"  # no such node
+    AMBIGUOUS = "ambiguous"  # several machines have this name
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,21 @@ def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(id_ for id_ in nodes if host_of(id_) == host))
 
 
-def admit(asked: Request, header: Header, nodes: Collection[str], refused: Mapping[str, str], min_nodes: int) -> Admission:
+def admit(asked: Request, header: Header, nodes: Mapping[str, Node], refused: Mapping[str, str], min_nodes: int) -> Admission:
     """Decide on a request.
 
     Args:
-        nodes: ids of all current nodes, running or waiting.
+        nodes: all current nodes, running or waiting.
         refused: why, by host that may not come back.
     """
     host = host_of(asked.name)
+    if host in ambiguous_hosts(nodes):
+        where = ", ".join(sorted({nodes[id_].address for id_ in nodes_on(host, nodes)}))
+        why = (
+            f"several machines of the job are called {host} ({where}), and all of them would have to leave; nothing was changed: "
+            "send SIGTERM to the agent on the one that is to leave, or start them with names of their own (ELASTIC_EXT_NODE_NAME)"
+        )
+        return Admission(Answer.AMBIGUOUS, why, header)
     named = nodes_on(host, {*nodes, *(each.node for each in header.drains if not each.released)})
     if not named:
         if host in refused:

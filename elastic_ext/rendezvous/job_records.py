@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_ext.base import records
@@ -21,7 +21,7 @@ from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
+from elastic_ext.rendezvous.round_records import SCHEMA, Header, Node, RecordReader, State
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, JoinAnswer, after_join, is_late
 from elastic_ext.rendezvous.tasks import HostRefused, LostRace, NodeContext, TaskRunner
 
@@ -182,9 +182,7 @@ class JobRecords:
         self._put_job(job.mod_revision, job.lease_id)
 
     def _has_nodes(self) -> bool:
-        nodes = self._keys.nodes
-        left = self._client.get_prefix(nodes).kvs
-        return any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left)
+        return bool(nodes_in(self._client.get_prefix(self._keys.nodes).kvs, self._keys, self._reader))
 
     def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
         """Return the settings of the job, or why they are of another version; None if nothing readable is there."""
@@ -262,8 +260,14 @@ class JobRecords:
         return True
 
 
+def nodes_in(kvs: Iterable[KeyValue], keys: JobKeys, reader: RecordReader) -> dict[str, Node]:
+    """Return the nodes under `keys.nodes` by id, without what is none."""
+    found = {reader.id_of(keys.nodes, kv.key): reader.node(kv) for kv in kvs}
+    return {id_: node for id_, node in found.items() if id_ is not None and node is not None}
+
+
 class LateJoins:
-    """Counts those of this host."""
+    """Counts those of this host. Where other machines of the job have its name these are counted as well, and none is refused."""
 
     def __init__(self, client: EtcdClient, keys: JobKeys, host: str, limit: int, refused_s: int) -> None:
         """limit, refused_s: the settings `max_rejoins` and `refuse_node`."""
@@ -282,7 +286,11 @@ class LateJoins:
         """Raises HostRefused, EtcdError."""
         lease = self._client.lease_grant(JOIN_WINDOW_S)
         self._client.txn([], [Put(self._keys.join(self._host, round_), "", lease_id=lease.lease_id)])
-        decided = after_join(len(self._client.get_prefix(self._keys.joins(self._host), keys_only=True).kvs), self._limit)
+        joins = len(self._client.get_prefix(self._keys.joins(self._host), keys_only=True).kvs)
+        decided = after_join(joins, self._limit)
+        if decided.answer is not JoinAnswer.NOTHING:  # else it need not read them all
+            nodes = nodes_in(self._client.get_prefix(self._keys.nodes).kvs, self._keys, RecordReader())
+            decided = after_join(joins, self._limit, self._host in drains.ambiguous_hosts(nodes))
         line = decided.line(self._refused_s)
         if decided.answer is not JoinAnswer.NOTHING:
             lease = self._client.lease_grant(self._refused_s)

@@ -29,7 +29,7 @@ from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import drains, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
 from elastic_ext.rendezvous.connect import connect
-from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, rejoin_s
+from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.judging import LeaderPolicy
 from elastic_ext.rendezvous.keys import JobKeys
@@ -107,6 +107,7 @@ class Place:
         """
         participant = self.participant
         deadline, told = time.monotonic() + self.patience.timeout_s, ""
+        silence = Silence(self.patience.silent_s)
         with self.changed:
             while True:
                 header = participant.header
@@ -130,6 +131,8 @@ class Place:
                 if left <= 0:
                     why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
                     raise RendezvousTimeoutError(f"{self.patience.over}{why}")
+                if silence.is_over(self.alive_until(), time.monotonic()):
+                    raise RendezvousTimeoutError(self.patience.store_lost)
                 self.changed.wait(left)
 
     def _is_spare(self, header: Header, after: int) -> bool:
@@ -186,7 +189,7 @@ def take_place(
     """
     # A job on the embedded store has it for itself, where no other job could share its state.
     check = run_id.checked_given if params.backend == ETCD else run_id.checked
-    job, patience = check(params.run_id), Patience.of(params)
+    job, patience = check(params.run_id), Patience.of(params, silent_s(settings, os.environ, own_store))
     wait_s = min(torch_number(params.config, "read_timeout", START_S), patience.timeout_s)
     client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)

@@ -27,7 +27,7 @@ from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.drains import Admission, Answer, Request
 from elastic_ext.rendezvous.header_record import swap, with_save
-from elastic_ext.rendezvous.job_records import SharedSettings
+from elastic_ext.rendezvous.job_records import SharedSettings, nodes_in
 from elastic_ext.rendezvous.job_status import NoSuchJob
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import SCHEMA, Drain, Header, Node, RecordReader, State, decode
@@ -117,7 +117,7 @@ def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, t
         timeout_s: for the checkpoint; then again for the job to run. After the first the drain is withdrawn.
         tell: called with one line as soon as the request is written.
 
-    Raises UsageError: no such node, etcd refuses, or the records are of another version.
+    Raises UsageError: no such node, several machines of this name, etcd refuses, or the records are of another version.
     """
     job = _Job(client, run_id)
     try:
@@ -133,7 +133,7 @@ def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, t
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
-        return DrainOutcome(Ending.NO_JOB, f"{error}; nothing tells whether the node leaves: ask `elastic-ext status`")
+        return DrainOutcome(Ending.NO_JOB, f"{error}; it is unknown whether the node leaves: ask `elastic-ext status`")
 
 
 def undo(client: EtcdClient, run_id: str, name: str) -> str:
@@ -156,7 +156,7 @@ class _Records:
 
     header: Header
     found: KeyValue
-    nodes: frozenset[str]
+    nodes: dict[str, Node]
     refused: dict[str, str]
     min_nodes: int
     members: frozenset[str]
@@ -181,7 +181,6 @@ class _Job:
         if found.state in OVER:
             raise NoSuchJob(f"the job {self._run_id} has ended: {found.reason}")
         shared = records.read(SharedSettings, job.kv.value, keys.job, SCHEMA)
-        here = {id_ for kv in nodes.kvs if (id_ := self.node_in(kv)) is not None}
         refused = {
             host: kv.value.decode(errors="replace")
             for kv in refusals.kvs
@@ -194,12 +193,10 @@ class _Job:
             and (assignment := self._reader.assignment(kv)) is not None
             and assignment.of(found)
         )
-        return _Records(found, header.kv, frozenset(here), refused, shared.min_nodes, members)
+        return _Records(found, header.kv, nodes_in(nodes.kvs, keys, self._reader), refused, shared.min_nodes, members)
 
-    def node_in(self, kv: KeyValue) -> str | None:
-        """Return the id of the node whose record this is; None if it is none."""
-        id_ = self._reader.id_of(self.keys.nodes, kv.key)
-        return id_ if id_ is not None and self._reader.node(kv) is not None else None
+    def is_node(self, kv: KeyValue) -> bool:
+        return bool(nodes_in([kv], self.keys, self._reader))
 
     def header_in(self, kv: KeyValue) -> Header | None:
         return self._reader.header(kv)
@@ -211,13 +208,13 @@ class _Job:
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Admission, DrainAsked | None]:
         """Write the request if it is admitted; None: there is nothing to wait for. Check and write are one decision, since
-        every other drain changes the header. Raises UsageError: no such node; LostRace.
+        every other drain changes the header. Raises UsageError: no such node, or several machines have this name; LostRace.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             seen = self.read()
             admission = drains.admit(request, seen.header, seen.nodes, seen.refused, seen.min_nodes)
-            if admission.answer is Answer.UNKNOWN:
+            if admission.answer in (Answer.UNKNOWN, Answer.AMBIGUOUS):
                 raise UsageError(admission.reason)
             if admission.answer in _ENDINGS:
                 return admission, None
@@ -247,7 +244,7 @@ class _Job:
                 return self._lift(host)
             after = drains.withdrawn(seen.header, host)
             if after is seen.header:
-                leaving = drains.released(after) & set(drains.nodes_on(host, seen.nodes))
+                leaving = drains.released(after).intersection(drains.nodes_on(host, seen.nodes))
                 return self._lift(host) + ("; it still leaves now" if leaving else "")
             if self.write(seen, after, Delete(self.keys.refusal(host))):  # another agent of the host may have left already
                 return f"{host} stays in the job" + ("; nodes of it that have left may come back" if host in seen.refused else "")
@@ -313,7 +310,7 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValu
         return replace(seen, header=header, done=done or seen.done)
     if kv.key.startswith(keys.nodes.encode()):
         id_ = kv.key[len(keys.nodes.encode()) :].decode(errors="replace")
-        known = kind == "put" and job.node_in(kv) is not None
+        known = kind == "put" and job.is_node(kv)
         return replace(seen, nodes=seen.nodes | {id_} if known else seen.nodes - {id_})
     return seen
 

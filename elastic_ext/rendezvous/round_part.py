@@ -15,7 +15,7 @@ from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
-from elastic_ext.rendezvous.contract import EndKind, RoundEnd
+from elastic_ext.rendezvous.contract import EndKind, RoundEnd, Silence
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.place import Place
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
@@ -159,6 +159,7 @@ class EtcdRound:
         """Return the job's verdict on this round; None if there is none and none will come in time."""
         now = time.monotonic()
         deadline, warn_at = now + self._place.patience.timeout_s, now + WARN_AFTER_S
+        silence = Silence(self._place.patience.silent_s)
         with self._place.changed:
             while True:
                 header = self._participant.header
@@ -166,7 +167,8 @@ class EtcdRound:
                     return decode_verdict(header.verdict)
                 over = header.round != self.round or header.state in (State.CLOSED, State.DONE)
                 now = time.monotonic()
-                if over or self._participant.failure is not None or now >= deadline:
+                lost = silence.is_over(self._place.alive_until(), now)
+                if over or lost or self._participant.failure is not None or now >= deadline:
                     return None
                 if now >= warn_at:
                     logger.warning("the workers of round %s have failed; still waiting for the verdict of the job", self.round)

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -39,7 +39,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
         stderr: set once: keeps the end of what the workers write to stderr.
         error_files, stacks_files: read after the start: where each worker writes them, by local rank.
-        keep: whether the directory for logs stays although torch has made it: there is something in it for people.
+        failed: set before the end: whether torch's message names the last round's error files, as far as there are any.
     """
 
     def __init__(self, inner: LogsSpecs) -> None:
@@ -56,7 +56,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         self.stderr = StderrTails(enabled=False)
         self.error_files: dict[int, str] = {}
         self.stacks_files: dict[int, str] = {}
-        self.keep = False
+        self.failed = False
 
     @property
     def root_log_dir(self) -> str:
@@ -65,9 +65,9 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
 
     @contextlib.contextmanager
     def owned_directory(self) -> Iterator[None]:
-        """Own the directory that torch has made for logs, if it has, and remove it at the end unless it is to be kept.
+        """Own the directory that torch has made for logs, if it has. At the end leave only what somebody may look for there.
 
-        Before that remove those of this user's agents that were killed.
+        Before that remove the directories of this user's agents that were killed. Torch itself never removes one.
         """
         owner: int | None = None
         parent, name = os.path.split(self.root_log_dir)
@@ -81,12 +81,9 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             yield
         finally:
             if owner is not None:
-                self._disown() if self.keep else shutil.rmtree(self.root_log_dir, ignore_errors=True)
+                if os.path.exists(os.path.join(self.root_log_dir, OWNER)):  # `reify` has left it there: nobody wants logs
+                    _remove_but(self.root_log_dir, self.error_files.values() if self.failed else ())
                 os.close(owner)
-
-    def _disown(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.root_log_dir, OWNER))
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Complete the workers' environments, by local rank, and return where their logs go. Torch calls this each round."""
@@ -94,8 +91,8 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             env.update(self.variables, **self.own_variables.get(local_rank, {}))
         dest = self._inner.reify(envs)
         if {*dest.stdouts.values(), *dest.stderrs.values()} - {"", os.devnull}:
-            self.keep = True
-            self._disown()
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.root_log_dir, OWNER))
         self.stderr.begin_round()
         if self._round_dir:  # the previous round's: a job that restarts for weeks must not fill the memory that holds it
             shutil.rmtree(self._round_dir, ignore_errors=True)
@@ -140,3 +137,14 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         on_disk, self._on_disk = self._on_disk, None
         if on_disk is not None:
             shutil.rmtree(on_disk, ignore_errors=True)
+
+
+def _remove_but(folder: str, kept: Collection[str]) -> None:
+    """Remove a directory, but for these files and the directories in which they are."""
+    for inside, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if (path := os.path.join(inside, name)) not in kept:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        with contextlib.suppress(OSError):  # something is left in it
+            os.rmdir(inside)

@@ -128,13 +128,15 @@ def test_a_file_where_a_directory_is_to_be(tmp_path, below):
     assert f"{tmp_path}/file is not a directory" in found["local_dir"].detail
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
 @pytest.mark.parametrize(("below", "state"), [("new", OK), ("typo/new", FAIL), ("a/typo/new", FAIL)])
-def test_a_directory_whose_parent_does_not_exist_either(tmp_path, below, state):
+def test_a_directory_whose_parent_does_not_exist_either(tmp_path, scheme, below, state):
     """As root, who may make it anywhere: the file system that should hold it is perhaps not mounted."""
     directory = tmp_path / below
-    (check,) = doctor.check_checkpoints(doctor.Inputs(Settings(checkpoint_dir=str(directory))))
+    (check,) = doctor.check_checkpoints(doctor.Inputs(Settings(checkpoint_dir=f"{scheme}{directory}")))
     assert (check.name, check.state) == ("checkpoint_dir", state)
-    assert f"{directory} does not exist" in check.detail
+    assert f"{scheme}{directory} does not exist" in check.detail
+    assert (f"nor does its parent {directory.parent}; expected a directory" in check.detail) == (state == FAIL)
     assert (f"mkdir -p {directory}" in check.advice) == (state == FAIL)
     assert not directory.exists()
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -284,3 +285,21 @@ def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(lap
     assert done.returncode == 78, done.err
     assert "etcd_data_dir=/proc/no/such: No such file or directory" in done.err
     assert laptop.folders() == []
+
+
+@pytest.mark.seam
+def test_in_a_step_of_slurm_nobody_waits_for_a_lost_store(tmp_path, monkeypatch):
+    """The job's etcd was on the host that is lost; elsewhere than in Slurm that may come back within join_timeout."""
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.setenv(name, "7")
+    settings = {"join_timeout": "200", "lease_ttl": "2"}
+    with hosts_of(tmp_path, 2, members=1) as (job, hosts):
+        lost, left = (job.start("2", inside=host.inside, name=name, **settings) for name, host in zip("ab", hosts, strict=True))
+        left.wait_for(seen(2, 0))
+        lose(hosts[0])
+        lost.finish()
+        began = time.monotonic()
+        done = left.finish()
+        assert done.returncode == 75, done.err
+        assert "the job's own store has not answered" in done.err
+        assert time.monotonic() - began < 100

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from elastic_ext.base.kinds import Response
@@ -9,7 +11,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
-from elastic_ext.rendezvous.contract import rejoin_s
+from elastic_ext.rendezvous.contract import Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
 from elastic_ext.rendezvous.round_records import State
 
@@ -62,3 +64,39 @@ def test_without_a_report_too_few_are_left_and_the_job_ends_to_be_requeued() -> 
 )
 def test_how_long_lost_nodes_are_waited_for(given: float | None, environ: dict[str, str], expected: float | None) -> None:
     assert rejoin_s(Settings(rejoin_timeout=given, lease_ttl=10), environ) == expected
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "own_store", "expected"),
+    [
+        (None, STEP, True, 5.0),
+        (None, STEP, False, math.inf),  # not the job's: it may be started again
+        (None, {}, True, math.inf),
+        (300.0, {}, True, math.inf),  # its hosts come back
+        (300.0, STEP, True, 290.0),
+        (0.0, STEP, True, 0.0),
+    ],
+)
+def test_how_long_a_lost_store_is_waited_for(
+    given: float | None, environ: dict[str, str], own_store: bool, expected: float
+) -> None:
+    assert silent_s(Settings(rejoin_timeout=given, lease_ttl=10), environ, own_store) == expected
+
+
+@pytest.mark.parametrize(
+    ("looks", "over"),
+    [
+        ([(None, 0.0), (None, 99.0)], False),  # it has not entered yet
+        ([(10.0, 9.0), (10.0, 14.9)], False),  # first seen at 14.9, as by an agent that was paused
+        ([(10.0, 10.0), (10.0, 14.9)], False),
+        ([(10.0, 10.0), (10.0, 15.0)], True),
+        ([(10.0, 10.0), (25.0, 15.0), (25.0, 26.0), (25.0, 30.9)], False),  # it has answered
+        ([(10.0, 10.0), (25.0, 15.0), (25.0, 26.0), (25.0, 31.0)], True),
+    ],
+)
+def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float]], over: bool) -> None:
+    silence = Silence(5.0)
+    assert [silence.is_over(alive_until, now) for alive_until, now in looks][-1] is over

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from elastic_ext.etcd import Delete, Put
+from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Node, encode
 from elastic_ext.rendezvous.rounds import NO_JOIN_LIMIT, JoinAnswer, after_join, is_late
+from elastic_ext.rendezvous.tasks import Dispatcher, TaskRunner
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.rendezvous.test_etcd_jobs import CONF, Nodes
@@ -25,6 +30,14 @@ from tests.rendezvous.test_etcd_jobs import CONF, Nodes
 )
 def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer) -> None:
     assert after_join(joins, limit).answer is answer
+
+
+@pytest.mark.parametrize("joins", [2, 3, 99])
+def test_a_name_of_several_machines_is_not_refused(joins: int) -> None:
+    """It may be the other one that comes and goes."""
+    decided = after_join(joins, 2, ambiguous=True)
+    assert (decided.answer, decided.level) == (JoinAnswer.NOTHING, logging.WARNING)
+    assert ("several machines of the job have its name" in decided.line(7)) is (joins > 2)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +62,35 @@ def test_who_was_not_in_the_round_before_is_late(round_: int, last: int, late: b
 
 
 KEYS = JobKeys("job")
+
+
+@pytest.mark.seam
+def test_whose_name_is_counted(server: EtcdServer) -> None:
+    """At first one machine has it, then two; the limit is reached each time."""
+    with EtcdClient(server.endpoint) as client, ExitStack() as stack:
+        dispatcher = Dispatcher()
+        stack.callback(dispatcher.close, 5)
+        refused = []
+        for number, machine in enumerate(("one", "another")):
+            lease_id = client.lease_grant(600).lease_id
+            node = Node(1, 1, "", "h", 1, machine=machine)
+            client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
+            tasks, counted = a_runner(dispatcher), threading.Event()
+            LateJoins(client, KEYS, "gpu", 0, 60).entered(7, tasks)
+            tasks.post(counted.set)
+            assert counted.wait(60)
+            refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
+            client.txn([], [Delete(KEYS.refusal("gpu"))])
+    assert (refused, tasks.failure) == ([True, False], None)
+
+
+def a_runner(dispatcher: Dispatcher) -> TaskRunner:
+    def nothing() -> None:
+        pass
+
+    return TaskRunner(
+        dispatcher, "gpu-1-abcdef", in_job=lambda: True, on_lease_lost=nothing, on_timer=nothing, on_failure=nothing
+    )
 
 
 @pytest.fixture

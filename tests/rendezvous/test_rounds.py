@@ -514,7 +514,7 @@ class Job(RuleBasedStateMachine):
     def drain(self, id_, now):
         """An operator has a node leave. It reads the nodes as they are."""
         asked = drains.Request(id_, "fan", 60, now)
-        self.header = drains.admit(asked, self.header, set(self.store), {}, self.limits.min_nodes).header
+        self.header = drains.admit(asked, self.header, self.store, {}, self.limits.min_nodes).header
 
     @rule(id_=IDS)
     def undo(self, id_):

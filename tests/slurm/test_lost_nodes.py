@@ -61,13 +61,13 @@ def test_a_spare_takes_the_place_of_the_batch_host(training: Training) -> None:
     assert not loads(job, 1)
 
 
-@pytest.mark.parametrize(("which", "join_timeout"), [("another", "300"), ("batch-host", "30")])
-def test_without_a_spare_the_job_goes_on_elsewhere(training: Training, which: str, join_timeout: str) -> None:
+@pytest.mark.parametrize("which", ["another", "batch-host"])
+def test_without_a_spare_the_job_goes_on_elsewhere(training: Training, which: str) -> None:
     """The script asks for a requeue as soon as nobody is waited for, or the agent that is left does in its place.
 
-    The job's etcd is lost with the script's node: then that agent waits for all of join_timeout.
+    The job's etcd is lost with the script's node; nobody waits for join_timeout, which is longer than this test.
     """
-    job = training.submit("--nodes=2", JOIN_TIMEOUT=join_timeout)
+    job = training.submit("--nodes=2", JOIN_TIMEOUT="600")
     job.await_out("trains rank .* run 0", 2)
     lost = node_to_lose(training, job, which)
     await_newer(training.folder, "")

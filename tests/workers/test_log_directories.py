@@ -33,8 +33,8 @@ def logs_of(log_dir: str | None = None, redirects: Std = Std.NONE) -> WorkerLogs
     return WorkerLogs(DefaultLogsSpecs(log_dir=log_dir, redirects=redirects))
 
 
-def start(logs: WorkerLogs, run_dir: Path) -> None:
-    logs.run_dir, logs.messages, logs.variables = str(run_dir), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": "0"}
+def start(logs: WorkerLogs, run_dir: Path, attempt: str = "0") -> None:
+    logs.run_dir, logs.messages, logs.variables = str(run_dir), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": attempt}
     logs.reify({0: {"TORCHELASTIC_RUN_ID": "x"}})
 
 
@@ -59,16 +59,21 @@ def test_what_another_user_has_is_left_even_by_root(temporary: Path, monkeypatch
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_an_agent_leaves_only_what_its_failure_names(temporary: Path, tmp_path: Path, failed: bool) -> None:
+@pytest.mark.parametrize("written", [False, True])
+def test_an_agent_leaves_only_what_its_failure_names(temporary: Path, tmp_path: Path, failed: bool, written: bool) -> None:
+    """Torch's message names the error file; a worker that was killed has written none."""
     logs = logs_of()
     with logs.owned_directory():
-        start(logs, tmp_path)
-        error_file = Path(logs.error_files[0])
-        error_file.touch()
-        logs.keep = failed
+        for attempt in ("0", "1"):
+            start(logs, tmp_path, attempt)
+            error_file = Path(logs.error_files[0])
+            for name in (error_file.name, "stacks.txt") if written or attempt == "0" else ():
+                error_file.with_name(name).touch()
+        logs.failed = failed
     with logs_of().owned_directory():
-        assert error_file.exists() == failed
-    assert len(list(temporary.iterdir())) == failed
+        pass
+    assert [path for path in temporary.rglob("*") if not path.is_dir()] == ([error_file] if failed and written else [])
+    assert len(list(temporary.iterdir())) == (failed and written)
 
 
 def test_logs_that_somebody_wants_stay(temporary: Path, tmp_path: Path) -> None:
@@ -97,3 +102,15 @@ def test_an_agent_that_is_killed(tmp_path: Path, temporary: Path) -> None:
     gate.open()
     assert run(command, tmp_path, TMPDIR=str(temporary)).returncode == 0
     assert list(temporary.glob("torchelastic_*")) == []
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(("line", "code", "left"), [("raise NameError('x')", 65, ["error.json"]), ("raise SystemExit(3)", 1, [])])
+def test_what_a_failed_job_leaves(tmp_path: Path, temporary: Path, line: str, code: int, left: list[str]) -> None:
+    (tmp_path / "job.py").write_text(line)
+    done = run([*AGENT, "--nproc-per-node=1", "--max-restarts=0", str(tmp_path / "job.py")], tmp_path, TMPDIR=str(temporary))
+    assert done.returncode == code, done.err
+    found = [path for path in temporary.rglob("torchelastic_*/**/*") if not path.is_dir()]
+    assert [path.name for path in found] == left
+    assert all(str(path) in done.err for path in found)
+    assert len(list(temporary.glob("torchelastic_*"))) == len(left)

@@ -65,7 +65,7 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/steady_state.py
 	$(PY) benchmarks/code_bug_waste.py
 
-reference: $(READY) ## write the generated tables of elastic_ext/REFERENCE.md
+reference: $(READY) ## write the generated tables of elastic_ext/docs
 	$(PY) -m tests.reference
 
 $(READY): pyproject.toml

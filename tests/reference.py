@@ -1,4 +1,4 @@
-"""The generated tables of elastic_ext/REFERENCE.md, and the schemas of JSON that others read. `make reference` writes them;
+"""The generated tables of elastic_ext/docs, and the schemas of JSON that others read. `make reference` writes them;
 test_reference.py compares them.
 """
 
@@ -20,7 +20,7 @@ from elastic_ext.status import status_records
 from elastic_ext.telemetry import families
 from tests.jobs import ROOT
 
-PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
+DOCS = ROOT / "elastic_ext" / "docs"
 EVENT_SCHEMA = ROOT / "elastic_ext" / "events" / "events.schema.json"
 JOB_SCHEMA = ROOT / "elastic_ext" / "status" / "job.schema.json"
 
@@ -122,26 +122,29 @@ def schema_of(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": f"#/$defs/{hint.__name__}"}
 
 
+# Each table by the name in the comment above it: its page, and what makes it.
 TABLES = {
-    "goodput states": goodput_states,
-    "settings": settings,
-    "rules": rules,
-    "exit codes": exit_codes,
-    "metrics": metrics,
-    "events": events,
+    "settings": ("settings.md", settings),
+    "rules": ("rules.md", rules),
+    "exit codes": ("failures.md", exit_codes),
+    "goodput states": ("operations.md", goodput_states),
+    "metrics": ("metric_list.md", metrics),
+    "events": ("event_list.md", events),
 }
 
 
-def generated(page: str) -> str:
-    """The page with its tables as the code has them now."""
-    for name, make in TABLES.items():
-        begin, mark, rest = page.partition(f"<!-- {name} -->\n")
-        assert mark, f"{PAGE.name} has no place for the table of {name}"
-        page = f"{begin}{mark}{make()}{rest[rest.index('<!-- end -->') :]}"
-    return page
+def parted(name: str) -> tuple[str, str, str]:
+    """The page of a table: what stands before the table, the table, and the rest."""
+    page, _ = TABLES[name]
+    before, mark, rest = (DOCS / page).read_text().partition(f"<!-- {name} -->\n")
+    assert mark, f"{page} has no place for the table of {name}"
+    shown, end, after = rest.partition("<!-- end -->")
+    return before + mark, shown, end + after
 
 
 if __name__ == "__main__":
-    PAGE.write_text(generated(PAGE.read_text()))
+    for name, (page, make) in TABLES.items():
+        before, _, after = parted(name)
+        (DOCS / page).write_text(before + make() + after)
     EVENT_SCHEMA.write_text(event_schema())
     JOB_SCHEMA.write_text(job_schema())

@@ -1,4 +1,4 @@
-"""Every command in the README and the reference is run as written, and what they show is what comes."""
+"""Every command in the README and in docs is run as written, what they show is what comes, and no link of any page is dead."""
 
 import os
 import re
@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 import elastic_ext
+from tests import reference
 from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT, TORCHRUN, Job, environment
 from tests.networks import network
 
 README = (ROOT / "README.md").read_text()
-REFERENCE = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
+START = reference.DOCS / "README.md"
+PAGES = {START: START.read_text()} | {path: path.read_text() for path in sorted(reference.DOCS.glob("*.md"))}
+DOCS = "\n".join(PAGES.values())
+MOST_LINES = 200
 
 
 def blocks(language: str) -> list[str]:
-    """The blocks of code in both pages, each once."""
-    return list(
-        dict.fromkeys(block.strip("\n") for block in re.findall(rf"```{language}\n(.*?)```", README + REFERENCE, re.DOTALL))
-    )
+    """The blocks of code in all pages, each once."""
+    return list(dict.fromkeys(block.strip("\n") for block in re.findall(rf"```{language}\n(.*?)```", README + DOCS, re.DOTALL)))
 
 
 COMMANDS = blocks("sh")
@@ -59,12 +61,12 @@ def test_training_commands(checkout, command):
 @pytest.mark.seam
 @pytest.mark.timeout(660)
 def test_make_demo():
-    """The first command. The environment that runs this test is the one that it would make.
+    """The first command after the installation. The environment that runs this test is the one that it would make.
 
     Which checkpoint is the last one before the kill, and the figures of losses, are those of a machine. But the README says that
     steps that were done twice, before the kill and after it, have the same losses to the bit.
     """
-    assert COMMANDS[0] == "make demo"
+    assert COMMANDS[:2] == ["pip install .", "make demo"]
     done = typed(["make", "demo", f"VENV={Path(sys.executable).parent.parent}"], ROOT, 600)
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = blocks("text")
@@ -89,6 +91,20 @@ def varying(line: str) -> str:
 
 
 @pytest.mark.seam
+def test_what_is_installed_has_the_pages(tmp_path):
+    """The dependencies are there, and no index is asked."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "elastic_ext", source / "elastic_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, source)
+    command = f"{COMMANDS[0]} --no-deps --no-build-isolation --no-index --target={tmp_path / 'site'}"
+    done = typed(f"{Path(sys.executable).name} -m {command}", source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.name for path in (tmp_path / "site" / "elastic_ext" / "docs").iterdir()}
+    assert pages == {path.name for path in PAGES}
+
+
+@pytest.mark.seam
 def test_curl(tmp_path):
     """In a network of its own: the default port of this machine may be another agent's."""
     (command,) = [command for command in COMMANDS if command.startswith("curl")]
@@ -105,7 +121,7 @@ def test_curl(tmp_path):
                 fetch = "from urllib import request; print(request.urlopen('http://localhost:9401/metrics').read().decode())"
                 done = typed([*inside, sys.executable, "-c", fetch], tmp_path)
     assert done.returncode == 0, done.stderr
-    named = set(re.findall(r"^\| `(elastic_ext_\w+)`", REFERENCE, re.MULTILINE))
+    named = set(re.findall(r"^\| `(elastic_ext_\w+)`", DOCS, re.MULTILINE))
     assert len(named) > 20
     assert {name for name in named if name not in done.stdout} == {name for name in named if name.startswith("elastic_ext_etcd_")}
 
@@ -171,21 +187,67 @@ def test_the_callbacks_are_used_as_shown():
 
 
 def test_what_scripts_may_call_is_there():
-    named = set(re.findall(r"\belastic_ext\.([a-zA-Z]\w+)", README + REFERENCE))
+    named = set(re.findall(r"\belastic_ext\.([a-zA-Z]\w+)", README + DOCS))
     groups = {"agent", "rules", "formats", "training", "run_id"}  # packages, entry-point groups, attributes of spans
     assert named - groups
     assert all(hasattr(elastic_ext, name) for name in named - groups)
 
 
-def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", ROOT / "elastic_ext" / "REFERENCE.md"):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_links_and_anchors_lead_somewhere():
+    folders = (".github", "benchmarks", "elastic_ext", "entrypoints", "tests")
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
+    assert len(pages) > 20
+    dead = [f"{page.relative_to(ROOT)}: {link}" for page in pages for link in links(page) if not leads_somewhere(page, link)]
+    assert dead == []
+
+
+def links(page: Path) -> list[str]:
+    """The relative links of a page, those within it included."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"\w+:", link)]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    if target.is_dir() and anchor:
+        target /= "README.md"
+    return target.exists() and (not anchor or anchor in anchors(target.read_text()))
+
+
+def anchors(text: str) -> list[str]:
+    """What GitHub makes of the headings."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", prose, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# An etcd that the job brings\n## `ext_c10d`, on nodes", ["an-etcd-that-the-job-brings", "ext_c10d-on-nodes"]),
+        ("## 빠른 시작\n```sh\n# no heading\n```\n", ["빠른-시작"]),
+    ],
+)
+def test_anchors_are_those_of_headings(text, expected):
+    assert anchors(text) == expected
+
+
+def test_a_dead_link_or_anchor_is_found():
+    broken = ("failures.md#no-such-heading", "no_such_page.md", "#no-such-heading", "../../tests#no-such-heading")
+    assert not [link for link in broken if leads_somewhere(START, link)]
+    assert all(leads_somewhere(START, link) for link in ("failures.md#exit-codes", "#what-a-worker-finds", "../../entrypoints"))
+
+
+def test_pages_are_short_and_linked_from_start():
+    assert {path.name: len(text.splitlines()) for path, text in PAGES.items() if len(text.splitlines()) > MOST_LINES} == {}
+    linked = {link.partition("#")[0] for link in links(START)}
+    assert {path.name for path in PAGES} - {START.name} - linked == set()
 
 
 def test_every_command_is_covered():
     commands = ("checkpoints save", "doctor", "drain", "status", "timeline")
-    covered = ("make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
+    covered = ("pip install .", "make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
-    assert len(README.splitlines()) < 200
+    assert len(README.splitlines()) < MOST_LINES

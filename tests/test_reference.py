@@ -1,4 +1,6 @@
-"""The generated tables of the reference are those of the code."""
+"""The generated tables of the pages are those of the code."""
+
+import re
 
 import pytest
 
@@ -8,9 +10,8 @@ from tests import reference
 
 @pytest.mark.parametrize("name", reference.TABLES)
 def test_a_table_is_the_codes(name):
-    page = reference.PAGE.read_text()
-    shown = page.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0]
-    assert shown == reference.TABLES[name](), "make reference writes it"
+    _, shown, _ = reference.parted(name)
+    assert shown == reference.TABLES[name][1](), "make reference writes it"
 
 
 def test_the_schema_of_events_is_the_codes():
@@ -25,5 +26,21 @@ def test_every_exit_code_has_a_meaning():
     assert {*reference.EXIT_CODES, 2, *(128 + code for code in reference.EXIT_CODES)} >= reference.policy.STOP_CODES
 
 
-def test_the_default_that_is_worked_out_is_the_one_that_is_told():
+def test_the_computed_default_is_the_documented_one():
     assert f"default {DEFAULT_STOP_GRACE:g}" in Settings.__dataclass_fields__["stop_grace"].metadata["help"]
+
+
+def test_ten_settings_of_start_page_exist():
+    rows = (reference.DOCS / "README.md").read_text().partition("| setting | set it when |\n")[2].partition("\n\n")[0]
+    named = re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
+    assert len(named) == 10
+    assert set(named) <= set(Settings.__dataclass_fields__)
+
+
+def test_metrics_named_on_pages_exist():
+    """A name that ends with an underscore is the beginning of several."""
+    listed = re.findall(r"^\| `(elastic_ext_\w+)`", reference.metrics(), re.MULTILINE)
+    named = {name for page in reference.DOCS.glob("*.md") for name in re.findall(r"\belastic_ext_[a-z_]+", page.read_text())}
+    assert len(named) > len(listed)
+    unknown = [name for name in named - set(listed) if not (name.endswith("_") and any(each.startswith(name) for each in listed))]
+    assert unknown == []

@@ -351,7 +351,7 @@ class JobCompanions:
         return left
 
     def _report_end(self, well: bool, limit_s: float) -> None:
-        """Tell of the end. well: the job ended well. limit_s: seconds for all who take it. No signal may come between."""
+        """Report the end. well: the job ended well. limit_s: seconds for all who take it. No signal may come between."""
         end_limit = self.journal.end_limit
         end_limit.begin(limit_s)
         for companion in self.round_companions:

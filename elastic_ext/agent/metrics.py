@@ -133,7 +133,7 @@ class Goodput:
             self._ledger.decide(hung=kind == kinds.HANG)
 
     def round_begins(self, table: ProgressTable | None, step: int | None, nodes: int) -> None:
-        """Tell the workers of the next round, before they start, which of their steps are not new.
+        """Show the workers of the next round, before they start, which of their steps are not new.
 
         table: None if they report no progress. step: that they resume from; None if unknown. nodes: of the round.
         """

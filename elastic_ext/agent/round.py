@@ -83,7 +83,7 @@ class RunningRound:
         saves: SavesOnDemand | None,
         others: Iterable[Companion],
     ) -> None:
-        """Tell all companions that the workers have started.
+        """Notify all companions that the workers have started.
 
         Args:
             ending: knows which workers are about to end with an error.

@@ -142,7 +142,7 @@ class Shared:
 
 
 def newest_positions(positions: Iterable[Position]) -> tuple[Position, ...]:
-    """Return those of the newest checkpoints. One that is named again, later, was saved anew."""
+    """Return those of the newest checkpoints. A repeated step replaces its earlier entry."""
     by_step = {each.step: each for each in positions}
     return tuple(sorted(by_step.values(), key=lambda each: each.at)[-KEPT_POSITIONS:])
 

@@ -271,6 +271,11 @@ class Settings:
         SECONDS,
         "Kubeflow Trainer: seconds between two posts of the TrainJob's status, where it asks for them; 0: post none",
     )
+    unsafe_etcd: bool = _setting(
+        False,
+        BOOLEAN,
+        "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, of which a member that is killed may lose writes for good",
+    )
     verify: str = _setting(
         "sampled",
         one_of("off", "sampled", "full"),

@@ -22,7 +22,7 @@ from elastic_ext.checkpoints.storage import Storage
 logger = logging.getLogger(__name__)
 
 
-MOST_CAUSES = 4  # that a message tells
+MOST_CAUSES = 4  # that a message names
 MOST_SHOWN = 500  # characters of each
 
 
@@ -30,7 +30,7 @@ class CheckpointError(ElasticExtError):
     """A checkpoint could not be loaded: it is damaged or does not fit this model.
 
     Attributes:
-        by_rank: (rank, cause), if all ranks have told each other.
+        by_rank: (rank, cause), if all ranks have exchanged them.
     """
 
     by_rank: Sequence[tuple[int, str]] = ()

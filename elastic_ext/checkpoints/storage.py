@@ -419,7 +419,7 @@ READ_BLOCK = 8 << 20  # bytes per request to an object store
 # memory only created.
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
-# Errors of these top-level modules pass unchanged, as whoever reads a file may raise them. Those of other libraries become
+# Errors of these top-level modules pass unchanged, as any reader of a file may raise them. Those of other libraries become
 # OSError, and so do those that a client lets through, such as http.client.IncompleteRead.
 _OF_CLIENTS = {"http", "asyncio", "concurrent"}
 _OWN_ERRORS = sys.stdlib_module_names | {"builtins", "elastic_ext", "torch"}  # torch: the handlers of its agents' signals raise

@@ -129,7 +129,7 @@ def _ls(args: argparse.Namespace) -> int:
     try:
         choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
     except (OSError, UsageError) as error:  # the rows say what cannot be read
-        unknown = f"which one a job would resume from cannot be told: {error}"
+        unknown = f"which one a job would resume from is unknown: {error}"
     chosen = choice.resume.path if choice is not None and choice.resume is not None else None
     for row in rows if args.json else ():
         print(json.dumps(_as_json(row, row.entry.path == chosen)))

@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
     drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
     add_job(drain)
-    drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and whoever starts an agent there again")
+    drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and those who start an agent there again")
     drain.add_argument(
         "--timeout",
         type=seconds,

@@ -33,7 +33,7 @@ class Limits:
 
     Attributes:
         data_bytes: of all keys and values; as much again for the history.
-        changes: in the history; watches that lag behind more are told to read again.
+        changes: in the history; watches that lag behind more are asked to read again.
         request_bytes, operations: of one transaction; etcd's defaults.
     """
 

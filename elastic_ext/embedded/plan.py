@@ -1,4 +1,4 @@
-"""What an embedded store is told at its start, and where the agents of its host find it. Standard library only."""
+"""The orders of an embedded store at its start, and where the agents of its host find it. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a store is told at its start.
+    """The orders of a store at its start.
 
     Attributes:
         host: the address to listen on, numeric.

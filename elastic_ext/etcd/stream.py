@@ -40,7 +40,7 @@ class _OwnIds(_Broken):
 class _Call:
     """One call of etcd's Watch, from its opening until it breaks. Not thread-safe.
 
-    Invariant: creates are answered in the order they were sent, so the n-th `created` belongs to the n-th create. Only this tells
+    Invariant: creates are answered in the order they were sent, so the n-th `created` belongs to the n-th create. Only this shows
     which watch was refused: the server then answers with the id -1. A server that takes no ids from clients, such as etcd's
     grpc-proxy, does not keep the order either: there each create waits until the one before is answered.
     """

@@ -1,4 +1,4 @@
-"""Which two nodes of a job cannot reach each other, from what each tells of itself. Pure functions, standard library only.
+"""Which two nodes of a job cannot reach each other, from what each reports of itself. Pure functions, standard library only.
 
 Only the node that sends learns that nobody answers, so a report of either one is enough. It names an address; whose address that
 is, the other node's own report says. An address of no node of the job (an object store, say) makes no pair.
@@ -41,7 +41,7 @@ NOTHING_KNOWN = Reach()
 
 
 def union(one: Reach, other: Reach) -> Reach:
-    """Return what a node has told at two times. `one` counts where both name an address."""
+    """Return what a node has reported at two times. `one` counts where both name an address."""
     known = {each.address for each in one.silent}
     silent = (*one.silent, *(each for each in other.silent if each.address not in known))
     return Reach(tuple(dict.fromkeys((*one.addresses, *other.addresses))), silent)

@@ -52,7 +52,7 @@ class Circumstances:
         min_nodes: minimum number of nodes of the job.
         lost: the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
-        reaches: what nodes told of their connections while the job hung, by id, besides what the reports say: connections may be
+        reaches: what nodes reported of their connections while the job hung, by id, besides their reports: connections may be
             gone by the time of a report.
         at: see JobVerdict.
         exit_codes, backoff, jitter: see policy.decide.
@@ -194,7 +194,7 @@ def _shared(stacks: Sequence[str]) -> str:
 def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
-    certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, whoever cannot reach whom
+    certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
         now = past_failure(cause, report.resumed_at, report.resumed_from)
         past = precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)

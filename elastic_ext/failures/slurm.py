@@ -55,7 +55,7 @@ def notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
 
 
 def hostnames(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
-    """Return the hosts of the job in Slurm's order, the one of the batch script first; none if scontrol does not tell.
+    """Return the hosts of the job in Slurm's order, the one of the batch script first; none if scontrol does not say.
 
     Only Slurm itself can read every list of hosts ("gpu[1-3,7],login-[a-c]2").
     """

@@ -274,7 +274,7 @@ class FirstAnswers:
         if not self._warned and any(stats.awaits_signal is None for stats in sample.values()):
             self._warned = True
             logger.warning(
-                "elastic_ext: neither /proc/PID/syscall nor wchan tells whether a worker waits for a signal, so none is asked "
+                "elastic_ext: neither /proc/PID/syscall nor wchan shows whether a worker waits for a signal, so none is asked "
                 "whether it stays in a call: ranks that wait for each other with a busy core count as working for half an hour"
             )
 

@@ -1,4 +1,4 @@
-"""Tells from a worker's stacks what it waits for. Pure, standard library only.
+"""Finds out from a worker's stacks what it waits for. Pure, standard library only.
 
 The stacks are in faulthandler's format, innermost frame first, with the main thread last.
 

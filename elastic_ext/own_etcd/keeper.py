@@ -29,7 +29,7 @@ from elastic_ext.own_etcd.member import MemberFailed, MemberRunner, State
 
 logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
 
-TICK_S = 1.0  # nothing tells that etcd no longer answers; without an agent here that decides when the keeper ends
+TICK_S = 1.0  # no event shows that etcd no longer answers; without an agent here that decides when the keeper ends
 AGENT_TICK_S = 5.0  # with one; and an agent that waits learns for whom
 DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
 MAKE_WAY_S = decisions.LAST_S + 5.0  # for the keeper of an earlier run, which is told to end
@@ -74,7 +74,7 @@ class Keeper:
             self._agents.accept()  # the agent that has started this keeper may still be outside
             self._agents.say({"say": "failed", "text": str(error)})
         except Exception as error:
-            logger.exception("the keeper fails")  # to a file that goes with the folder: the agents tell of it
+            logger.exception("the keeper fails")  # to a file that goes with the folder: the agents report it
             self._agents.say({"say": "failed", "text": f"the keeper of the job's etcd has failed: {error!r}"})
         finally:
             self._end()

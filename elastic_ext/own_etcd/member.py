@@ -104,7 +104,7 @@ class Member:
     """A member that has been started. `pidfd` is readable once it has ended; `ready` once it serves: then call `note_ready`."""
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
-        """Start it. folder: for its log and the socket by which it tells that it is ready. Raises OSError."""
+        """Start it. folder: for its log and the socket by which it reports that it is ready. Raises OSError."""
         self._log = folder / "log"
         notify = folder / "notify"
         notify.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 The etcd of the next start is a new one, perhaps on other hosts. Each keeper with a member writes a file into `etcd_data_dir` at
 each change; the first members of the next etcd put the newest file back before any agent comes in.
 
-Which file is newest is told by counting, not by clocks: a file holds how many starts there were before, and etcd's revision. The
+Which file is newest is found by counting, not by clocks: a file holds how many starts there were before, and etcd's revision. The
 time that a record has left is another matter: that is measured by the clock, and a wrong one only shortens or prolongs it.
 """
 

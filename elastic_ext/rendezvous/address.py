@@ -70,7 +70,7 @@ def _entries(pointer: ctypes._Pointer[_Entry]) -> Iterator[tuple[Address, int]]:
 
 @dataclass(frozen=True)
 class HostName:
-    """Where the name of this host leads: gloo has other workers connect there, unless it is told an interface.
+    """Where the name of this host leads: gloo has other workers connect there, unless it is given an interface.
 
     Attributes:
         resolved: the addresses of the name.
@@ -238,7 +238,7 @@ def address_towards(host: str) -> str:
 def check_own(local_addr: str | None, default: str) -> None:
     """Check that this host reaches itself by the address that it is about to give to the other nodes.
 
-    The interfaces cannot tell: behind NAT an address may be this host's and yet be on no interface.
+    The interfaces cannot show this: behind NAT an address may be this host's and yet be on no interface.
 
     Args:
         local_addr: the user's --local-addr.

@@ -1,7 +1,7 @@
 """Drains: an operator has nodes leave a running job without losing work. Decisions over plain values, standard library only.
 
 A drain is a record in the job's header (`round_records.Drain`), so that its check and its write are one compare-and-swap, and it
-outlives a leader, a round, and records that etcd has lost. `admit` makes it, for `elastic-ext drain`. The node tells of a
+outlives a leader, a round, and records that etcd has lost. `admit` makes it, for `elastic-ext drain`. The node reports a
 checkpoint that was published since (`Node.drained`). The leader then releases it (`may_go`): the host is refused, the round
 ends, and no later round has the node, which leaves when it sees this.
 

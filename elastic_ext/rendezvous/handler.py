@@ -163,7 +163,7 @@ class EtcdRendezvous(contract.Base):
             topology=self.settings.topology or "",
             local=self.settings.local_dir is not None or self.settings.copies_to_memory,
             cut=cut,
-            # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
+            # Without a reaper the workers may outlive a killed agent. Then only the lease counts.
             link_port=self._place.links.port if self.reaper_runs() else 0,
             silent=self._stores.silent(self.round),
             hosts_store=self._own_store is not None and self._own_store.hosted_here,

@@ -21,9 +21,9 @@ class NoSuchJob(UsageError):
 
 @dataclass(frozen=True)
 class NodeText:
-    """What a node tells of itself for people (`status.status_records`), as it was read.
+    """What a node reports of itself for people (`status.status_records`), as it was read.
 
-    version: another number means that the node has told it again; the same number, that it has not.
+    version: another number means that the node has reported again; the same number, that it has not.
     """
 
     text: str
@@ -38,7 +38,7 @@ class JobStatus:
         nodes, assignments: records and assignments, by node id.
         refused: the reason, by host.
         faults: one line for each unreadable record.
-        reports: what each node tells of itself, by node id.
+        reports: what each node reports of itself, by node id.
         goodput: the records of `base.goodput`, as they were read, by host.
         unknown: why, by what this rendezvous cannot know.
     """
@@ -93,7 +93,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
                 nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
-    for drain in (each for each in header.drains if not each.released):  # of a released one the refusal tells, until --undo
+    for drain in (each for each in header.drains if not each.released):  # the refusal stands for a released one, until --undo
         refused.setdefault(drain.host, f"to leave at the next checkpoint: {drain.reason}")
     return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
 

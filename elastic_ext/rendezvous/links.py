@@ -1,7 +1,7 @@
 """Links between agents: TCP connections that end when a node dies as a whole, so that the others know at once.
 
 If only the agent is killed, its reaper takes the node out of the job. If the agent, its reaper and its workers die at one instant
-(`kubectl delete --force`, a container out of memory, SIGKILL to a job step), only the lease would tell. But the kernel of that
+(`kubectl delete --force`, a container out of memory, SIGKILL to a job step), only the lease would show it. But the kernel of that
 host lives on and closes their connections. So each agent keeps a link to one or two other nodes of its round
 (`rounds.neighbors`), and suspects a node that closes its link without a goodbye. It then connects again:
 
@@ -9,7 +9,7 @@ host lives on and closes their connections. So each agent keeps a link to one or
     accepted, but no answer       the reaper still runs, or the agent is frozen: the end of this connection is the next event
     refused                       probably dead: the agent writes its doubt to etcd, where a living node removes it at once. If
                                   it is still there after CONFIRM_S, the record of the node is deleted and its lease revoked
-    anything else                 the network may be cut: only the lease can tell
+    anything else                 the network may be cut: only the lease can show that
 
 A link that is reset or times out makes nobody a suspect: a dead process closes its connections, something on the way resets them.
 The record is deleted in a transaction that compares the doubt. So a node either removes the doubt or is removed, and learns
@@ -25,9 +25,9 @@ Invariants:
     it may have been declared dead (unless all others are in trouble, too: see `fence`). It looks for longer than DECIDE_S.
     One node declares another dead once at most; after that, only its lease counts.
 
-Only the lease tells of a host that loses its power, which closes nothing, and of a node that dies before anybody has linked to
-it. Not covered: something closes the link to a node on one side only (a proxy may), refuses connections to it, and cuts it from
-etcd at the same time. Its workers then run until its lease ends, next to a round of the others.
+Only the lease shows the end of a host that loses its power, which closes nothing, and of a node that dies before any other has
+linked to it. Not covered: something closes the link to a node on one side only (a proxy may), refuses connections to it, and cuts
+it from etcd at the same time. Its workers then run until its lease ends, next to a round of the others.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Watcher:
                         peer = None  # it may have registered again
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
-            except Exception:  # top of a task: the others go on, and the lease of this node still tells
+            except Exception:  # top of a task: the others go on, and the lease of this node still counts
                 logger.exception("the link to node %s has failed", node_id)
             now = time.monotonic()
             if end in (End.LOST, End.RESET):
@@ -191,7 +191,7 @@ class Watcher:
         removed, where = False, f"its link has ended, and {suspect.address}:{suspect.port} refuses connections"
         doubted = await in_thread(lambda: self._peers.doubt(suspect, by - time.monotonic()))
         if doubted is not None:
-            await asyncio.sleep(CONFIRM_S)  # no event tells that no answer will come
+            await asyncio.sleep(CONFIRM_S)  # no event shows that no answer will come
             left_s = by - time.monotonic()
             try:
                 removed = left_s > 0 and await in_thread(lambda: self._peers.remove(suspect, doubted, left_s))
@@ -236,7 +236,7 @@ async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 DOUBT, DEAD = "doubt", "dead"  # values of the key; "dead" is followed by the create revision of the record that was deleted
-CALL_TIMEOUT_S = 2.0  # of a call to etcd; the lease tells, too, so nothing depends on an answer
+CALL_TIMEOUT_S = 2.0  # of a call to etcd; the lease counts, too, so nothing depends on an answer
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Participant:
         self.tasks.post(lambda: self.header_record.update(round_, change, in_any_round))
 
     def offer(self, seal: str, rank: int, text: str) -> None:
-        """Tell the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
+        """Report to the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
         self.tasks.post(lambda: self._own_offer.write(seal, rank, text))
 
     def offers_of(self, seal: str) -> str:

@@ -215,7 +215,7 @@ class Presence:
     def _answered(self, others: tuple[str, ...] = ()) -> frozenset[str]:
         """Answer a doubt; return those of the others that are in the job.
 
-        In a thread of its own, which may go on when nobody waits for it any more: what it reads is told all the same.
+        In a thread of its own, which may go on when nobody waits for it any more: what it reads is reported all the same.
         """
         standing = self._records.answer(others)
         if standing.dead:

@@ -133,7 +133,7 @@ def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, t
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
-        return DrainOutcome(Ending.NO_JOB, f"{error}; nothing tells whether the node leaves: ask `elastic-ext status`")
+        return DrainOutcome(Ending.NO_JOB, f"{error}; it is unknown whether the node leaves: ask `elastic-ext status`")
 
 
 def undo(client: EtcdClient, run_id: str, name: str) -> str:

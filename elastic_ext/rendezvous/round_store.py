@@ -99,7 +99,7 @@ class StoreConnector:
         self._silent: dict[str, int] = {}  # round of the last store that did not answer, by its host's address
 
     def silent(self, round_: int) -> tuple[str, ...]:
-        """Return the addresses of hosts whose store did not answer lately when this node last tried. round_: the last one."""
+        """Return the addresses of hosts whose store did not answer when this node last tried. round_: the last one."""
         return lately(self._silent, round_)
 
     def connect(self, header: Header, over: Callable[[], object | None], break_round: Callable[[str], None]) -> TCPStore | None:

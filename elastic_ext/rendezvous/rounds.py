@@ -1,4 +1,4 @@
-"""The rounds of a job: a pure state machine that tells the leader what to do next. Standard library only, no I/O, no clock.
+"""The rounds of a job: a pure state machine that decides what the leader does next. Standard library only, no I/O, no clock.
 
 A round is one set of nodes with one numbering. It runs until a node is lost, leaves or requests its end (broken), or until the
 workers of all its nodes have finished (done). The next round is sealed from the waiting nodes.
@@ -10,7 +10,7 @@ Invariants, kept here and checked by the tests on every path:
     a living node is in the round or waits for the next one.
 
 The records of a job may be lost while its nodes live: etcd was unreachable for longer than their leases, or somebody deleted
-them. A node's memory of the header is then as good as the record: `precedes` tells the older of two headers, and the newest is
+them. A node's memory of the header is then as good as the record: `precedes` finds the older of two headers, and the newest is
 written again. A leader that knows of such an outage gives missing members time to come back (View.returning_until) before it
 counts them as lost.
 """
@@ -66,7 +66,7 @@ class View:
         members: rank in header.round, by id; includes lost nodes.
         last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
         may_grow: waiting nodes may join now; False: only after a checkpoint.
-        finished_at: when the last of those nodes whose workers have finished told so, on the same clock; None if none has.
+        finished_at: when the last node whose workers have finished reported that, on the same clock; None if no node has.
         reported_at: when the first report about the end of this round came, on the same clock; None if none did.
         returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
             without assignments may come back. None: no member is expected back.
@@ -173,7 +173,7 @@ def lost(view: View) -> dict[str, str]:
 
 
 def reaches(view: View) -> dict[str, Reach]:
-    """Return what the members whose workers are all quiet have told of their connections, by id; not who or for how long."""
+    """Return what the members whose workers are all quiet have reported of their connections, by id; not who or for how long."""
     number = view.header.round
     nodes = {id_: view.nodes[id_] for id_ in view.members if id_ in view.nodes}
     return {

@@ -242,7 +242,7 @@ class NodeConfig:
         lease_ttl_s: after this many seconds without a renewal, etcd drops the node.
         host: name by which a verdict may refuse this machine; "" if it has none.
         loopback: the network of this machine, if the other nodes are to reach this one at the loopback; else "".
-        own_store: the job has brought its store, which ends with it: whoever comes after its end has come too late.
+        own_store: the job has brought its store, which ends with it: a node that comes after its end is too late.
     """
 
     run_id: str

@@ -279,14 +279,14 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[S
     found = []
     silent = sum(each.state == SILENT for each in nodes)
     if silent:
-        who = "1 node has told nothing of itself yet" if silent == 1 else f"{silent} nodes have told nothing of themselves yet"
+        who = "1 node has reported nothing yet" if silent == 1 else f"{silent} nodes have reported nothing yet"
         found.append(Unknown("state", who))
     if not nodes:
-        found.append(Unknown("nodes", "no agent is in the job any more, and what they told last has expired"))
+        found.append(Unknown("nodes", "no agent is in the job any more, and their last reports have expired"))
     if not rounds and not nodes:
         found.append(Unknown("rounds", "only agents know when a round began"))
     if not spent:
-        found.append(Unknown("goodput", "no agent has told where its time went"))
+        found.append(Unknown("goodput", "no agent has reported where its time went"))
     return found
 
 

@@ -235,7 +235,7 @@ class AgentMetrics(FamilyCollector):
         self._add("memory_copies_lost")
 
     def part_sent(self, size: int | None) -> None:
-        """Count a part of a copy in memory, of so many bytes, that another node has, too; None: it does not have it."""
+        """Count a part of a copy in memory that another node has, too. size: in bytes; None: it does not have it."""
         self._add("memory_parts", FAILED if size is None else COPIED)
         self._add("memory_sent_bytes", by=size or 0)
 

@@ -39,7 +39,7 @@ class WorkerTime:
         now_in: the state of what is not settled.
         step_s: mean time from one step to the next; math.inf before the second.
         finished: its script has ended well. failed_at: when it ended otherwise; 0: it did not.
-        saves: committed checkpoints. saved: the last of them, after so many of this worker's steps.
+        saves: committed checkpoints. saved: the last of them, after that many of this worker's steps.
         tokens, flops: as the script reports them.
     """
 
@@ -284,7 +284,7 @@ def advised_interval(spent: Spent, hosts: int) -> Interval:
     between_s = running_s / spent.interruptions
     if stall_s <= 0 or between_s <= 0:
         return Interval(
-            None, "saves do not stall training, or no script tells: any interval is as good", stall_s, restart_s, between_s
+            None, "saves do not stall training, or no script reports them: any interval is as good", stall_s, restart_s, between_s
         )
     if stall_s >= 2 * between_s:
         advised_s = between_s

@@ -82,7 +82,7 @@ def from_events(events: Sequence[Event]) -> Timeline:
         trained=sum(each.seconds for each in whole if each.state in (TRAINING, RUNNING)) / length,
         trained_is="Trained {} of the time, steps done twice included"
         if steps_known
-        else "Workers ran {} of the time; steps are not told",
+        else "Workers ran {} of the time; steps are not reported",
         rounds=tuple(Start(each.at, each.number) for each in sorted(job.rounds, key=lambda each: each.at)),
         interruptions=tuple(ends.interruptions(row_of)),
         saved=_saved(job),
@@ -505,8 +505,8 @@ NOW = {
 }
 SHORTEST_STATUS_S = 1.0
 JUDGED = "%Y-%m-%d %H:%M:%S%z"  # as verdicts have it
-WITHOUT_EVENTS = "What each node did before, and the checkpoints, only events tell (setting events_file)."
-BY_JUDGES = "No agent tells when the rounds were: failures stand where the clocks of the agents that judged them were."
+WITHOUT_EVENTS = "Only events (setting events_file) show what each node did before, and the checkpoints."
+BY_JUDGES = "No agent reports when the rounds were: failures are placed by the clocks of the agents that judged them."
 
 
 def from_status(document: Document, now_unix: float) -> Timeline:

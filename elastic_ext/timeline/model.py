@@ -19,7 +19,7 @@ MEMBERSHIP = "membership"  # kind of an interruption that is not a failure
 STATES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         TRAINING: ("training", "#2e9e5b"),
-        RUNNING: ("workers run, steps not told", "#7cc29a"),
+        RUNNING: ("workers run, steps not reported", "#7cc29a"),
         goodput.SAVE: ("checkpoint save (stall)", "#2795a1"),
         goodput.DATA: ("data wait", "#9bb83a"),
         goodput.LOST: ("lost work, done again", "#d98cb3"),

@@ -49,7 +49,7 @@ class SaveOnDemand(TrainerCallback):
         self._began = 0.0  # time.monotonic() of the Trainer's last event before it may save
 
     def on_train_begin(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
-        """Forget a request from an earlier training run; tell the agent how long this one is."""
+        """Forget a request from an earlier training run; report to the agent how long this one is."""
         self._requested = False
         if state.max_steps > 0:
             report_total_steps(state.max_steps, state.global_step)

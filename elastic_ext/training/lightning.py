@@ -68,7 +68,7 @@ class SaveOnDemand:
         self._step = 0
 
     def on_train_start(self, trainer: _Trainer, pl_module: object) -> None:
-        """Record the step at which training starts; tell the agent how many there will be, if Lightning knows."""
+        """Record the step at which training starts; report to the agent how many there will be, if Lightning knows."""
         self._step = trainer.global_step
         total = trainer.estimated_stepping_batches
         if math.isfinite(total) and total >= 1:

@@ -1,4 +1,4 @@
-"""Progress, phases and amounts of work, which a script tells the agent besides its optimizer steps."""
+"""Progress, phases and amounts of work, which a script reports to the agent besides its optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints, the script's side: which one to resume from, and what the agent is told of saves, loads and copies in memory.
+"""Checkpoints, the script's side: which one to resume from, and what the agent learns of saves, loads and copies in memory.
 
 Saves on demand: the agent asks for one, e.g. before a preemption or for `elastic-ext checkpoints save`.
 All ranks must save at the same step boundary, but they see the request at different moments. So:

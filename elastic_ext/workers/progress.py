@@ -212,7 +212,7 @@ class ProgressTable:
         self._rows[slot][layout.SAVE_WANTED] = number
 
     def repeat(self, steps: int) -> None:
-        """Tell all workers how many of their first steps were done before, for `progress_layout.settle`. Before they start."""
+        """Show all workers how many of their first steps were done before, for `progress_layout.settle`. Before they start."""
         for row in self._rows:
             row[layout.REPEATED] = steps
 

@@ -38,9 +38,12 @@ def job(tmp_path: Path, trainer: TrainerServer, *command: object, **variables: s
 @pytest.mark.seam
 def test_a_crash_a_restart_and_the_end(tmp_path, trainer):
     """Steps count from the beginning of the job, not from the restart: 5 of 20 are in the checkpoint, the last 15 are new."""
-    gate = Gate(tmp_path / "gate")
+    again, gate = Gate(tmp_path / "again"), Gate(tmp_path / "gate")
     script = [SCRIPTS / "status_job.py", tmp_path / "checkpoints", 20]
-    with job(tmp_path, trainer, "--nproc-per-node=2", *script, KILL="1:8", GATE=str(gate.path)) as running:
+    gates = {"AGAIN": str(again.path), "GATE": str(gate.path)}
+    with job(tmp_path, trainer, "--nproc-per-node=2", *script, KILL="1:8", **gates) as running:
+        trainer.wait(lambda posts: any(post.remaining_s is None and post.metrics["current_step"] == "7" for post in posts))
+        again.open()
         running.wait_for("trained", 2)
         trainer.wait(lambda posts: posts[-1:] and posts[-1].metrics["current_step"] == "20" and posts[-1].remaining_s is not None)
         gate.open()

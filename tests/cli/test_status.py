@@ -30,8 +30,7 @@ from elastic_ext.status import job_status, status_records
 from elastic_ext.status.job_status import Own, ReportAges, Sources
 from elastic_ext.status.status_records import Document, NodeReport, Pace, RoundSpan
 from tests.etcd_server import Certificates
-from tests.jobs import ROOT
-from tests.reference import JOB_SCHEMA
+from tests.reference import DOCS, JOB_SCHEMA
 from tests.status.pages_in_chromium import document, failure, hashed, of_nodes, served
 from tests.until import LIMIT_S
 
@@ -464,6 +463,6 @@ def test_nobody_is_sent_elsewhere(capsys):
     assert "302" in err
 
 
-def test_the_reference_names_every_exit_code():
-    page = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
+def test_the_page_names_every_exit_code():
+    page = (DOCS / "status.md").read_text()
     assert all(f"| {code} | {meaning} |" in page for code, meaning in status.MEANINGS.items())

@@ -84,10 +84,9 @@ def test_the_relabelling_of_the_pod_monitor_is_prometheus_own(tmp_path):
     promtool("check", "config", tmp_path / "config.yml")
 
 
-def test_the_page_names_the_alerts_and_its_links_lead_somewhere():
+def test_the_page_names_the_alerts():
     page = (MONITORING / "README.md").read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ALERTS
-    assert all((MONITORING / target).exists() for target in re.findall(r"\]\(([^)#]+)", page))
 
 
 def test_a_missing_program_skips_or_fails(monkeypatch):

@@ -16,7 +16,7 @@ from elastic_ext.agent import plugin
 from elastic_ext.base.errors import UsageError
 from elastic_ext.http import gate
 from tests.etcd_server import Certificates
-from tests.jobs import ROOT
+from tests.reference import DOCS
 
 pytest.importorskip("yaml", reason="needs elastic_ext[web]")
 HASH = "$2y$10$X0h1gDsPszWURQaxFh.zoubFi6DXncSjhoQNJgRrnGs7EsimhC7zG"  # of exporter-toolkit's documentation
@@ -45,8 +45,8 @@ def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -
 
 
 @pytest.mark.seam
-def test_the_file_in_the_reference_is_accepted(certificates: Certificates) -> None:
-    page = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
+def test_the_file_on_the_page_is_accepted(certificates: Certificates) -> None:
+    page = (DOCS / "metrics.md").read_text()
     (shown,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tls_server_config" in block)
     for name in ("crt", "key"):
         shutil.copy(certificates.path(f"server.{name}"), certificates.path(f"tls.{name}"))

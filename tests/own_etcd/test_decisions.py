@@ -55,7 +55,7 @@ def test_ports_without_one_are_below_those_that_the_kernel_gives_out():
 @pytest.mark.parametrize(
     ("endpoint", "said"),
     [
-        ("job:", "no hosts are named, and Slurm tells of none"),
+        ("job:", "no hosts are named, and Slurm lists none"),
         ("job:a,localhost,b", "localhost means another machine on each host"),
         ("job:a,b c,d", "'b c' is no host"),
         ("job:http://a", "no host"),

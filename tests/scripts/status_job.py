@@ -1,6 +1,7 @@
 """Trains and saves; what a TrainJob's status is made of.
 
-status_job.py DIR TOTAL     $KILL=RANK:STEP: that rank is killed once, before its step STEP; $GATE: wait there after the last step
+status_job.py DIR TOTAL     $KILL=RANK:STEP: that rank is killed once, before its step STEP.
+                            $AGAIN: wait there before the first step after a restart; $GATE: after the last step
 """
 
 import fcntl
@@ -20,6 +21,16 @@ weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], 0.1)
 elastic_ext.report_total_steps(total)
 loss = elastic_ext.metrics.gauge("loss", "Of the last step.")
+
+
+def wait_at(name: str) -> None:
+    if name in os.environ:
+        with open(os.environ[name]) as gate:
+            fcntl.flock(gate, fcntl.LOCK_SH)  # the test holds it
+
+
+if attempt:
+    wait_at("AGAIN")
 for step in range((elastic_ext.resume_step() or 0) + 1, total + 1):
     if attempt == 0 and os.environ.get("KILL") == f"{rank}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -33,8 +44,6 @@ for step in range((elastic_ext.resume_step() or 0) + 1, total + 1):
     dist.barrier()
 sys.stdout.write(f"trained {rank} {os.getpid()}\n")
 sys.stdout.flush()
-if "GATE" in os.environ:
-    with open(os.environ["GATE"]) as gate:
-        fcntl.flock(gate, fcntl.LOCK_SH)  # the test holds it
+wait_at("GATE")
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

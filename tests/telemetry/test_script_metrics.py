@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from elastic_ext.base import metric_files as layout
 from elastic_ext.telemetry.script_metrics import ScriptMetrics, added, newer, set_last
 from elastic_ext.workers import worker_env
-from tests.test_readme import REFERENCE, blocks
+from tests.test_readme import DOCS, blocks
 
 Samples = dict[tuple[str, ...], float]
 
@@ -345,15 +345,15 @@ def test_promtool_has_nothing_to_say(agent, start):
 
 
 @pytest.mark.seam
-def test_the_reference_shows_what_works(agent, start):
+def test_the_page_shows_what_works(agent, start):
     (shown,) = [block for block in blocks("python") if "import metrics" in block]
     loop = "import sys\nbatches = iter(['batch'])\n" + shown + "\nfor line in sys.stdin: print('done', flush=True)"
     start(1, 0, 0, code=loop).do("")
     found = read(agent)
     assert (found["train_samples_total", "train"], found["train_loss", "0", "0"]) == (32, 2.5)
     assert found["train_data_wait_seconds_count",] == 1
-    assert f"{layout.MAX_NAMES} names and {layout.MAX_SERIES:,} label sets in all" in REFERENCE
-    assert f"{layout.MAX_LABELS} labels and {layout.MAX_BOUNDS} buckets for each" in REFERENCE
+    assert f"{layout.MAX_NAMES} names and {layout.MAX_SERIES:,} label sets in all" in DOCS
+    assert f"{layout.MAX_LABELS} labels and {layout.MAX_BOUNDS} buckets for each" in DOCS
 
 
 COUNTER, GAUGE = layout.define("counter", "c", ""), layout.define("gauge", "g", "")

@@ -182,7 +182,7 @@ def read_agreement(text: str) -> Agreement:
 
 
 def _is_sound(peers: Peers) -> bool:
-    """Return whether all nodes that it tells of exist."""
+    """Return whether all nodes that it names exist."""
     count = len(peers.addresses)
     named = (*peers.keepers, *(node for move in peers.moves for node in (move.source, move.target)))
     return len(peers.keepers) == count and all(node < count for node in named)
@@ -297,7 +297,7 @@ class PeerPlan:
 
 
 def arrange(nodes: Sequence[Offers], resumed: MemoryChoice | None) -> Peers | None:
-    """Return what node 0 tells all nodes; None if not all of them can be sent parts. resumed: what the round resumes from."""
+    """Return what node 0 publishes to all; None if not all of them can be sent parts. resumed: what the round resumes from."""
     if len(nodes) < 2 or not all(each.peer for each in nodes):
         return None
     offer = resumed.offer if resumed is not None else None

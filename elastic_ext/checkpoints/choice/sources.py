@@ -120,7 +120,7 @@ class RemoteTier:
             return upper
 
     def _may_have_newer(self, upper: Agreement) -> bool:
-        """Return whether there may be something newer, by the names. A script's own saves tell their step only when opened."""
+        """Return whether there may be something newer, by the names. A script's own saves show their step only when opened."""
         order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
         found = [each.name for each in discovery.candidates(self._entries, pattern)]
         return any(order_of(name) is None or order_or_oldest(name) > order for name in found)

@@ -376,13 +376,13 @@ class Copier:
         self._child = RestartedChild(lambda: Child(command, environ), checkpoint_dir, metrics, stall_s)
 
     def update_saves(self, saves: int) -> None:
-        """Tell the process to look if this round's workers have reported another save. saves: how many so far."""
+        """Notify the process to look if this round's workers have reported another save. saves: how many so far."""
         if saves != self._saves:
             self._saves = saves
             self._child.order(LOOK)
 
     def look_now(self) -> None:
-        """Tell the process to look, because there may be a checkpoint that its worker could no longer report."""
+        """Notify the process to look, because there may be a checkpoint that its worker could no longer report."""
         self._child.order(LOOK)
 
     def abandon_newer_than(self, resumes_from: str) -> None:

@@ -88,7 +88,7 @@ PULSE_S = 5.0  # interval between pulses to the agent while one file is being se
 
 
 class Throttle:
-    """Called with each block. Limits the rate, and tells the agent and the other nodes that this node is at work.
+    """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work.
 
     Attributes:
         sent: bytes sent in this turn.
@@ -122,7 +122,7 @@ class Throttle:
         self.report_alive()
 
     def report_alive(self) -> None:
-        """Tell the agent and the other nodes that this node is at work, if it is time to. Raises OSError."""
+        """Report to the agent and the other nodes that this node is at work, if it is time to. Raises OSError."""
         now = time.monotonic()
         if now - self._pulse_at >= PULSE_S:
             self._pulse_at = now

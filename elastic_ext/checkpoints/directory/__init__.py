@@ -7,7 +7,7 @@ transfer.py     copy a checkpoint to another directory
 tiers.py        the parts of a checkpoint on the nodes' local disks, and locks that keep one until it is loaded
 
 The files beside the checkpoints, all but UNFINISHED below `.elastic_ext/`, are hidden, so never a checkpoint. Processes of one
-job, and of later jobs, use them to tell each other about checkpoints:
+job, and of later jobs, use them to inform each other about checkpoints:
 
     quarantine/NAME.json         in the remote directory: do not resume from this checkpoint (`marks`)
     pin/NAME.json                in the remote directory: do not prune this checkpoint (`marks`)

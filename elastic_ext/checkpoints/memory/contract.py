@@ -24,7 +24,7 @@ class Room:
     Attributes:
         directory: the tier's directory.
         limit: bytes for all copies together.
-        every: the setting memory_every: copy every so many steps, 0: never, None: as often as costs little.
+        every: the setting memory_every: copy after this many steps, 0: never, None: as often as costs little.
         peer: the socket of the agent, which sends a worker's part to another node; "": it does not.
     """
 

@@ -158,7 +158,7 @@ class Lane:
                 source.record_stream(self._side)  # memory that training frees is not used again before it is copied
             self._marks = Marks(began, ended, _mark(self._side))
         except BaseException:
-            torch.cuda.synchronize(self._device)  # no event tells when the device has done what it was given
+            torch.cuda.synchronize(self._device)  # no event shows when the device has done what it was given
             raise
         return self._marks
 

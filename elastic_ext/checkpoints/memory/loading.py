@@ -89,7 +89,7 @@ def _copy(template: StateDict, found: Mapping[Path, Tensor]) -> None:
 def filled(template: StateDict, values: Mapping[Path, Any], tensors: Iterable[Path]) -> StateDict:
     """Return a template, whose tensors are loaded, with a copy's values between them. tensors: those that the copy has.
 
-    Raises PartError if one of the two has what the other lacks: part of the state would be lost, and nobody told.
+    Raises PartError if one of the two has what the other lacks: part of the state would be lost without a word.
     """
     wanted = {path for path, _ in part.other_leaves(template)}
     if missing := wanted - values.keys():

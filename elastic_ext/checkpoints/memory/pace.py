@@ -96,7 +96,7 @@ class StepsSeen:
         self.captured = False
 
     def step(self, optimizer: object) -> None:
-        """Note that the hook was called. Other optimizers do not count: they tell nothing of ours."""
+        """Note that the hook was called. Other optimizers do not count: they show nothing of ours."""
         if id(optimizer) in self._seen:
             self._seen[id(optimizer)] += 1
 

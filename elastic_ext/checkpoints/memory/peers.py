@@ -198,7 +198,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # after a failure nothing is sent, ever 
 
 
 class PeerMetrics(Protocol):
-    """What is told of the parts that this node sends."""
+    """What is counted of the parts that this node sends."""
 
     def part_sent(self, size: int | None) -> None:
         """Record that the peer has a part, of so many bytes; None: it does not have it."""
@@ -484,7 +484,7 @@ class PeerService:
                 if not fails and not self._closing.is_set():
                     logger.warning("others cannot reach the copies in memory of this node for now: %s", error)
                 fails = True
-                self._closing.wait(RETRY_S)  # nothing tells when there are descriptors or threads again
+                self._closing.wait(RETRY_S)  # no event shows when there are descriptors or threads again
 
     def _accept_one(self, listening: socket.socket) -> None:
         """Raises OSError; RuntimeError: there can be no more threads."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank tells the others of its part.
+    """What one rank reports to the others of its part.
 
     Attributes:
         name: of the copy.
@@ -150,7 +150,7 @@ def _put(tier: LocalTier, first: Report, kept: str, files: tuple[StoredFile, ...
             if old not in (first.name, kept):
                 tier.storage.remove_tree(old)
         tier.storage.put(f"{first.name}/{MANIFEST}", encode(manifest))
-    except Exception as error:  # noqa: BLE001  (all ranks are told)
+    except Exception as error:  # noqa: BLE001  (all ranks learn of it)
         return failure_of(error, rank)
     return None
 
@@ -305,7 +305,7 @@ class MemorySaver:
                 self._copying.start(step, *self._pairs(planned, buffer))
                 part.write_index(buffer.bytes, planned)
                 self._times.copied(time.monotonic() - began + before_s)
-        except Exception as error:  # noqa: BLE001  (training continues; the thread tells all ranks)
+        except Exception as error:  # noqa: BLE001  (training continues; the thread notifies all ranks)
             failure = failure_of(error, self._ranks.rank)
         self._start(Report(name, encoded, self._times.timing(), failure=failure, accumulation=accumulation), planned, buffer)
 
@@ -364,7 +364,7 @@ class MemorySaver:
             saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
 
     def _make_second(self, capacity: int) -> None:
-        """Make the buffer for which there is room only now. If there is none, the next attempt tells all ranks so."""
+        """Make the buffer for which there is room only now. If there is none, the next attempt reports that to all ranks."""
         self._times.made_buffers = True
         try:
             self._buffers.allocate(capacity)
@@ -386,7 +386,7 @@ class MemorySaver:
             file = StoredFile(memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
             self._send(report.name, file)
             return replace(report, file=file, common=checksum_of(repr(planned.common).encode()))
-        except Exception as error:  # noqa: BLE001  (all ranks are told)
+        except Exception as error:  # noqa: BLE001  (all ranks learn of it)
             return replace(report, failure=failure_of(error, self._ranks.rank))
 
     def _send(self, name: str, file: StoredFile) -> None:

@@ -100,7 +100,7 @@ class Answer:
 
 
 def key_id(key: str) -> str:
-    """Return what tells a key from others, and does not give it away."""
+    """Return what distinguishes a key from others, and does not give it away."""
     return hashlib.sha256(b"id " + key.encode()).hexdigest()[:16]
 
 
@@ -237,7 +237,7 @@ def greet(connection: Connection, key_of: Callable[[str], str]) -> tuple[Request
 
 
 def _proves(message: Request | Answer, key: str, nonce: str) -> bool:
-    """Return whether the proof in a message is right. Whoever sent it may have written anything there."""
+    """Return whether the proof in a message is right. Its sender may have written anything there."""
     right = _proof(key, nonce, replace(message, proof=""))
     return hmac.compare_digest(message.proof.encode(errors="replace"), right.encode())
 

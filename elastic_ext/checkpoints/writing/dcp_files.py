@@ -154,7 +154,7 @@ class _KeptBuffer(io.RawIOBase):
 
 
 class Writer(FileSystemWriter):
-    """torch's writer on our storage. failure: why files are missing; torch is told that the write succeeded."""
+    """torch's writer on our storage. failure: why files are missing; torch sees a write that succeeded."""
 
     def __init__(self, files: Files, checkpoint: str, rank: int) -> None:
         # The storage syncs. Copy-ahead would use CUDA from this thread, and all tensors are already on the CPU.

@@ -116,7 +116,7 @@ class Results:
             self.emit(Event("alarm", step, name, reason=self.last_error))
 
     def skip(self, step: int) -> bool:
-        """Return whether this step need not or cannot be saved, and if so tell the agent. Raises StaleGroup."""
+        """Return whether this step need not or cannot be saved, and if so notify the agent. Raises StaleGroup."""
         if self.stale is not None:
             raise self.stale
         if self.ended:
@@ -281,7 +281,7 @@ def _put_common(local: Storage, name: str, files: Mapping[str, bytes], rank: int
     try:
         for file, data in files.items():
             local.put(f"{name}/{file}", data)
-    except Exception as error:  # noqa: BLE001  (all ranks are told)
+    except Exception as error:  # noqa: BLE001  (all ranks learn of it)
         return failure_of(error, rank)
     return None
 

@@ -1,4 +1,7 @@
-"""Directories as widespread tools write them, built of small files without torch. `T0` is the time of the oldest file."""
+"""Directories as widespread tools write them, built of small files without torch, and what a job resumes from there.
+
+`T0` is the time of the oldest file.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,14 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from elastic_ext.base.contracts import SingleNode
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.choice.selection import Resume
 
 T0 = 1_700_000_000
 
@@ -68,6 +79,47 @@ def half(path: Path) -> Path:
     """Cut a file short, as a kill does."""
     os.truncate(path, path.stat().st_size * 2 // 3)
     return path
+
+
+def flip(path: Path, at: int = 0) -> Path:
+    """Flip a bit of the byte at this place; from the end if it is negative."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+# What a job resumes from.
+
+
+def resume_in(directory: Path | str, **wanted: Any) -> Resume:
+    """There must be something."""
+    choice = newest_complete(str(directory), Wanted(**wanted))
+    assert choice.resume is not None, choice
+    return choice.resume
+
+
+def chosen(directory: Path | str, **wanted: Any) -> tuple[str, int | None] | None:
+    """The name and the step; None if there is nothing."""
+    resume = newest_complete(str(directory), Wanted(**wanted)).resume
+    return (os.path.basename(resume.path), resume.step) if resume is not None else None
+
+
+def step_in(directory: Path | str, **wanted: Any) -> int | None:
+    found = chosen(directory, **wanted)
+    return found and found[1]
+
+
+def resumed(directory: Path, run_id: str = "run", place: Place | None = None, **settings: str) -> Resumption:
+    """What the only node of a job resumes from, with these settings."""
+    chosen = Settings(checkpoint_dir=str(directory), **settings)
+    return resolution.agree(chosen, run_id, SingleNode(), place or Place())
+
+
+def reasons(directory: Path | str, **wanted: Any) -> dict[str, str]:
+    """Why others were passed over, by name."""
+    choice = newest_complete(str(directory), Wanted(**wanted))
+    return {os.path.basename(passed.path): passed.reason for passed in choice.passed_over}
 
 
 # Each tool's checkpoint.

@@ -9,23 +9,17 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.launch import start_line
-from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, resolution
-from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
-from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, half, saved, tensors, text
+from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, half, reasons, resumed, saved, tensors, text
 
 
 def said(directory: Path) -> str:
     return discovery.seen_in(open_storage(str(directory)))
-
-
-def resumed(directory: Path) -> Resumption:
-    return resolution.agree(Settings(checkpoint_dir=str(directory)), "run", SingleNode(), Place())
 
 
 def test_where_lightning_puts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,23 +54,15 @@ def test_what_is_of_an_unknown_format(tmp_path: Path, name: str) -> None:
 
 def test_a_directory_that_is_a_checkpoint_itself(tmp_path: Path) -> None:
     scenes.accelerate(tmp_path)
-    assert (
-        said(tmp_path) == f"{tmp_path} looks like a checkpoint of accelerate itself: set checkpoint_dir to the directory above it"
-    )
+    above = "set checkpoint_dir to the directory above it"
+    assert said(tmp_path) == f"{tmp_path} looks like a checkpoint of accelerate itself: {above}"
 
 
 def test_where_there_is_nothing_nothing_is_said(tmp_path: Path) -> None:
     assert said(tmp_path / "none") == ""
-    for name in (
-        "train_5.log",
-        "config.yaml",
-        "events.out.tfevents.17",
-        "metrics_100.csv",
-        ".hidden_5",
-        "epoch_3.json",
-        "empty_5.x",
-    ):
-        text(tmp_path / name, "" if name == "empty_5.x" else "text")
+    for name in ("train_5.log", "config.yaml", "events.out.tfevents.17", "metrics_100.csv", ".hidden_5", "epoch_3.json"):
+        text(tmp_path / name, "text")
+    text(tmp_path / "empty_5.x", "")
     for folder in ("logs", "version_1", ".git"):
         text(tmp_path / folder / "notes.txt", "text")
     (tmp_path / "round").mkdir()
@@ -178,8 +164,7 @@ def test_the_first_of_a_run_of_deepspeed_is_its_checkpoint(tmp_path: Path) -> No
 
 def test_what_is_said_of_a_directory_of_checkpoints(tmp_path: Path) -> None:
     deepspeed_run(tmp_path / "run_1")
-    (passed,) = newest_complete(str(tmp_path)).passed_over
-    assert passed.reason.startswith("it holds checkpoints of several steps")
+    assert reasons(tmp_path)["run_1"].startswith("it holds checkpoints of several steps")
 
 
 def test_a_torn_one_in_a_directory_of_checkpoints(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice, choose, families
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import family_of, step_of
 from elastic_ext.checkpoints.storage import Entry, open_storage
+from tests.checkpoints.choice.scenes import chosen, reasons, resume_in
 
 
 def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, unusable: str = "") -> Entry:
@@ -45,30 +45,12 @@ def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[st
     return choose(candidates(entries), inspect)
 
 
-def chosen(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
+def decided(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
     resume = decide(entries, broken).resume
     return resume and resume.path.removeprefix("/c/")
 
 
 # The order.
-
-
-@pytest.mark.parametrize(
-    ("name", "step", "pattern"),
-    [
-        ("checkpoint_epoch_5.pt", 5, "checkpoint_epoch_#.pt"),
-        ("step_00000120", 120, "step_#"),
-        ("model_latest.pt", None, "model_latest.pt"),
-        ("epoch=1-step=1000.ckpt", 1000, "epoch=#-step=#.ckpt"),
-        ("model.7.pt", 7, "model.#.pt"),
-        ("step_5_loss_0.25.pt", 5, "step_#_loss_#.#.pt"),
-        ("loss-1.5.pt", None, "loss-#.#.pt"),
-        ("모델 3 ②.pt", 3, "모델 # ②.pt"),
-        ("", None, ""),
-    ],
-)
-def test_step_and_pattern_of_a_name(name: str, step: int | None, pattern: str) -> None:
-    assert (step_of(name), family_of(name)) == (step, pattern)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +71,7 @@ def test_step_and_pattern_of_a_name(name: str, step: int | None, pattern: str) -
     ],
 )
 def test_which_of_complete_ones(entries: list[Entry], expected: str) -> None:
-    assert chosen(entries) == expected
-    assert chosen(entries[::-1]) == expected
+    assert decided(entries) == decided(entries[::-1]) == expected
 
 
 def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
@@ -112,7 +93,7 @@ def test_nothing_complete() -> None:
 def test_a_family_counts_by_its_newest_complete_member() -> None:
     """The newest file of all is broken; what is left of its family is older than the other family's best."""
     entries = [entry("step_8.pt", 8), entry("step_2.pt", 2), entry("epoch_1.pt", 5)]
-    assert chosen(entries, {"step_8.pt"}) == "epoch_1.pt"
+    assert decided(entries, {"step_8.pt"}) == "epoch_1.pt"
 
 
 def test_only_what_may_change_the_choice_is_looked_at() -> None:
@@ -131,16 +112,9 @@ def test_a_directory_is_looked_at_whatever_its_own_time_says() -> None:
 
 
 def test_names_that_are_never_looked_at() -> None:
-    names = [
-        ".s_1.pt",
-        "s_1.pt.tmp",
-        "s_1.pt.part",
-        "README.md",
-        "events.out.tfevents.1",
-        "model.safetensors",
-        "training_args.bin",
-    ]
-    entries = [entry(name) for name in names] + [entry(".git", is_dir=True), entry("step_5.tmp", is_dir=True)]
+    unfinished, others = ("s_1.pt.tmp", "s_1.pt.part"), (".s_1.pt", "README.md", "events.out.tfevents.1")
+    files = (*unfinished, *others, "model.safetensors", "training_args.bin")
+    entries = [*map(entry, files), entry(".git", is_dir=True), entry("step_5.tmp", is_dir=True)]
     looked: list[str] = []
     assert decide(entries, set(), looked) == Choice(None)
     assert looked == []
@@ -168,6 +142,14 @@ def test_families_come_with_the_one_first_that_may_hold_the_newest() -> None:
 # Real checkpoints.
 
 
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    for path in filesystem.ls("/", detail=False):
+        filesystem.rm(path, recursive=True)
+
+
 def save_file(path: Path, value: float = 1.0) -> Path:
     torch.save({"model": torch.full((64,), value), "epoch": 3}, path)
     return path
@@ -182,40 +164,36 @@ def at(path: Path, seconds: float) -> None:
     os.utime(path, (seconds, seconds))
 
 
-def found_path(directory: Path | str) -> str | None:
-    resume = newest_complete(str(directory)).resume
-    return resume and resume.path
-
-
-def reasons(directory: Path | str) -> dict[str, str]:
-    return {os.path.basename(passed.path): passed.reason for passed in newest_complete(str(directory)).passed_over}
-
-
 def test_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert newest_complete(str(tmp_path / "not" / "yet")) == Choice(None)
     assert newest_complete(str(tmp_path)) == Choice(None)
 
 
-@pytest.mark.parametrize("suffix", TORCH_SAVE_SUFFIXES)
-def test_torch_save_files(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("save", "name", "format"),
+    [*((save_file, "step_{}" + suffix, TORCH_SAVE) for suffix in TORCH_SAVE_SUFFIXES), (save_dcp, "step_{:08}", DCP)],
+)
+def test_the_newest_of_each_format(tmp_path: Path, save: Callable[[Path], Path], name: str, format: str) -> None:
     for step in (2, 10, 9):
-        save_file(tmp_path / f"step_{step}{suffix}")
+        save(tmp_path / name.format(step))
     choice = newest_complete(str(tmp_path))
     assert choice.resume is not None
-    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / f"step_10{suffix}"), 10, TORCH_SAVE)
+    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / name.format(10)), 10, format)
     assert choice.passed_over == ()
 
 
-def test_a_truncated_file_is_never_chosen(tmp_path: Path) -> None:
-    old = save_file(tmp_path / "step_1.pt")
-    data = old.read_bytes()
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_truncated_file_is_never_chosen(tmp_path: Path, where: str, memory: Any) -> None:
+    storage = open_storage(str(tmp_path / "run") if where == "local" else "memory://bucket")
+    data = save_file(tmp_path / "a.pt").read_bytes()
     size = len(data)
+    storage.put("step_1.pt", data)
     for length in sorted({*range(0, size, size // 16), 1, 4, 21, 22, size - 66, size - 23, size - 22, size - 2, size - 1}):
-        (tmp_path / "step_2.pt").write_bytes(data[:length])
-        assert found_path(tmp_path) == str(old), length
-        assert reasons(tmp_path)["step_2.pt"], length
-    (tmp_path / "step_2.pt").write_bytes(data)
-    assert found_path(tmp_path) == str(tmp_path / "step_2.pt")
+        storage.put("step_2.pt", data[:length])
+        assert chosen(storage.address) == ("step_1.pt", 1), length
+        assert reasons(storage.address)["step_2.pt"], length
+    storage.put("step_2.pt", data)
+    assert chosen(storage.address) == ("step_2.pt", 2)
 
 
 def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
@@ -231,9 +209,8 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "f.pt")
     (tmp_path / "g.pt").symlink_to("nowhere")
     at(tmp_path / "good.pth", 1)  # the rest is newer, so that each is looked at
-    said = reasons(tmp_path)
-    assert found_path(tmp_path) == str(tmp_path / "good.pth")
-    assert said == {
+    assert resume_in(tmp_path).path == str(tmp_path / "good.pth")
+    assert reasons(tmp_path) == {
         "a.pt": "the file is empty",
         "b.pt": f"its zip directory, at the end of {len(whole) // 2} bytes, is missing or damaged",
         "c.pt": "not a zip archive: damaged, or not written by torch.save",
@@ -277,7 +254,7 @@ def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     torch.save(Touch(tmp_path / "ran"), tmp_path / "step_1.pt")
-    assert found_path(tmp_path) == str(tmp_path / "step_1.pt")
+    assert resume_in(tmp_path).path == str(tmp_path / "step_1.pt")
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "step_1.pt", weights_only=False)
     assert (tmp_path / "ran").exists()
@@ -291,22 +268,6 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def test_distributed_checkpoints(tmp_path: Path) -> None:
-    for step in (2, 10, 9):
-        save_dcp(tmp_path / f"step_{step:08}")
-    choice = newest_complete(str(tmp_path))
-    assert choice.resume is not None
-    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / "step_00000010"), 10, DCP)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def rename_to_tmp(path: Path) -> None:
-    path.rename(path.with_name(".metadata.tmp"))
-
-
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -314,18 +275,18 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "said"),
     [
-        (remove, ".metadata", "no .metadata, the save did not finish"),
-        (rename_to_tmp, ".metadata", "no .metadata, the save did not finish"),
+        (Path.unlink, ".metadata", "no .metadata, the save did not finish"),
+        (lambda path: path.rename(f"{path}.tmp"), ".metadata", "no .metadata, the save did not finish"),
         (empty, ".metadata", ".metadata is empty, the save did not finish"),
-        (remove, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
+        (Path.unlink, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
         (empty, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
     ],
 )
 def test_an_unfinished_distributed_checkpoint_is_passed_over(tmp_path: Path, damage: Any, name: str, said: str) -> None:
-    save_dcp(tmp_path / "step_1")
-    save_dcp(tmp_path / "step_2")
+    for step in (1, 2):
+        save_dcp(tmp_path / f"step_{step}")
     damage(tmp_path / "step_2" / name)
-    assert found_path(tmp_path) == str(tmp_path / "step_1")
+    assert chosen(tmp_path) == ("step_1", 1)
     assert reasons(tmp_path) == {"step_2": said}
 
 
@@ -345,10 +306,10 @@ def test_mixed_formats_go_by_the_time_the_checkpoint_was_written(tmp_path: Path)
     at(save_file(tmp_path / "checkpoint_epoch_7.pt"), 2000)
     directory = save_dcp(tmp_path / "step_5")
     at(directory / ".metadata", 3000)
-    assert found_path(tmp_path) == str(directory)
+    assert resume_in(tmp_path).path == str(directory)
     at(directory / ".metadata", 1000)
     at(directory, 4000)  # somebody put a note into it
-    assert found_path(tmp_path) == str(tmp_path / "checkpoint_epoch_7.pt")
+    assert resume_in(tmp_path).path == str(tmp_path / "checkpoint_epoch_7.pt")
 
 
 def test_the_directory_above_is_meant(tmp_path: Path) -> None:
@@ -376,29 +337,27 @@ def test_a_link_to_elsewhere_is_a_candidate(tmp_path: Path) -> None:
     (here / "latest").symlink_to(tmp_path / "elsewhere")
     (here / "step_3.pt").symlink_to(save_file(tmp_path / "blob"))
     at(tmp_path / "blob", 5)
-    assert found_path(here) == str(here / "latest")
+    assert resume_in(here).path == str(here / "latest")
     (here / "latest").unlink()
-    assert found_path(here) == str(here / "step_3.pt")
+    assert resume_in(here).path == str(here / "step_3.pt")
 
 
 def test_names_with_spaces_and_other_letters(tmp_path: Path) -> None:
     odd = tmp_path / "my run, 실험 = #1"
     odd.mkdir()
     save_file(odd / "체크 포인트 (12).pt")
-    assert found_path(odd) == str(odd / "체크 포인트 (12).pt")
+    assert resume_in(odd).path == str(odd / "체크 포인트 (12).pt")
     save_dcp(odd / "étape 13")
     os.utime(odd / "체크 포인트 (12).pt", (1, 1))
-    assert found_path(odd) == str(odd / "étape 13")
+    assert resume_in(odd).path == str(odd / "étape 13")
 
 
 def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(tmp_path / "step_1.pt")
     monkeypatch.chdir(tmp_path.parent)
-    assert found_path(tmp_path.name) == str(tmp_path / "step_1.pt")
-    assert found_path(f"{tmp_path}/") == str(tmp_path / "step_1.pt")
-    assert found_path(f"file://{tmp_path}") == str(tmp_path / "step_1.pt")
     monkeypatch.setenv("HOME", str(tmp_path.parent))
-    assert found_path(f"~/{tmp_path.name}") == str(tmp_path / "step_1.pt")
+    for same in (tmp_path.name, f"{tmp_path}/", f"file://{tmp_path}", f"~/{tmp_path.name}"):
+        assert resume_in(same).path == str(tmp_path / "step_1.pt"), same
 
 
 @pytest.mark.seam
@@ -414,9 +373,10 @@ def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
 # What the user got wrong.
 
 
-def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_directory(tmp_path: Path, memory: Any) -> None:
     path = save_file(tmp_path / "checkpoint.pt")
-    for wrong in (path, f"file://{path}", path / "below"):
+    memory.pipe("/bucket/step_1.pt", b"x")
+    for wrong in (path, f"file://{path}", path / "below", "memory://bucket/step_1.pt"):
         with pytest.raises(UsageError, match="is a file") as caught:
             newest_complete(str(wrong))
         assert "\n" not in str(caught.value)
@@ -456,53 +416,27 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
 # Other filesystems.
 
 
-@pytest.fixture
-def memory() -> Any:
-    filesystem = fsspec.filesystem("memory")
-    yield filesystem
-    for path in filesystem.ls("/", detail=False):
-        filesystem.rm(path, recursive=True)
-
-
 def upload(filesystem: Any, source: Path, target: str) -> None:
     filesystem.put(str(source), target, recursive=True)
 
 
 def test_on_a_url(tmp_path: Path, memory: Any) -> None:
+    url = "memory://bucket/ckpt"
+    assert newest_complete(url) == Choice(None)
     upload(memory, save_file(tmp_path / "a.pt"), "/bucket/ckpt/epoch 9.pt")
-    resume = newest_complete("memory://bucket/ckpt").resume
-    assert resume is not None
-    assert (resume.path, resume.step) == ("memory://bucket/ckpt/epoch 9.pt", 9)
+    resume = resume_in(url)
+    assert (resume.path, resume.step) == (f"{url}/epoch 9.pt", 9)
     with fsspec.open(resume.path) as file:
         assert torch.load(file)["epoch"] == 3
 
     upload(memory, save_dcp(tmp_path / "step_4"), "/bucket/ckpt/step_4")  # written later
-    resume = newest_complete("memory://bucket/ckpt/").resume
-    assert resume is not None
-    assert (resume.path, resume.step, resume.format) == ("memory://bucket/ckpt/step_4", 4, DCP)
+    resume = resume_in(f"{url}/")
+    assert (resume.path, resume.step, resume.format) == (f"{url}/step_4", 4, DCP)
 
     memory.rm("/bucket/ckpt/step_4/.metadata")
-    choice = newest_complete("memory://bucket/ckpt")
-    assert choice.resume is not None
-    assert choice.resume.path == "memory://bucket/ckpt/epoch 9.pt"
-    assert [(passed.path, passed.reason) for passed in choice.passed_over] == [
-        ("memory://bucket/ckpt/step_4", "no .metadata, the save did not finish")
-    ]
-
-
-def test_truncated_on_a_url(tmp_path: Path, memory: Any) -> None:
-    data = save_file(tmp_path / "a.pt").read_bytes()
-    memory.pipe("/bucket/step_1.pt", data)
-    for length in range(0, len(data), len(data) // 20):
-        memory.pipe("/bucket/step_2.pt", data[:length])
-        assert found_path("memory://bucket") == "memory://bucket/step_1.pt"
-
-
-def test_a_url_that_is_a_file_or_nothing(memory: Any) -> None:
-    memory.pipe("/bucket/step_1.pt", b"x")
-    with pytest.raises(UsageError, match="is a file"):
-        newest_complete("memory://bucket/step_1.pt")
-    assert newest_complete("memory://bucket/none") == Choice(None)
+    assert resume_in(url).path == f"{url}/epoch 9.pt"
+    (passed,) = newest_complete(url).passed_over
+    assert (passed.path, passed.reason) == (f"{url}/step_4", "no .metadata, the save did not finish")
 
 
 class CachingMemory(MemoryFileSystem):
@@ -531,10 +465,10 @@ def test_each_call_lists_anew(tmp_path: Path) -> None:
     data = save_file(tmp_path / "a.pt").read_bytes()
     filesystem = fsspec.filesystem("cachingmemory")
     filesystem.pipe("/bucket/step_1.pt", data)
-    assert found_path("cachingmemory://bucket") == "cachingmemory://bucket/step_1.pt"
+    assert chosen("cachingmemory://bucket") == ("step_1.pt", 1)
     filesystem.pipe("/bucket/step_2.pt", data)
     assert len(filesystem.ls("/bucket")) == 1  # the cache is there
-    assert found_path("cachingmemory://bucket") == "cachingmemory://bucket/step_2.pt"
+    assert chosen("cachingmemory://bucket") == ("step_2.pt", 2)
 
 
 def test_what_a_storage_says_of_time() -> None:

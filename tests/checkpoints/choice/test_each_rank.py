@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import offers, resolution, sources
-from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.choice.scenes import resumed
 from tests.checkpoints.choice.test_tools import ranks
 from tests.jobs import AGENT, run
-
-
-def resumed(directory: Path, **more: str) -> Resumption:
-    return resolution.agree(Settings(checkpoint_dir=str(directory), **more), "run", SingleNode(), Place())
 
 
 def test_each_rank_is_told_its_own(tmp_path: Path) -> None:

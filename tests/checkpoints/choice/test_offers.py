@@ -33,33 +33,47 @@ def on(*nodes: list[Offer], workers: int = 2) -> list[Offers]:
 WHOLE = offer(7, 0, 1), offer(7, 2, 3)
 
 
+ALL = offer(7, 0, 1, 2, 3)
+
+
 @pytest.mark.parametrize(
-    ("nodes", "step", "lost"),
+    ("nodes", "step", "moves", "lost"),
     [
-        ([], None, []),
-        (on([], []), None, []),
-        (on([WHOLE[0]], [WHOLE[1]]), 7, []),
-        (on([WHOLE[0], offer(8, 0)], [WHOLE[1], offer(8, 2, 3)]), 7, ["no node has the part of rank 1"]),
-        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1]]), 7, ["no node has the part of rank 2"]),
-        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1], offer(8, 2, 3)]), 8, []),
+        ([], None, [], {}),
+        (on([], []), None, [], {}),
+        (on([WHOLE[0]], [WHOLE[1]]), 7, [], {}),
+        (on([WHOLE[0], offer(8, 0)], [WHOLE[1], offer(8, 2, 3)]), 7, [], {8: [1]}),
+        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1]]), 7, [], {8: [2]}),
+        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1], offer(8, 2, 3)]), 8, [], {}),
         # A later group of workers counts as newer, whatever its step.
-        (on([WHOLE[0], offer(5, 0, 1, generation=2)], [WHOLE[1], offer(5, 2, 3, generation=2)]), 5, []),
-        (on([WHOLE[0]], []), None, ["no node has the part of rank 2"]),
-        # Another world, or other nodes.
-        (on([offer(7, 0, 1, 2, 3)], workers=4), 7, []),
-        (on([WHOLE[0]], [WHOLE[1]], []), 7, []),
-        (on([WHOLE[0]], [], []), None, ["no node has the part of rank 2"]),
+        (on([WHOLE[0], offer(5, 0, 1, generation=2)], [WHOLE[1], offer(5, 2, 3, generation=2)]), 5, [], {}),
         # The same name, but another manifest.
-        (
-            on([offer(7, 0, 1, digest="a")], [offer(7, 2, 3, digest="b")]),
-            None,
-            ["no node has the part of rank 0", "no node has the part of rank 2"],
-        ),
+        (on([offer(7, 0, 1, digest="a")], [offer(7, 2, 3, digest="b")]), None, [], {7: [0, 2]}),
+        # Some part is on no node.
+        (on([WHOLE[0]], []), None, [], {7: [2]}),
+        (on([WHOLE[0]], [], []), None, [], {7: [2]}),
+        # Parts that other nodes have are moved.
+        (on([ALL], [ALL]), 7, [], {}),
+        (on([ALL], []), 7, [(2, 0, 1), (3, 0, 1)], {}),  # a replacement
+        (on([], [ALL]), 7, [(0, 1, 0), (1, 1, 0)], {}),
+        (on([WHOLE[1]], [WHOLE[0]]), 7, [(0, 1, 0), (1, 1, 0), (2, 0, 1), (3, 0, 1)], {}),  # the nodes changed their order
+        (on([offer(7, 0, 2)], [offer(7, 1, 3)]), 7, [(1, 1, 0), (2, 0, 1)], {}),
+        (on([offer(8, 0, 1), ALL], []), 7, [(2, 0, 1), (3, 0, 1)], {8: [2]}),  # the newest has not reached the peer
+        # Another world, or other nodes: workers send each other what they need.
+        (on([offer(8, 0, 1, 2, 3, world=8), ALL], [ALL]), 7, [], {8: [4]}),
+        (on([offer(7, 0, 1, 2, 3)], workers=4), 7, [], {}),
+        (on([WHOLE[0]], [WHOLE[1]], []), 7, [], {}),
+        (on([ALL], [], []), 7, [], {}),
     ],
 )
-def test_the_newest_of_which_each_part_is_on_some_node(nodes, step, lost):
+def test_the_newest_of_which_each_part_is_on_some_node(nodes, step, moves, lost):
+    """moves: rank, from which node, to which one. lost: the first rank whose part is on no node, by step."""
     found = newest_whole(nodes)
-    assert (found.offer.step if found.offer else None, [reason for _, reason in found.lost]) == (step, lost)
+    assert (found.offer.step if found.offer else None) == step
+    assert [(move.rank, move.source, move.target) for move in found.moves] == moves
+    assert list(found.lost) == [
+        (directory_name(step, 1), f"no node has the part of rank {rank}") for step, ranks in lost.items() for rank in ranks
+    ]
 
 
 def test_refused_copies_are_not_even_told_as_lost():
@@ -80,35 +94,6 @@ def test_none_can_be_loaded_if_a_node_has_no_memory():
     found = newest_whole([nodes[0], replace(nodes[1], has_memory=False)])
     assert found.offer is None
     assert [reason.partition(":")[0] for _, reason in found.lost] == ["node 1 has no memory for copies"]
-
-
-ALL = offer(7, 0, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "step", "moves"),
-    [
-        (on([WHOLE[0]], [WHOLE[1]]), 7, []),
-        (on([ALL], [ALL]), 7, []),
-        (on([ALL], []), 7, [(2, 0, 1), (3, 0, 1)]),  # a replacement
-        (on([], [ALL]), 7, [(0, 1, 0), (1, 1, 0)]),
-        (on([WHOLE[1]], [WHOLE[0]]), 7, [(0, 1, 0), (1, 1, 0), (2, 0, 1), (3, 0, 1)]),  # the nodes changed their order
-        (on([offer(7, 0, 2)], [offer(7, 1, 3)]), 7, [(1, 1, 0), (2, 0, 1)]),
-        (on([offer(8, 0, 1), ALL], []), 7, [(2, 0, 1), (3, 0, 1)]),  # the newest has not reached the peer
-        (on([WHOLE[0]], []), None, []),
-        (on([offer(8, 0, 1, 2, 3, world=8), ALL], [ALL]), 7, []),
-        (on([ALL], [], [], workers=2), 7, []),  # another world: workers send each other what they need
-    ],
-)
-def test_parts_that_other_nodes_have_are_moved(nodes, step, moves):
-    found = newest_whole(nodes)
-    assert (found.offer.step if found.offer else None) == step
-    assert [(move.rank, move.source, move.target) for move in found.moves] == moves
-
-
-def test_what_nobody_has_is_told():
-    assert newest_whole(on([WHOLE[0]], [])).lost == ((ALL.name, "no node has the part of rank 2"),)
-    assert newest_whole(on([ALL], [])).moves == (Move(2, 0, 1), Move(3, 0, 1))
 
 
 COPY, FRESH = offer(7, 0, world=1, nodes=1), Saved()

@@ -18,7 +18,6 @@ import torch
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
-from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, offers, resolution, sources
@@ -28,6 +27,7 @@ from elastic_ext.checkpoints.directory.tiers import digest, memory_file
 from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from tests.checkpoints.choice.scenes import flip, resumed
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
 from tests.jobs import AGENT, Job, run
@@ -43,24 +43,18 @@ def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
     return path
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    at = data.index(bytes(torch.arange(1000).numpy().tobytes()[800:900]))
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def chosen(directory: Path, run_id: str = "run", **more: str) -> Resumption:
-    return resolution.agree(Settings(checkpoint_dir=str(directory), **more), run_id, SingleNode(), Place())
+def damage(path: Path) -> None:
+    """Flip a bit of its weights."""
+    flip(path, path.read_bytes().index(torch.arange(1000).numpy().tobytes()) + 800)
 
 
 def test_the_newest_and_what_workers_are_told(tmp_path):
-    assert chosen(tmp_path) == Resumption(reason=f"no complete checkpoint in {tmp_path}")
-    assert chosen(tmp_path).variables == {"ELASTIC_EXT_RESUME_FROM": ""}
-    assert chosen(tmp_path).at == 0
+    assert resumed(tmp_path) == Resumption(reason=f"no complete checkpoint in {tmp_path}")
+    assert resumed(tmp_path).variables == {"ELASTIC_EXT_RESUME_FROM": ""}
+    assert resumed(tmp_path).at == 0
     save(tmp_path, 5)
     path = save(tmp_path, 7)
-    found = chosen(tmp_path)
+    found = resumed(tmp_path)
     assert (found.path, found.step, found.at) == (str(path), 7, 7)
     assert found.variables == {"ELASTIC_EXT_RESUME_FROM": str(path), "ELASTIC_EXT_RESUME_STEP": "7"}
 
@@ -68,14 +62,14 @@ def test_the_newest_and_what_workers_are_told(tmp_path):
 def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(tmp_path):
     (tmp_path / "state_10").mkdir()
     (tmp_path / "state_10" / "weights.of_ours").write_bytes(b"1")
-    assert (chosen(tmp_path).path, chosen(tmp_path).at) == ("", None)
-    assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), chosen(tmp_path)).step is None
-    assert "1 passed over" in chosen(tmp_path).reason
-    assert chosen(tmp_path, resume_from="none").at == 0
+    assert (resumed(tmp_path).path, resumed(tmp_path).at) == ("", None)
+    assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path)).step is None
+    assert "1 passed over" in resumed(tmp_path).reason
+    assert resumed(tmp_path, resume_from="none").at == 0
     sent = offers.read_agreement(offers.encode(offers.Agreement("", passed_over=True)))  # the other nodes hear of it
     assert sent.passed_over
     save(tmp_path, 7)
-    assert chosen(tmp_path).at == 7
+    assert resumed(tmp_path).at == 7
 
 
 @pytest.mark.parametrize("told", ["5", "step_5.pt", "checkpoint_epoch_5.pt", "none"])
@@ -86,34 +80,34 @@ def test_resume_from_is_where_a_run_begins_and_not_where_each_round_does(tmp_pat
     save(tmp_path, 7, age_s=10)
     begin = None if told == "none" else 5
     for _ in range(2):
-        assert chosen(tmp_path, resume_from=told).step == begin
+        assert resumed(tmp_path, resume_from=told).step == begin
     (marker,) = (tmp_path / ".elastic_ext" / "resume_from").iterdir()
     os.utime(marker, (time.time() - 5,) * 2)  # filesystems tell times in steps
     save(tmp_path, 6, age_s=1)  # the run's own
-    assert chosen(tmp_path, resume_from=told).step == 6
-    assert chosen(tmp_path, run_id="another/run", resume_from=told).step == begin
-    assert chosen(tmp_path, resume_from="7").step == 7  # the user has changed it
+    assert resumed(tmp_path, resume_from=told).step == 6
+    assert resumed(tmp_path, run_id="another/run", resume_from=told).step == begin
+    assert resumed(tmp_path, resume_from="7").step == 7  # the user has changed it
 
 
-def test_a_damaged_one_is_not_chosen(tmp_path):
+def test_a_damaged_one_is_not_resumed(tmp_path):
     save(tmp_path, 5)
-    flip(save(tmp_path, 7))
-    assert chosen(tmp_path, verify="off").step == 7
-    assert chosen(tmp_path).step == 5
-    assert chosen(tmp_path, verify="full").step == 5
+    damage(save(tmp_path, 7))
+    assert resumed(tmp_path, verify="off").step == 7
+    assert resumed(tmp_path).step == 5
+    assert resumed(tmp_path, verify="full").step == 5
 
 
 def test_all_bad(tmp_path):
     """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
-    flip(save(tmp_path, 7))
+    damage(save(tmp_path, 7))
     marks.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
     with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
-        chosen(tmp_path)
-    assert chosen(tmp_path, resume_from="none").path == ""
+        resumed(tmp_path)
+    assert resumed(tmp_path, resume_from="none").path == ""
     torn = tmp_path / "torn"
     torn.mkdir()
     (torn / "step_7.pt").write_bytes(b"PK\x03\x04")
-    assert chosen(torn).path == ""
+    assert resumed(torn).path == ""
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
@@ -125,7 +119,7 @@ def test_what_is_quarantined(tmp_path):
         save(tmp_path, step)
     assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
     assert quarantined(tmp_path, "", newest=True) == "step_7.pt"
-    assert chosen(tmp_path).step == 3
+    assert resumed(tmp_path).step == 3
     assert (tmp_path / "step_7.pt").exists()
     assert quarantined(tmp_path, "") is None
     assert quarantined(tmp_path, str(tmp_path / "gone.pt")) is None
@@ -173,9 +167,9 @@ def test_one_written_later_under_the_same_name_is_another(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 7, age_s=10)
     quarantined(tmp_path, str(tmp_path / "step_7.pt"))
-    assert chosen(tmp_path).step == 5
+    assert resumed(tmp_path).step == 5
     save(tmp_path, 7)
-    assert chosen(tmp_path).step == 7
+    assert resumed(tmp_path).step == 7
 
 
 @pytest.mark.parametrize("resume_from", ["", "5"])
@@ -192,12 +186,12 @@ def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
         inner(self, address)
 
     monkeypatch.setattr(Storage, "__init__", counted)
-    settings = Settings(checkpoint_dir=str(remote), local_dir=str(local), resume_from=resume_from)
-    assert resolution.agree(settings, "run", SingleNode(), Place()).step == 5
+    settings = {"local_dir": str(local), "resume_from": resume_from}
+    assert resumed(remote, **settings).step == 5
     assert opened == ({str(remote): 1} if resume_from else {str(remote): 1, str(local): 1})
     shutil.rmtree(remote / directory_name(5, 1))
     if not resume_from:
-        assert resolution.agree(settings, "run", SingleNode(), Place()).path == str(local / name)
+        assert resumed(remote, **settings).path == str(local / name)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +213,7 @@ def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others
     for number, each in enumerate(others):
         save(remote, each, age_s=-10 - number)  # in the family that was written last
     save_part([tmp_path / "local"], 7)
-    settings = Settings(checkpoint_dir=str(remote), local_dir=str(tmp_path / "local"))
-    found = resolution.agree(settings, "run", SingleNode(), Place())
+    found = resumed(remote, local_dir=str(tmp_path / "local"))
     assert (found.step, found.local) == (step, local)
 
 
@@ -236,12 +229,12 @@ def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
         (remote / name / "events").touch()
     (remote / "config.yaml").touch()
     save(remote, 6, age_s=-10)
-    place, settings = Place(memory=copies(tmp_path / "memory", [7], [0], nodes=1)), Settings(checkpoint_dir=str(remote))
-    assert resolution.agree(settings, "run", SingleNode(), place).path == str(tmp_path / "memory" / directory_name(7, 1))
+    place = Place(memory=copies(tmp_path / "memory", [7], [0], nodes=1))
+    assert resumed(remote, place=place).path == str(tmp_path / "memory" / directory_name(7, 1))
     assert {mode for _, mode in verified} <= {Mode.OFF}
     save(remote, 8, age_s=-20)
-    assert resolution.agree(settings, "run", SingleNode(), place).step == 8
-    assert verified[-1] == ("step_8.pt", Mode(settings.verify))
+    assert resumed(remote, place=place).step == 8
+    assert verified[-1] == ("step_8.pt", Mode(Settings().verify))
 
 
 @dataclass(frozen=True)
@@ -332,7 +325,7 @@ def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("prepare", "kind"), [(lambda path: flip(save(path, 7)), BadCheckpoints), (lambda path: save(path, 7), UsageError)]
+    ("prepare", "kind"), [(lambda path: damage(save(path, 7)), BadCheckpoints), (lambda path: save(path, 7), UsageError)]
 )
 def test_all_nodes_get_the_same_error(tmp_path, exchanges, prepare, kind):
     prepare(tmp_path)
@@ -386,7 +379,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path):
     directory.mkdir()
     for step in (3, 5, 7):
         save(directory, step, age_s=30 - step)
-    flip(directory / "step_7.pt")
+    damage(directory / "step_7.pt")
     conf = f"checkpoint_dir={directory},verify=off,backoff=0"
     done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script], tmp_path)
     assert done.returncode == 0, done.err
@@ -399,7 +392,7 @@ def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
     script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
     script.write_text(SCRIPT)
     directory.mkdir()
-    flip(save(directory, 7))
+    damage(save(directory, 7))
     where = ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
     conf = f"checkpoint_dir={directory},verdict_file={tmp_path}/verdict"
     with Job([*AGENT, *where, f"--rdzv-conf={conf}", script], tmp_path) as job:

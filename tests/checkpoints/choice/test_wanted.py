@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
-import torch
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints import storage
-from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.detect import Mode
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
-from elastic_ext.checkpoints.storage import Entry, LocalStorage, RemoteStorage, Storage, open_storage, poll
+from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.storage import LocalStorage, RemoteStorage, Storage, open_storage
+from tests.checkpoints.choice.scenes import resume_in, saved
 from tests.checkpoints.formats.test_formats import save_own
 
 
@@ -29,9 +25,8 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3") + "/run"
 
 
-def chosen(directory: str, **wanted: Any) -> str | None:
-    resume = newest_complete(directory, Wanted(**wanted)).resume
-    return resume and os.path.basename(resume.path)
+def chosen(directory: str, **wanted: Any) -> str:
+    return os.path.basename(resume_in(directory, **wanted).path)
 
 
 @pytest.mark.full("s3")
@@ -41,14 +36,12 @@ def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> N
     assert chosen(directory) == names[2]
     marks.quarantine(held, names[2], "KeyError at load, twice", "agent")
     choice = newest_complete(directory)
-    assert choice.resume is not None
-    assert choice.resume.step == 2
+    assert chosen(directory) == names[1]
     assert [(passed.path, passed.reason, passed.distrusted) for passed in choice.passed_over] == [
         (held.path(names[2]), "quarantined: KeyError at load, twice", True)
     ]
     assert not choice.all_bad
     mark = marks.quarantine_of(held, names[2])
-    assert mark is not None
     assert (mark.by, mark.at > 0) == ("agent", True)
     assert marks.quarantined_names(held) == {names[2]}
     marks.lift_quarantine(held, names[2])
@@ -80,17 +73,14 @@ def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
     assert chosen(directory, resume_from="7") == names[2]  # the newer of the two
     for text in (names[0], held.path(names[0]), held.path(names[0]) + "/"):
         assert chosen(directory, resume_from=text) == names[0]
-    resume = newest_complete(directory, Wanted(resume_from="8")).resume
-    assert resume is not None
-    assert resume.reason.startswith("named by resume_from, ")
+    assert resume_in(directory, resume_from="8").reason.startswith("named by resume_from, ")
 
 
 def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
     save_own(tmp_path / "mine", 1)
     name = save_own(tmp_path / "other", 5)
-    resume = newest_complete(str(tmp_path / "mine"), Wanted(resume_from=str(tmp_path / "other" / name))).resume
-    assert resume is not None
-    assert resume.path == str(tmp_path / "other" / name)
+    named = str(tmp_path / "other" / name)
+    assert resume_in(tmp_path / "mine", resume_from=named).path == named
 
 
 def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
@@ -112,11 +102,10 @@ def test_a_damaged_one_is_found_before_it_is_chosen(directory: str) -> None:
     data[17] ^= 4
     held.put(f"{names[1]}/__1_0.distcp", bytes(data))
     assert chosen(directory) == names[1]  # nobody has asked for a look at the content
-    choice = newest_complete(directory, Wanted(verify=Mode.FULL))
-    assert choice.resume is not None
-    assert os.path.basename(choice.resume.path) == names[0]
-    assert choice.passed_over[0].reason.startswith("damaged: __1_0.distcp: its checksum is ")
-    assert choice.passed_over[0].distrusted
+    assert chosen(directory, verify=Mode.FULL) == names[0]
+    (passed,) = newest_complete(directory, Wanted(verify=Mode.FULL)).passed_over
+    assert passed.reason.startswith("damaged: __1_0.distcp: its checksum is ")
+    assert passed.distrusted
 
 
 def test_the_markers_are_no_checkpoints(tmp_path: Path) -> None:
@@ -164,42 +153,8 @@ def test_one_listing_and_one_for_the_candidate(directory: str, calls: Counter[st
 
 
 def test_ten_thousand(tmp_path: Path, calls: Counter[str]) -> None:
-    data = None
-    for step in range(10_000):
-        path = tmp_path / f"checkpoint_epoch_{step}.pt"
-        if data is None:
-            torch.save({"epoch": 0}, path)
-            data = path.read_bytes()
-        path.write_bytes(data)
+    data = saved(tmp_path / "checkpoint_epoch_0.pt").read_bytes()
+    for step in range(1, 10_000):
+        (tmp_path / f"checkpoint_epoch_{step}.pt").write_bytes(data)
     assert chosen(str(tmp_path)) == "checkpoint_epoch_9999.pt"
     assert calls == {"entries": 1, "open": 1}
-
-
-class LateStorage(LocalStorage):
-    """Read-after-write lag: a name is listed and found only so many looks after it was written."""
-
-    def __init__(self, address: str, lag: int) -> None:
-        super().__init__(address)
-        self.looks, self.lag = 0, lag
-
-    def stat(self, name: str) -> Entry | None:
-        self.looks += 1
-        return super().stat(name) if self.looks > self.lag else None
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
-        with super().open(name) as file:
-            yield file
-
-
-@pytest.mark.seam
-def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
-    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
-    name = save_own(tmp_path, 1)
-    late = LateStorage(str(tmp_path), 5)
-    found = poll(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
-    assert found is not None
-    assert late.looks == 6
-    assert discovery.Inspector(late)(next(late.entries())).complete

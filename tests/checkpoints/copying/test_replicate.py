@@ -31,6 +31,7 @@ from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.local_tier import merge_ranges
 from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.choice.scenes import flip
 from tests.jobs import environment
 from tests.until import LIMIT_S, until
 
@@ -105,9 +106,19 @@ def complete(remote: Path | str, name: str) -> bool:
     return True
 
 
+def copier_of(local: Path, remote: Path | str) -> Replicator:
+    """In this process, `turn` by `turn`."""
+    return Replicator(open_storage(str(local)), open_storage(str(remote)), TokenBucket(0.0))
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a", tmp_path / "b"]
+
+
+@pytest.fixture
+def copiers(tmp_path: Path, nodes: list[Path]) -> list[Replicator]:
+    return [copier_of(node, tmp_path / "remote") for node in nodes]
 
 
 # Decisions.
@@ -230,20 +241,6 @@ def test_the_manifest_comes_last_by_the_node_of_rank_0(request, tmp_path, nodes,
 
 
 @pytest.mark.seam
-def test_without_the_other_node_it_is_never_complete(tmp_path, nodes):
-    name = save(nodes, 2)
-    with Process(nodes[0], tmp_path / "remote") as first:
-        first.until(lambda told: told["sent"])
-        told = first.until(lambda told: not told["sent"])  # a turn later
-        assert told["waiting"] == [name]
-        assert not (tmp_path / "remote" / name / MANIFEST).exists()
-        with Process(nodes[1], tmp_path / "remote") as second:
-            first.until(lambda told: told["complete"] == name)
-            second.until(lambda told: told["complete"] == name)
-    assert complete(tmp_path / "remote", name)
-
-
-@pytest.mark.seam
 @pytest.mark.parametrize("directory", ["local", "s3"])
 def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, directory):
     remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
@@ -293,28 +290,33 @@ def test_saves_that_come_faster_than_copies(tmp_path, nodes):
         assert [path.name for path in sorted(node.glob("step_*"))] == names[-1:]
 
 
-@pytest.mark.seam
-def test_a_damaged_part_is_never_complete_and_holds_up_nothing(tmp_path, nodes):
-    remote = tmp_path / "remote"
-    bad, good = save(nodes, 2), None
-    part = nodes[1] / bad / "__1_0.distcp"
-    part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
-    with Process(nodes[0], remote) as first, Process(nodes[1], remote) as second:
-        told = second.until(lambda told: told["failures"])
-        assert "damaged" in told["reason"]
-        good = save(nodes, 4)
-        for each in (first, second):
-            each.say("look")
-        first.until(lambda told: told["complete"] == good)
-        second.until(lambda told: told["complete"] == good)
-    assert complete(remote, good)
-    assert not complete(remote, bad)
+# Turn by turn, in this process.
 
 
-def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes):
-    """`turn` by `turn`, in this process: what a node still has at each."""
-    remote = open_storage(str(tmp_path / "remote"))
-    copiers = [Replicator(open_storage(str(node)), remote, TokenBucket(0.0)) for node in nodes]
+def test_without_the_other_node_it_is_never_complete(tmp_path, nodes, copiers):
+    name = save(nodes, 2)
+    for _ in range(3):
+        assert copiers[0].turn().waiting == (name,)
+        assert not (tmp_path / "remote" / name / MANIFEST).exists()
+    copiers[1].turn()
+    assert [each.turn().complete for each in copiers] == [name, name]
+    assert complete(tmp_path / "remote", name)
+
+
+def test_a_damaged_part_is_never_complete_and_holds_up_nothing(tmp_path, nodes, copiers):
+    bad = save(nodes, 2)
+    flip(nodes[1] / bad / "__1_0.distcp")
+    copiers[0].turn()
+    told = copiers[1].turn()
+    assert (told.failures, "damaged" in told.reason) == (1, True)
+    good = save(nodes, 4)
+    told = [each.turn().complete for _ in range(3) for each in copiers]
+    assert told[-2:] == [good, good]
+    assert complete(tmp_path / "remote", good)
+    assert not complete(tmp_path / "remote", bad)
+
+
+def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes, copiers):
     save(nodes, 2)
     save(nodes, 4)
 
@@ -330,14 +332,13 @@ def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes):
     assert left(0) == [4]  # the newest stays, to be loaded from
     copiers[1].turn()
     assert left(1) == [4]
-    assert remote.read(TARGET).decode() == directory_name(4, 1)
+    assert (tmp_path / "remote" / TARGET).read_text() == directory_name(4, 1)
 
 
 @pytest.fixture
 def superfluous(tmp_path) -> tuple[Replicator, Path, str, str]:
     """A copier that has an older checkpoint to prune, which a round may have chosen: on another node the newer one is lost."""
-    local, remote = tmp_path / "local", tmp_path / "remote"
-    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), TokenBucket(0.0))
+    local, copier = tmp_path / "local", copier_of(tmp_path / "local", tmp_path / "remote")
     older = save([local], 2)
     assert copier.turn().complete == older
     return copier, local, older, save([local], 4)
@@ -447,25 +448,23 @@ def moved_away(path: Path) -> Iterator[None]:
 def test_a_remote_directory_that_does_not_answer_is_tried_again(tmp_path, nodes):
     remote = tmp_path / "remote"
     remote.mkdir()
-    copier = Replicator(open_storage(str(nodes[0])), open_storage(str(remote)), TokenBucket(0.0))
+    copier = copier_of(nodes[0], remote)
     name = save(nodes[:1], 2)
     with moved_away(remote):
         told = [copier.turn() for _ in range(3)]
         assert [each.failures for each in told] == [1, 2, 3]
         assert told[0].reason
         assert told[0].waiting == (name,)
-    told = [copier.turn()]
-    assert (told[0].failures, told[0].complete, told[0].waiting) == (0, name, ())
+    told = copier.turn()
+    assert (told.failures, told.complete, told.waiting) == (0, name, ())
 
 
-def test_removed_under_its_hands(tmp_path, nodes):
+def test_removed_under_its_hands(tmp_path, nodes, copiers):
     """A file of it goes before the manifest comes: it is seen, and sent again."""
-    remote = open_storage(str(tmp_path / "remote"))
-    copiers = [Replicator(open_storage(str(node)), remote, TokenBucket(0.0)) for node in nodes]
     name = save(nodes, 2)
     copiers[0].turn()
     copiers[1].turn()
-    pruning.delete(remote, name)
+    pruning.delete(open_storage(str(tmp_path / "remote")), name)
     for _ in range(2):
         copiers[0].turn()
     assert not os.path.exists(tmp_path / "remote" / name / MANIFEST)

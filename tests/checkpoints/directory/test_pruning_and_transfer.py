@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.discovery import list_checkpoints, newest_complete
-from elastic_ext.checkpoints.directory import marks, pruning, transfer
+from elastic_ext.checkpoints.directory import pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
 from elastic_ext.checkpoints.directory.transfer import CopyError, copy
 from elastic_ext.checkpoints.formats import detect
@@ -26,8 +26,8 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
-from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, half, saved, tensors, text
-from tests.checkpoints.choice.test_tools import chosen, ranks
+from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, flip, half, resume_in, saved, tensors, text
+from tests.checkpoints.choice.test_tools import ranks
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 # Pruning, which is pure.
@@ -63,7 +63,7 @@ def test_what_is_pruned(rows: list[PruneCandidate], expected: list[str]) -> None
 
 
 def test_every_so_many_steps_stay() -> None:
-    assert removed([candidate(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f50", "f30", "f10"][1:]
+    assert removed([candidate(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f30", "f10"]
 
 
 def test_the_last_copy_is_never_removed() -> None:
@@ -145,10 +145,7 @@ def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, target: Stor
 def test_a_damaged_one_is_not_copied(tmp_path: Path, target: Storage) -> None:
     source = open_storage(str(tmp_path / "source"))
     name = save_own(source, 5)
-    path = tmp_path / "source" / name / "__1_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[3] ^= 1
-    path.write_bytes(data)
+    path = flip(tmp_path / "source" / name / "__1_0.distcp")
     with pytest.raises(CopyError, match=r"__1_0\.distcp has checksum"):
         copy(source, target, entry_of(source, name))
     assert newest_complete(target.address).resume is None
@@ -245,8 +242,7 @@ def test_a_checkpoint_that_disappears_is_no_wrong_name(
 def test_verify_tells_damage_by_its_exit_code(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = directory_name(30, 2)
     assert run(capsys, "verify", directory) == (0, f"{name}: sound, 3 files, 3.0 KiB read\n", "")
-    path = Path(directory, name, "__0_0.distcp")
-    path.write_bytes(b"\0" + path.read_bytes()[1:])
+    flip(Path(directory, name, "__0_0.distcp"))
     code, out, _ = run(capsys, "verify", directory, "--all")
     assert (code, out.count("sound"), out.count("DAMAGED __0_0.distcp")) == (1, 2, 1)
     code, out, _ = run(capsys, "verify", directory, name, "--json")
@@ -338,11 +334,14 @@ def test_prune_keeps_what_is_pinned_of_all_ranks(tmp_path: Path) -> None:
     assert [name for name in left if name.startswith("s_")] == [f"s_{step}_rank{rank}.pt" for step in (1, 3) for rank in (0, 1)]
 
 
-def test_a_step_without_all_its_ranks_counts_for_none(tmp_path: Path) -> None:
-    for step in (1, 2):
-        ranks(tmp_path, f"s_{step}_rank{{}}.pt", 4)
-    ranks(tmp_path, "s_3_rank{}.pt", 3)
-    assert len(pruned(tmp_path, "--keep-last=1")) == 7  # of step 2, and what may still be written
+def test_a_step_without_all_its_ranks_or_nodes(tmp_path: Path) -> None:
+    """It counts for none, and may still be written."""
+    for step, count in ((1, 4), (2, 4), (3, 3)):
+        ranks(tmp_path / "ranks", f"s_{step}_rank{{}}.pt", count)
+    assert len(pruned(tmp_path / "ranks", "--keep-last=1")) == 4 + 3
+    for step, node in ((100, 0), (100, 1), (200, 0)):
+        ranks(tmp_path / "nodes", f"step{step}_node{node}_rank{{}}.pt", 2, step)
+    assert len(pruned(tmp_path / "nodes", "--keep-last=1")) == 6
 
 
 def test_prune_never_takes_what_is_not_understood(tmp_path: Path) -> None:
@@ -414,9 +413,7 @@ def test_a_copy_counts_once_it_is_whole(tmp_path: Path, name: str) -> None:
         transfer.copy(source, target, entry, throttle=stop)
     assert newest_complete(target.address).resume is None
     assert transfer.copy(source, target, entry) > 0
-    resume = newest_complete(target.address).resume
-    assert resume is not None
-    assert resume.path == target.path(name)
+    assert resume_in(target.address).path == target.path(name)
     assert not any(path.name.endswith("-unfinished") for path in (tmp_path / "b").iterdir())
 
 
@@ -424,18 +421,10 @@ def test_verify_reads_the_files_of_all_ranks(tmp_path: Path, capsys: pytest.Capt
     ranks(tmp_path, "s_1_rank{}.pt", 3)
     assert main.main(["checkpoints", "verify", str(tmp_path)]) == 0
     assert "s_1_rank*.pt: sound, 3 files" in capsys.readouterr().out
-    data = bytearray((tmp_path / "s_1_rank1.pt").read_bytes())
-    data[data.index(b"optimizer")] ^= 1
-    (tmp_path / "s_1_rank1.pt").write_bytes(data)
+    path = tmp_path / "s_1_rank1.pt"
+    flip(path, path.read_bytes().index(b"optimizer"))
     assert main.main(["checkpoints", "verify", str(tmp_path), "s_1_rank*.pt"]) == 1
     assert "DAMAGED s_1_rank1.pt" in capsys.readouterr().out
-
-
-def test_a_quarantine_is_of_all_ranks(tmp_path: Path) -> None:
-    for step in (1, 2):
-        ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
-    marks.quarantine(open_storage(str(tmp_path)), "s_2_rank*.pt", "NaN")
-    assert chosen(tmp_path) == ("s_1_rank*.pt", 1)
 
 
 def test_ls_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -480,8 +469,8 @@ def test_prune_keeps_what_a_job_without_the_pattern_resumes_from(tmp_path: Path)
 
 def test_what_is_resumed_from_stays_with_all_of_its_step() -> None:
     """Whatever else is known of them."""
-    rows = [pruning.PruneCandidate(f"{name}_{step}", name, step, "x", True) for name in "ab" for step in (3, 2, 1)]
-    plan = pruning.plan_prune(rows, 1, resumed=("a_2",))
+    rows = [PruneCandidate(f"{name}_{step}", name, step, "x", True) for name in "ab" for step in (3, 2, 1)]
+    plan = plan_prune(rows, 1, resumed=("a_2",))
     assert {each.name: each.reason for each in plan if not each.remove} == {
         "a_3": "among the newest 1",
         "a_2": "a job would resume from it",
@@ -502,19 +491,8 @@ def test_a_step_that_lacks_a_family_counts_for_none(tmp_path: Path, pattern: str
 
 def test_a_step_before_a_family_began_counts() -> None:
     numbers = {"a": (4, 3, 2, 1), "b": (4, 3)}
-    rows = [
-        pruning.PruneCandidate(f"{name}_{step}", name, step, "x", True, together="a")
-        for name in numbers
-        for step in numbers[name]
-    ]
-    assert [each.name for each in pruning.plan_prune(rows, 3) if each.remove] == ["a_1"]
-
-
-def test_a_step_that_lacks_a_node_counts_for_none(tmp_path: Path) -> None:
-    for step, nodes in ((100, 2), (200, 1)):
-        for node in range(nodes):
-            ranks(tmp_path, f"step{step}_node{node}_rank{{}}.pt", 2, step)
-    assert len(pruned(tmp_path, "--keep-last=1")) == 6
+    rows = [PruneCandidate(f"{name}_{step}", name, step, "x", True, together="a") for name in numbers for step in numbers[name]]
+    assert removed(rows, 3) == ["a_1"]
 
 
 def test_a_state_whose_newest_is_missing_stays(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import pickle
 import random
 import shutil
 import tracemalloc
+from collections.abc import Callable, Collection
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from tests.checkpoints.choice.scenes import chosen, resume_in, step_in
 
 
 def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any) -> str:
@@ -91,8 +94,7 @@ def test_a_later_group_is_newer_whatever_its_step(tmp_path: Path) -> None:
     save_own(tmp_path, 900, 1)
     newest = save_own(tmp_path, 50, 2)
     save_own(tmp_path, 40, 2)
-    resume = newest_complete(str(tmp_path)).resume
-    assert resume is not None
+    resume = resume_in(tmp_path)
     assert (resume.path, resume.step, resume.format) == (str(tmp_path / newest), 50, OWN)
     assert "of 3 named step_#.g# of elastic_ext" in resume.reason
 
@@ -100,9 +102,7 @@ def test_a_later_group_is_newer_whatever_its_step(tmp_path: Path) -> None:
 def test_a_name_that_only_looks_like_ours(tmp_path: Path) -> None:
     """Too few digits: the numbers of such a name are somebody else's."""
     dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "step_5.g7", no_dist=True)
-    resume = newest_complete(str(tmp_path)).resume
-    assert resume is not None
-    assert resume.format == DCP
+    assert resume_in(tmp_path).format == DCP
 
 
 def test_every_bit_of_a_manifest_matters(tmp_path: Path) -> None:
@@ -139,16 +139,12 @@ def test_the_step_in_a_file(tmp_path: Path, saved: Any, step: int | None, epoch:
     torch.save(saved, tmp_path / "latest.pt")
     found = inspected(tmp_path, "latest.pt")
     assert (found.complete, found.format, found.step, found.epoch) == (True, TORCH_SAVE, step, epoch)
-    resume = newest_complete(str(tmp_path)).resume
-    assert resume is not None
-    assert resume.step == step
+    assert step_in(tmp_path) == step
 
 
 def test_the_step_of_the_content_comes_before_that_of_the_name(tmp_path: Path) -> None:
     torch.save({"global_step": 1234}, tmp_path / "checkpoint_epoch_5.pt")
-    resume = newest_complete(str(tmp_path)).resume
-    assert resume is not None
-    assert resume.step == 1234
+    assert step_in(tmp_path) == 1234
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
@@ -159,14 +155,12 @@ def test_a_file_in_the_format_before_torch_1_6(tmp_path: Path, dtype: torch.dtyp
     torch.save(saved, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     found = inspected(tmp_path, "a.pt")
     assert (found.complete, found.format, found.step, found.training) == (True, TORCH_SAVE, 9, True), found.reason
-    whole = (tmp_path / "a.pt").read_bytes()
-    entry = next(open_storage(str(tmp_path)).entries())
-    assert verify(open_storage(str(tmp_path)), entry).sound
+    storage, whole = open_storage(str(tmp_path)), (tmp_path / "a.pt").read_bytes()
+    assert verify(storage, next(storage.entries())).sound
     for length in (len(whole) - 1, len(whole) // 2, 40, 20):
         (tmp_path / "a.pt").write_bytes(whole[:length])
         assert not inspected(tmp_path, "a.pt").complete, length
-        entry = next(open_storage(str(tmp_path)).entries())
-        assert not verify(open_storage(str(tmp_path)), entry).sound, length
+        assert not verify(storage, next(storage.entries())).sound, length
 
 
 def test_a_whole_module_in_the_format_before_torch_1_6(tmp_path: Path) -> None:
@@ -256,8 +250,6 @@ class Ran:
 
 
 def test_peeking_runs_nothing(tmp_path: Path) -> None:
-    import pickle
-
     data = pickle.dumps({"a": 1, "b": Ran(tmp_path / "ran"), "c": [Ran(tmp_path / "ran")], "d": {"e": "f"}})
     value = single_files.peek(data)
     assert (value["a"], value["d"]) == (1, {"e": "f"})
@@ -274,9 +266,6 @@ def test_whatever_bytes_are_peeked_at(tmp_path: Path) -> None:
             single_files.peek(b"\x80\x04" + data)
         except single_files.PeekError:
             continue
-
-
-# Lightning.
 
 
 def peak_of(data: bytes) -> int:
@@ -355,6 +344,9 @@ def test_a_damaged_zip_directory_is_not_read_as_a_whole(tmp_path: Path) -> None:
     assert peak < 300 << 20
 
 
+# Lightning.
+
+
 def test_a_file_of_lightning(tmp_path: Path) -> None:
     """As Trainer.dump_checkpoint lays it out."""
     saved = {"epoch": 1, "global_step": 42, "pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.ones(2)}, "loops": {}}
@@ -378,7 +370,7 @@ def test_a_directory_of_lightning(tmp_path: Path) -> None:
 # Hugging Face.
 
 
-def save_trainer(path: Path, step: int = 500) -> Path:
+def save_trainer(path: Path, step: int = 500, without: Collection[str] = ()) -> Path:
     """What transformers' Trainer leaves, part by part; its own run is in the tests of the integration."""
     from safetensors.torch import save_file
 
@@ -388,44 +380,50 @@ def save_trainer(path: Path, step: int = 500) -> Path:
         torch.save({"state": torch.ones(4)}, path / name)
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 1.5, "log_history": []}))
     (path / "config.json").write_text("{}")
+    for name in without:
+        (path / name).unlink()
     return path
 
 
-def test_a_trainers_checkpoint(tmp_path: Path) -> None:
-    for step in (500, 1000):
-        save_trainer(tmp_path / f"checkpoint-{step}", step)
-    found = inspected(tmp_path, "checkpoint-1000")
-    assert (found.complete, found.format, found.step, found.epoch) == (True, HUGGING_FACE, 1000, 1)
-    resume = newest_complete(str(tmp_path)).resume
-    assert resume is not None
-    assert (resume.path, resume.step) == (str(tmp_path / "checkpoint-1000"), 1000)
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Path]:
+    """Makes the checkpoint; `of_trainer` inspects it."""
+    return partial(save_trainer, tmp_path / "checkpoint-5", 5)
+
+
+def of_trainer(tmp_path: Path) -> Inspection:
+    return inspected(tmp_path, "checkpoint-5")
+
+
+def test_a_trainers_checkpoint(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+    trainer()
+    found = of_trainer(tmp_path)
+    assert (found.complete, found.format, found.step, found.epoch) == (True, HUGGING_FACE, 5, 1)
 
 
 PARTS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_trainers_checkpoint_without_a_part(tmp_path: Path, part: str) -> None:
-    path = save_trainer(tmp_path / "checkpoint-5") / part
+def test_a_trainers_checkpoint_without_a_part(tmp_path: Path, trainer: Callable[..., Path], part: str) -> None:
+    path = trainer() / part
     size = path.stat().st_size
     for length in {0, 1, size // 2, size - 1}:
         os.truncate(path, length)
-        found = inspected(tmp_path, "checkpoint-5")
+        found = of_trainer(tmp_path)
         assert (found.complete, found.format) == (False, HUGGING_FACE)
         assert part in found.reason, length
     path.unlink()
-    assert inspected(tmp_path, "checkpoint-5").complete is (part == "rng_state.pth")  # which a load can do without
+    assert of_trainer(tmp_path).complete is (part == "rng_state.pth")  # which a load can do without
 
 
-def test_a_trainers_checkpoint_of_the_model_only(tmp_path: Path) -> None:
-    path = save_trainer(tmp_path / "checkpoint-5")
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        (path / name).unlink()
-    assert inspected(tmp_path, "checkpoint-5").complete
+def test_a_trainers_checkpoint_of_the_model_only(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+    trainer(without=("optimizer.pt", "scheduler.pt", "rng_state.pth"))
+    assert of_trainer(tmp_path).complete
 
 
-def test_weights_in_several_files(tmp_path: Path) -> None:
-    path = save_trainer(tmp_path / "checkpoint-5")
+def test_weights_in_several_files(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+    path = trainer()
     (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
     index = path / "model.safetensors.index.json"
     index.write_text(
@@ -433,49 +431,43 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     )
     assert (
         "model-00002-of-00002.safetensors is missing, although model.safetensors.index.json lists it"
-        in inspected(tmp_path, "checkpoint-5").reason
+        in of_trainer(tmp_path).reason
     )
     shutil.copy(path / "model-00001-of-00002.safetensors", path / "model-00002-of-00002.safetensors")
-    assert inspected(tmp_path, "checkpoint-5").complete
+    assert of_trainer(tmp_path).complete
     index.write_text("[]")
-    assert "model.safetensors.index.json is damaged" in inspected(tmp_path, "checkpoint-5").reason
+    assert "model.safetensors.index.json is damaged" in of_trainer(tmp_path).reason
 
 
-def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path) -> None:
-    path = save_trainer(tmp_path / "checkpoint-5")
-    for name in ("model.safetensors", "optimizer.pt", "rng_state.pth"):
-        (path / name).unlink()
+def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+    path = trainer(without=("model.safetensors", "optimizer.pt", "rng_state.pth"))
     for rank in range(2):
         torch.save({}, path / f"rng_state_{rank}.pth")
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=path / folder, no_dist=True)
-    assert inspected(tmp_path, "checkpoint-5").complete
+    assert of_trainer(tmp_path).complete
     (path / "optimizer_0" / ".metadata").unlink()
-    assert inspected(tmp_path, "checkpoint-5").reason == "optimizer_0: no .metadata, the save did not finish"
+    assert of_trainer(tmp_path).reason == "optimizer_0: no .metadata, the save did not finish"
 
 
-def test_a_trainers_checkpoint_with_all_state_in_a_distributed_one(tmp_path: Path) -> None:
-    path = save_trainer(tmp_path / "checkpoint-5")
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        (path / name).unlink()
-    assert inspected(tmp_path, "checkpoint-5").reason == "no model weights, the save did not finish"
+def test_a_trainers_checkpoint_with_all_state_in_a_distributed_one(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+    path = trainer(without=("model.safetensors", "optimizer.pt", "scheduler.pt"))
+    assert of_trainer(tmp_path).reason == "no model weights, the save did not finish"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=path / "distributed", no_dist=True)
-    assert inspected(tmp_path, "checkpoint-5").complete
+    assert of_trainer(tmp_path).complete
     os.truncate(path / "distributed" / "__0_0.distcp", 5)
-    assert "distributed: __0_0.distcp has 5 bytes" in inspected(tmp_path, "checkpoint-5").reason
+    assert "distributed: __0_0.distcp has 5 bytes" in of_trainer(tmp_path).reason
 
 
-def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path) -> None:
-    path = save_trainer(tmp_path / "checkpoint-5")
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        (path / name).unlink()
+def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+    path = trainer(without=("model.safetensors", "optimizer.pt", "scheduler.pt"))
     (path / "global_step5").mkdir()
-    assert "global_step5 holds no .pt file" in inspected(tmp_path, "checkpoint-5").reason
+    assert "global_step5 holds no .pt file" in of_trainer(tmp_path).reason
     part = path / "global_step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({}, part)
-    assert inspected(tmp_path, "checkpoint-5").complete
+    assert of_trainer(tmp_path).complete
     os.truncate(part, 50)
-    assert part.name in inspected(tmp_path, "checkpoint-5").reason
+    assert part.name in of_trainer(tmp_path).reason
 
 
 # A pattern and a plug-in of the user's.
@@ -485,11 +477,8 @@ def found_names(directory: Path, pattern: str) -> list[tuple[str, int | None]]:
     """All that may be chosen, best first, each with the step that is told."""
     storage = open_storage(str(directory))
     found: list[tuple[str, int | None]] = []
-    while True:
-        resume = newest_complete(str(directory), Wanted(pattern=pattern)).resume
-        if resume is None:
-            break
-        found.append((os.path.basename(resume.path), resume.step))
+    while best := chosen(directory, pattern=pattern):
+        found.append(best)
         marks.quarantine(storage, found[-1][0], "found")
     for name, _ in found:
         marks.lift_quarantine(storage, name)
@@ -564,9 +553,8 @@ def test_a_format_of_the_users(tmp_path: Path, plugin: Any) -> None:
     plugin(f"{__name__}:Numbered")
     (tmp_path / "0007").write_bytes(b"x")
     (tmp_path / "0008").write_bytes(b"")
-    choice = newest_complete(str(tmp_path))
-    assert choice.resume is not None
-    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / "0007"), 7, "numbered")
+    resume = resume_in(tmp_path)
+    assert (resume.path, resume.step, resume.format) == (str(tmp_path / "0007"), 7, "numbered")
 
 
 class Broken:
@@ -598,19 +586,10 @@ def test_a_plug_in_that_fails_is_named(tmp_path: Path, plugin: Any, value: str, 
 def test_random_bytes_are_never_a_crash_and_never_a_checkpoint(tmp_path: Path) -> None:
     chance = random.Random(3)
     storage = open_storage(str(tmp_path))
-    names = ("manifest.json", ".metadata", "__0_0.distcp", "trainer_state.json", "model.safetensors", "meta.pt", "optimizer.pt",
-             "model.safetensors.index.json", "latest")  # fmt: skip
-    starts = (
-        b"",
-        b"{",
-        b"[",
-        b'{"schema": 1, "files": [',
-        b"\x80\x04",
-        b"PK\x03\x04",
-        b"PK\x05\x06" + bytes(18),
-        b"\xff\xfe",
-        b"1e999",
-    )
+    names = (MANIFEST, *(".metadata", "__0_0.distcp", "meta.pt", "optimizer.pt", "latest"))
+    names += ("trainer_state.json", "model.safetensors", "model.safetensors.index.json")
+    starts = (b"", b"{", b"[", b'{"schema": 1, "files": [', b"1e999", b"\xff\xfe")
+    starts += (b"\x80\x04", b"PK\x03\x04", b"PK\x05\x06" + bytes(18))
 
     def write(name: str, data: bytes) -> None:  # not by the storage, which waits for the disk
         path = tmp_path / name

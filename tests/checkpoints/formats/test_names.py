@@ -34,6 +34,13 @@ from elastic_ext.checkpoints.storage import Entry
         ("ema_0.9999_000100.pt", 100, "ema_#.#_#.pt"),
         ("opt000100.pt", 100, "opt#.pt"),
         ("100", 100, "#"),
+        ("model.7.pt", 7, "model.#.pt"),
+        ("모델 3 ②.pt", 3, "모델 # ②.pt"),
+        ("model_latest.pt", None, "model_latest.pt"),
+        ("", None, ""),
+        # Nor a value.
+        ("step_5_loss_0.25.pt", 5, "step_#_loss_#.#.pt"),
+        ("loss-1.5.pt", None, "loss-#.#.pt"),
         # Never the rank, the seed, tp, pp.
         ("step1000-seed42.pt", 1000, "step#-seed42.pt"),
         ("seed42.pt", None, "seed42.pt"),

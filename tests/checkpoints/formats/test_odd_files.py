@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.copying.replicate import TARGET, Replicator
+from elastic_ext.checkpoints.copying.replicate import TARGET
 from elastic_ext.checkpoints.directory import transfer
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.storage import files_of, open_storage
 from elastic_ext.cli import main
-from tests.checkpoints.copying.test_replicate import complete, save
+from tests.checkpoints.choice.scenes import resume_in
+from tests.checkpoints.copying.test_replicate import complete, copier_of, save
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 NAMES = ("loop", "root", "nowhere", "pipe.pt", "pipe.distcp", "socket.json", "zero.bin", "kernel.pt")
@@ -77,9 +77,7 @@ def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
 def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tmp_path: Path) -> None:
     root, name = spoiled
     storage = open_storage(str(root))
-    resume = newest_complete(str(root)).resume
-    assert resume is not None
-    assert resume.path == str(root / name)
+    assert resume_in(root).path == str(root / name)
     entry = next(entry for entry in storage.entries() if entry.name == name)
     assert verify(storage, entry, Mode.FULL).faults == ()
     assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*NAMES, "again"}
@@ -135,7 +133,7 @@ def test_the_copier_among_odd_files(tmp_path: Path) -> None:
     os.mkfifo(local / "step_00000009.g0001")
     (remote / ".elastic_ext").mkdir(parents=True)
     os.mkfifo(remote / TARGET)
-    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), TokenBucket(0.0))
+    copier = copier_of(local, remote)
     assert "neither a file nor a directory" in copier.turn().reason
     (remote / TARGET).unlink()
     assert copier.turn().complete == name

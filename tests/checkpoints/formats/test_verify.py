@@ -19,6 +19,7 @@ from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, checksum, checksum_of
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_storage
+from tests.checkpoints.choice.scenes import flip
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 
@@ -76,15 +77,12 @@ def test_what_is_said_of_each_bad_file(tmp_path: Path) -> None:
     os.truncate(path / "__0_0.distcp", 10)
     (path / "rank_00000" / "sampler.pt").unlink()
     (path / "note.txt").write_text("mine")
-    data = bytearray((path / "__1_0.distcp").read_bytes())
-    data[0] ^= 1
-    (path / "__1_0.distcp").write_bytes(data)
+    flip(path / "__1_0.distcp")
     found = look(storage, name)
     assert [fault.file for fault in found.faults] == ["__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"]
-    reasons = [fault.reason for fault in found.faults]
-    assert reasons[0] == "it has 10 bytes, expected 1005"
-    assert reasons[1].startswith("its checksum is ")
-    assert reasons[2] == "it is missing"
+    cut, flipped, gone = (fault.reason for fault in found.faults)
+    assert (cut, gone) == ("it has 10 bytes, expected 1005", "it is missing")
+    assert flipped.startswith("its checksum is ")
     assert [(note.file, note.reason) for note in found.notes] == [("note.txt", f"not in {MANIFEST}")]
     (path / MANIFEST).write_bytes(b"{")
     assert look(storage, name).faults[0].file == MANIFEST
@@ -131,10 +129,8 @@ def test_torch_save_by_its_crcs(tmp_path: Path) -> None:
     assert missed < 5
     start = whole.index(torch.arange(500).numpy().tobytes())
     for place in range(start, start + 4000, 97):
-        data = bytearray(whole)
-        data[place] ^= 1
-        (tmp_path / "a.pt").write_bytes(data)
-        assert bad(storage, "a.pt")
+        (tmp_path / "a.pt").write_bytes(whole)
+        assert bad(storage, flip(tmp_path / "a.pt", place).name)
 
 
 def test_each_byte_of_a_zip_directory(tmp_path: Path) -> None:
@@ -190,14 +186,11 @@ def test_a_trainers_checkpoint_and_what_cannot_be_told(tmp_path: Path) -> None:
     path = save_trainer(tmp_path / "checkpoint-5")
     found = look(storage, "checkpoint-5")
     assert found.sound
-    assert ("model.safetensors", "safetensors has no checksums: only header and size were checked") in [
-        (note.file, note.reason) for note in found.notes
-    ]
+    said = {note.file: note.reason for note in found.notes}
+    assert said["model.safetensors"] == "safetensors has no checksums: only header and size were checked"
     for name, place in (("optimizer.pt", 0.4), ("trainer_state.json", 0.0), ("model.safetensors", 0.0)):
         whole = (path / name).read_bytes()
-        data = bytearray(whole)
-        data[int(len(data) * place)] ^= 1
-        (path / name).write_bytes(data)
+        flip(path / name, int(len(whole) * place))
         assert bad(storage, "checkpoint-5"), name
         (path / name).write_bytes(whole)
 

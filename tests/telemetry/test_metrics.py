@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from elastic_ext.base.kinds import KINDS
-from elastic_ext.events.recovery import Cause, Phase, Recovery
+from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryPhase
 from elastic_ext.http import pages
 from elastic_ext.http import server as server_module
 from elastic_ext.http.server import MetricsServer
@@ -141,8 +141,12 @@ def test_what_the_supervisor_tells_is_shown() -> None:
 
 def test_the_last_recovery_is_shown() -> None:
     began, metrics, now = time.time(), agent(), time.monotonic()
-    phases = (Phase("stop", now - 1, now), Phase("start", now, now + 1), Phase("first_step", now + 1, now + 4))
-    metrics.recovered(Recovery(Cause(), 1, phases, True), load_s=0.5)
+    phases = (
+        RecoveryPhase("stop", now - 1, now),
+        RecoveryPhase("start", now, now + 1),
+        RecoveryPhase("first_step", now + 1, now + 4),
+    )
+    metrics.recovered(PastRecovery(Cause(), 1, phases, True), load_s=0.5)
     found = read(metrics)
     assert found["elastic_ext_last_recovery_seconds", ()] == 5
     assert began - CLOCK_S < found["elastic_ext_last_recovery_timestamp_seconds", ()] - 4 < time.time() + CLOCK_S

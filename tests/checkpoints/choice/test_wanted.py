@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
-from elastic_ext.checkpoints.choice.selection import Choice
+from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.ordering import Choice
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.manifest import directory_name

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.discovery import list_checkpoints, newest_complete
+from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete
 from elastic_ext.checkpoints.directory import pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
 from elastic_ext.checkpoints.directory.transfer import CopyError, copy

@@ -29,7 +29,7 @@ from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import formats
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.dcp import parse_metadata

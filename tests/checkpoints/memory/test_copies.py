@@ -13,7 +13,7 @@ import torch
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.memory.loading import Piece, Read, overlap
-from elastic_ext.checkpoints.memory.part import Box, Place
+from elastic_ext.checkpoints.memory.part import Box, TensorPlace
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups, drawn_kill, last_told
 
@@ -204,7 +204,7 @@ def test_every_box_from_any_pieces(seed):
         held = whole[tuple(slice(begin, begin + size) for begin, size in ranges)].contiguous()
         offset = 64 * draw.randrange(3)
         files[f"{number}"] = b"\xff" * offset + held.flatten().view(torch.uint8).numpy().tobytes()
-        pieces.append(Piece(f"{number}", box, Place(offset, dtype, tuple(held.shape))))
+        pieces.append(Piece(f"{number}", box, TensorPlace(offset, dtype, tuple(held.shape))))
     begin = tuple(draw.randrange(size) for size in shape)
     target_box = Box(begin, tuple(draw.randrange(1, size - at + 1) for size, at in zip(shape, begin, strict=True)))
     target = torch.zeros(target_box.size, dtype=dtype)

@@ -23,9 +23,9 @@ from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.memory import contract, peers, wire
-from elastic_ext.checkpoints.memory.contract import NoAgent, Send
+from elastic_ext.checkpoints.memory.contract import AgentGone, Send
 from elastic_ext.checkpoints.memory.peers import Circle, PeerService
-from elastic_ext.checkpoints.memory.wire import GET, PUT, Answer, Connection, PeerError, Request
+from elastic_ext.checkpoints.memory.wire import GET, PUT, PartAnswer, PartRequest, PeerError, TimedConnection
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from tests.until import LIMIT_S, until
 
@@ -140,7 +140,7 @@ def test_what_still_comes_counts_until_it_ends(pair):
         assert one.send(3, 0) == ""
         assert "memory_limit leaves 0 bytes" in one.send(4, 0)
         stalled._sock.sendall(DATA)
-        assert stalled.hear(Answer).reason == ""
+        assert stalled.hear(PartAnswer).reason == ""
     assert two.files() == [path(1, 0), path(3, 0)]
     one.adopt(two.at)
     assert one.send(4, 0) == ""
@@ -190,7 +190,7 @@ def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_do
     one, _ = pair
     wanted = one.write(1, 0)
     one.service.close()
-    with pytest.raises(NoAgent, match="the agent does not answer"):
+    with pytest.raises(AgentGone, match="the agent does not answer"):
         contract.send(one.service.socket_path, wanted)
 
 
@@ -200,7 +200,7 @@ def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
     with ExitStack() as stack:
         for _ in range(peers.UNPROVEN + peers.CONNECTIONS):
             stranger = stack.enter_context(wire.connected(two.at, float("inf")))
-            stranger.hear(wire.Hello)  # it is being served
+            stranger.hear(wire.ServerHello)  # it is being served
         assert one.send(1, 0) == ""
         assert two.send(1, 2) == ""
 
@@ -219,12 +219,12 @@ def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatc
     before = set(threading.enumerate())
     with ExitStack() as stack:
         first = stack.enter_context(wire.connected(two.at, float("inf")))
-        first.hear(wire.Hello)
+        first.hear(wire.ServerHello)
         (thread,) = set(threading.enumerate()) - before
-        first.say(Request(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
+        first.say(PartRequest(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
         assert waits.wait(LIMIT_S)
         for _ in range(peers.UNPROVEN):
-            stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.Hello)
+            stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.ServerHello)
         assert first._reader.read() == b""
         thread.join(LIMIT_S)
         assert not thread.is_alive()
@@ -265,7 +265,7 @@ def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, 
     assert two.files() == [path(1, 0)]
 
 
-def call(node: Node, asked: Request, key: str = KEY) -> Connection:
+def call(node: Node, asked: PartRequest, key: str = KEY) -> TimedConnection:
     """Ask as another agent; the connection is at the bytes of the file."""
     connection = wire.connected(node.at, float("inf"))
     wire.ask(connection, key, asked)
@@ -274,7 +274,7 @@ def call(node: Node, asked: Request, key: str = KEY) -> Connection:
 
 DATA = b"x" * SIZE
 CHECKSUM = xxhash.xxh3_64_hexdigest(DATA)
-PART = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
+PART = PartRequest(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
 
 
 @pytest.mark.parametrize(
@@ -285,11 +285,11 @@ PART = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
         (replace(PART, file="rank_00000.pt"), "no part of a copy"),
         (replace(PART, file="rank_0.mem"), "no part of a copy"),
         (replace(PART, name=".."), "no part of a copy"),
-        (Request(GET, ".elastic_ext", MANIFEST), "no part of a copy"),
-        (Request(GET, directory_name(1, 1), ".."), "no part of a copy"),
+        (PartRequest(GET, ".elastic_ext", MANIFEST), "no part of a copy"),
+        (PartRequest(GET, directory_name(1, 1), ".."), "no part of a copy"),
         (replace(PART, size=0), "a part of 0 bytes"),
-        (Request(GET, directory_name(9, 1), memory_file(0)), "No such file"),
-        (Request("list", directory_name(1, 1), memory_file(0)), "unknown request"),
+        (PartRequest(GET, directory_name(9, 1), memory_file(0)), "No such file"),
+        (PartRequest("list", directory_name(1, 1), memory_file(0)), "unknown request"),
     ],
 )
 def test_what_is_refused(pair, asked, reason):
@@ -310,23 +310,23 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
     """The id of the key is no secret: it is not enough."""
     _, two = pair
     with wire.connected(two.at, float("inf")) as connection:
-        connection.hear(wire.Hello)
+        connection.hear(wire.ServerHello)
         connection.say(replace(PART, key_id=wire.key_id(KEY), proof="0" * 64))
-        assert "wrong proof" in connection.hear(Answer).reason
+        assert "wrong proof" in connection.hear(PartAnswer).reason
     two.service.adopt(None)
     monkeypatch.setattr(peers, "ADOPT_S", 0.1)
     with pytest.raises(PeerError, match="not in that round"):
-        wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
+        wire.ask(wire.connected(two.at, float("inf")), KEY, PartRequest(GET, directory_name(1, 1), memory_file(0)))
 
 
 @pytest.mark.parametrize("proof", ['"\u00e9"', '"\\ud800"'])
 def test_a_proof_may_be_any_text(pair, caplog, proof):
     _, two = pair
     with wire.connected(two.at, float("inf")) as connection:
-        connection.hear(wire.Hello)
+        connection.hear(wire.ServerHello)
         line = f'{{"schema": 1, "do": "put", "name": "a", "file": "b", "key_id": "{wire.key_id(KEY)}", "proof": {proof}}}\n'
         connection._sock.sendall(line.encode())
-        assert "wrong proof" in connection.hear(Answer).reason
+        assert "wrong proof" in connection.hear(PartAnswer).reason
     assert caplog.text == ""
 
 
@@ -362,13 +362,13 @@ def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
         connection._sock.shutdown(socket.SHUT_WR)
     else:
         connection._sock.sendall(b"y" + DATA[1:])
-        assert "came with checksum" in connection.hear(Answer).reason
+        assert "came with checksum" in connection.hear(PartAnswer).reason
     assert connection._reader.read() == b""  # it has given up
     connection.__exit__()
     assert two.files() == []
     with call(two, PART) as connection:  # and the room is free again
         connection._sock.sendall(DATA)
-        assert connection.hear(Answer).reason == ""
+        assert connection.hear(PartAnswer).reason == ""
     assert two.files() == [path(1, 0)]
     assert caplog.text == ""  # it knew why it gave up
 
@@ -378,7 +378,7 @@ def test_a_next_round_ends_what_was_still_coming(pair):
     with call(two, PART) as connection:
         two.adopt(one.at, key="the next key")
         connection._sock.sendall(DATA)
-        assert "No such file" in connection.hear(Answer).reason
+        assert "No such file" in connection.hear(PartAnswer).reason
     assert two.files() == []
 
 
@@ -467,9 +467,9 @@ class Dripping:
 
     def _serve(self) -> None:
         sock, _ = self._server.accept()
-        with Connection(sock, float("inf")) as connection, suppress(OSError):
+        with TimedConnection(sock, float("inf")) as connection, suppress(OSError):
             _, sign = wire.greet(connection, lambda _: KEY)
-            connection.say(sign(Answer(size=10 * SIZE)))
+            connection.say(sign(PartAnswer(size=10 * SIZE)))
             while not self._done.wait(0.01):
                 sock.sendall(b" ")
 
@@ -544,7 +544,7 @@ def test_it_listens_on_after_it_failed_a_caller(nodes, monkeypatch, caplog, lack
     one, two = paired(nodes)
     while fails:
         with suppress(OSError), wire.connected(one.at, float("inf")) as caller:
-            caller.hear(wire.Hello)
+            caller.hear(wire.ServerHello)
     assert one.send(1, 0) == two.send(1, 2) == ""
     assert caplog.text.count("for now") == 1
 

@@ -21,9 +21,9 @@ from elastic_ext.agent.resume import newest_checkpoint
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.offers import Saved
-from elastic_ext.checkpoints.choice.resolution import Place, agree
+from elastic_ext.checkpoints.choice import agreement
+from elastic_ext.checkpoints.choice.agreement import NodeInRound, agree
+from elastic_ext.checkpoints.choice.offers import NewestSaved
 from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
@@ -31,7 +31,7 @@ from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
 from tests.checkpoints.choice.scenes import flip
-from tests.checkpoints.choice.test_resolution import copies
+from tests.checkpoints.choice.test_agreement import copies
 from tests.checkpoints.rank_groups import RankGroups, complete
 from tests.until import until
 
@@ -74,25 +74,25 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
     settings = replace(Settings(), checkpoint_dir=store.url)
     store.be(Ill(errors=1.0, path=path))
     with ThreadPoolExecutor(1) as pool, _told("does not answer") as told:
-        chosen = pool.submit(agree, settings, "run", SingleNode(), Place())
+        chosen = pool.submit(agree, settings, "run", SingleNode(), NodeInRound())
         assert told.wait(60)
         store.be(WELL)
         assert chosen.result().step == 2
     store.be(Ill(errors=1.0, path=path))
-    monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+    monkeypatch.setattr(agreement, "AWAY_S", 0.1)
     with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
-        agree(settings, "run", SingleNode(), Place())
+        agree(settings, "run", SingleNode(), NodeInRound())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "saved", "resumed"),
     [
-        ("", Saved(1, 2), 3),
-        ("", Saved(1, 4), None),  # saved later than the copy: it must not be passed over
+        ("", NewestSaved(1, 2), 3),
+        ("", NewestSaved(1, 4), None),  # saved later than the copy: it must not be passed over
         ("", None, None),  # nobody knows what was saved
-        ("/step_00000002.g0001/manifest.json", Saved(1, 2), 3),  # which is not even read
-        ("/step_00000004.g0001/manifest.json", Saved(1, 2), None),  # the storage has shown something newer
+        ("/step_00000002.g0001/manifest.json", NewestSaved(1, 2), 3),  # which is not even read
+        ("/step_00000004.g0001/manifest.json", NewestSaved(1, 2), None),  # the storage has shown something newer
     ],
 )
 def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_as_all_that_is_known(
@@ -101,19 +101,19 @@ def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     path: str,
-    saved: Saved | None,
+    saved: NewestSaved | None,
     resumed: int | None,
 ) -> None:
     _save(store, 2, *([4] if "4" in path else []))
-    place = Place(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
+    place = NodeInRound(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
     settings = replace(Settings(), checkpoint_dir=store.url)
     store.be(Ill(errors=1.0, path=path))
     if resumed is None:
-        monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+        monkeypatch.setattr(agreement, "AWAY_S", 0.1)
         with pytest.raises(StorageAway):
             agree(settings, "run", SingleNode(), place)
         return
-    monkeypatch.setattr(resolution, "poll", None)  # it does not wait
+    monkeypatch.setattr(agreement, "poll", None)  # it does not wait
     assert agree(settings, "run", SingleNode(), place).step == resumed
     assert len([each for each in caplog.records if "does not answer" in each.message]) == (not path)
 
@@ -170,13 +170,13 @@ def test_a_signal_is_no_failure_of_the_storage() -> None:
 @pytest.mark.full
 def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(store, 1, 2)
-    monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+    monkeypatch.setattr(agreement, "AWAY_S", 0.1)
     settings = replace(Settings(), checkpoint_dir=store.url, verify="full")
     store.be(Ill(errors=1.0, path="/step_00000002.g0001/__0_0.distcp"))
     with pytest.raises(StorageAway):
-        agree(settings, "run", SingleNode(), Place())
+        agree(settings, "run", SingleNode(), NodeInRound())
     store.be(WELL)
-    assert agree(settings, "run", SingleNode(), Place()).step == 2
+    assert agree(settings, "run", SingleNode(), NodeInRound()).step == 2
 
 
 @pytest.mark.full

@@ -22,8 +22,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
-from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
-from elastic_ext.checkpoints.choice.selection import Choice, choose, families
+from elastic_ext.checkpoints.choice.listing import candidates, newest_complete
+from elastic_ext.checkpoints.choice.ordering import Choice, choose, families
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.storage import Entry, open_storage
@@ -359,7 +359,7 @@ def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.seam
 def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
     code = (
-        "import sys; from elastic_ext.checkpoints.choice.discovery import newest_complete; newest_complete(sys.argv[1])\n"
+        "import sys; from elastic_ext.checkpoints.choice.listing import newest_complete; newest_complete(sys.argv[1])\n"
         "print({'torch', 'fsspec'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
@@ -396,10 +396,10 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
     private.chmod(mode)
     code = (
         "import os, sys\n"
-        "from elastic_ext.checkpoints.choice import discovery\n"  # before the change of user, who may not read this package
+        "from elastic_ext.checkpoints.choice import listing\n"  # before the change of user, who may not read this package
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-        "try: print(discovery.newest_complete(sys.argv[1]))\n"
-        "except discovery.UsageError as error: print('usage:', error)\n"
+        "try: print(listing.newest_complete(sys.argv[1]))\n"
+        "except listing.UsageError as error: print('usage:', error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(private)], capture_output=True, text=True, check=False)
     private.chmod(0o755)

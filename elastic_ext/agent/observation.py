@@ -474,7 +474,7 @@ class Observation(Companion):
         except SignalException:
             raise
         except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
-            logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
+            logger.warning("metrics_linger: no wait for a last scrape, because this agent could not leave the job: %s", error)
             return
         self._serving.lingers = True
 

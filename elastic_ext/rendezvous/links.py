@@ -451,7 +451,7 @@ class Links:
     def _on_doubt(self, item: Item) -> None:
         """Answer. Also when the watch has begun, since a doubt may have been missed before; when it has ended, open another."""
         if isinstance(item, (AuthError, UnsupportedVersion)):  # another watch would end the same way
-            logger.warning("no links from the next round on: the doubts about this node cannot be watched: %s", item)
+            logger.warning("no links to other nodes from the next round on: the watch of their doubts has ended: %s", item)
             self.port = 0
             return
         if isinstance(item, EtcdError):

@@ -444,7 +444,7 @@ class PeerService:
         try:
             clear_incoming(self._storage)
         except OSError as error:
-            logger.warning("what was left of parts of other nodes could not be removed: %s", error)
+            logger.warning("old parts of other nodes' copies in memory could not be removed: %s", error)
         found = None
         if circle is not None:
             kept = Kept(self._storage, circle.limit, circle.own)

@@ -32,7 +32,7 @@ STATES: Mapping[str, str] = MappingProxyType(
         SAVE: 'The training loop waits for a checkpoint: `Checkpointer.save` and `wait`, or `phase("checkpoint")` after the '
         "first step. What is written in the background does not count.",
         LOAD: '`Checkpointer.load`, or `phase("checkpoint")` before the first step.',
-        DETECTION: "At the end of a round: from the moment at which a step takes longer than that mean until the agent stops "
+        DETECTION: "At the end of a round: from when a step takes longer than the worker's mean, until the agent stops "
         "the workers, which wait for a peer that is gone.",
         HANG: "The same, if the verdict is a hang.",
         STOPPING: "The agent stops the workers and waits for the job's verdict; or the script has ended, and its process or "

@@ -30,7 +30,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     explain.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT[,...]",
-        help=f"instead of files: a job; {ENDPOINT}",
+        help=f"instead of files, {ENDPOINT}",
     )
     explain.add_argument("--rdzv-id", metavar="ID", help="run id of the job; prints its failures, the decisions and the reasons")
     explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")

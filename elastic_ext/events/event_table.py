@@ -146,12 +146,12 @@ EVENTS: dict[str, Event] = {
         _REASON,
     ),
     "etcd_unavailable": _event(
-        "With several nodes: neither etcd nor the job's own store has answered for half of `lease_ttl`. Training goes on.",
+        "etcd, or the store of `ext_c10d` over several nodes, has not answered for half of `lease_ttl`. Training goes on.",
         Field("endpoint", TEXT, "address that was asked last"),
         Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
     ),
     "etcd_available": _event(
-        "With several nodes: etcd, or the job's own store, answers again; only after `etcd_unavailable`.",
+        "It answers again; only after `etcd_unavailable`.",
         Field("endpoint", TEXT, "address that answers"),
         Field("seconds", NUMBER, "how long it did not answer", _SECONDS),
     ),

@@ -268,15 +268,20 @@ ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
 ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
 ETCD = {
     ETCD_CALL: histogram(
-        "With several nodes: time of calls to etcd or to the job's own store; each attempt counts, answered or not."
+        "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not."
     ),
     ETCD_CALLS: counter(
-        "With several nodes: attempts to call etcd or the job's own store: answered (ok), or not (failed).",
+        "Attempts to call etcd, or the store of ext_c10d over several nodes: answered (ok), or not (failed).",
         "outcome",
         known=_known(OK, FAILED),
     ),
-    ETCD_RECONNECTS: counter("With several nodes: how often the connection for watches was lost and opened again.", known=ZERO),
-    ETCD_LEASE: gauge("With several nodes: time until which this node's lease certainly holds; absent while it has none."),
+    ETCD_RECONNECTS: counter(
+        "How often the connection for watches, to etcd or the store of ext_c10d over several nodes, was lost and opened again.",
+        known=ZERO,
+    ),
+    ETCD_LEASE: gauge(
+        "Time until which this node's lease in etcd, or in the store of ext_c10d over several nodes, certainly holds; absent while it has none."
+    ),
 }
 WORKERS = _per_worker(
     {

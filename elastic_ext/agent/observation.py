@@ -79,7 +79,7 @@ class JobView:
         try:
             self._thread.start()
         except RuntimeError as error:  # a limit on threads
-            logger.warning("status: other nodes are not shown here, nor this one there: %s", error)
+            logger.warning("status: this agent does not show the other nodes, and they do not show this one: %s", error)
             self._thread, self._fault = None, str(error)
 
     def close(self, left_s: float, last_look: bool = False) -> None:

@@ -235,7 +235,7 @@ class ResumePoint(Companion):
         """Return those that differ for one rank: the path of its own file, if each rank wrote one."""
         path, files = self.checkpoint.path, self.checkpoint.files
         if files and rank not in files:
-            logger.warning("%s has no file of rank %s: this rank finds the name with the *", path, rank)
+            logger.warning("%s has no file of rank %s: ELASTIC_EXT_RESUME_FROM of this rank keeps the *", path, rank)
         return self.checkpoint.variables_of(rank)
 
     def log(self) -> None:

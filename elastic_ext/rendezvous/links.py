@@ -200,7 +200,7 @@ class Watcher:
                 raise
         if removed:
             self.accused.add(suspect.node_id)
-            logger.warning("elastic_ext: node %s is taken for dead and out of the job: %s", suspect.node_id, where)
+            logger.warning("elastic_ext: node %s counts as dead and is out of the job: %s", suspect.node_id, where)
         else:
             logger.info("node %s stays in the job: %s, but it has answered in etcd, or etcd is too slow", suspect.node_id, where)
         return removed

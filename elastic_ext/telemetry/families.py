@@ -280,7 +280,8 @@ ETCD = {
         known=ZERO,
     ),
     ETCD_LEASE: gauge(
-        "Time until which this node's lease in etcd, or in the store of ext_c10d over several nodes, certainly holds; absent while it has none."
+        "Time until which this node's lease in etcd, or in the store of ext_c10d over several nodes, certainly holds; absent "
+        "while it has none."
     ),
 }
 WORKERS = _per_worker(

@@ -482,7 +482,7 @@ class PeerService:
                 fails = False
             except (OSError, RuntimeError) as error:
                 if not fails and not self._closing.is_set():
-                    logger.warning("others cannot reach the copies in memory of this node for now: %s", error)
+                    logger.warning("other nodes cannot reach the copies in memory of this node for now: %s", error)
                 fails = True
                 self._closing.wait(RETRY_S)  # no event shows when there are descriptors or threads again
 

@@ -127,4 +127,4 @@ def test_ranks_that_can_make_no_copies_together_any_more_load_and_save(hosts: Ho
     lost = [["memory limit", ALL, 1], snapshot(5, [0]), WAIT]
     results = hosts.task("calls", {"calls": [*before, *lost, save(6, ALL), WAIT, LOAD, save(7, ALL), WAIT]})
     assert of(results, "saved") == [[1, 6, 7]] * 2
-    assert "no more copies to memory" in groups.stderr.read_text()
+    assert "no more copies in memory" in groups.stderr.read_text()

@@ -68,8 +68,8 @@ class Settings:
     bad_node_command: str | None = _setting(
         None,
         TEXT,
-        "shell command that the agent of a bad node runs as it leaves with 69, for 10 s at most; $ELASTIC_EXT_NODE and "
-        "$ELASTIC_EXT_REASON say who leaves and why",
+        "shell command that the agent runs, for 10 s at most, as its node leaves for a failure of kind hardware; "
+        "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why",
     )
     bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
     budget_window: int | None = _setting(

@@ -172,8 +172,8 @@ class Settings:
     max_rejoins: int = _setting(
         20,
         RESTARTS,
-        "how often within an hour a host may join a running job; a further attempt is refused, because each one restarts all "
-        "nodes; -1: no limit",
+        "how often within an hour a host may join a running job; if it joins more often, it may not come back for refuse_node "
+        "seconds once it has left, because each join restarts all nodes; -1: no limit",
     )
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(

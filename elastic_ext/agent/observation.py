@@ -79,7 +79,7 @@ class JobView:
         try:
             self._thread.start()
         except RuntimeError as error:  # a limit on threads
-            logger.warning("status: other nodes are not shown here, nor this one there: %s", error)
+            logger.warning("status: this agent does not show the other nodes, and they do not show this one: %s", error)
             self._thread, self._fault = None, str(error)
 
     def close(self, left_s: float, last_look: bool = False) -> None:
@@ -474,7 +474,7 @@ class Observation(Companion):
         except SignalException:
             raise
         except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
-            logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
+            logger.warning("metrics_linger: no wait for a last scrape, because this agent could not leave the job: %s", error)
             return
         self._serving.lingers = True
 

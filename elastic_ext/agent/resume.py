@@ -122,7 +122,7 @@ class MemoryCopies:
         try:
             return PeerService(listen_at(self._address()), path, open_storage(directory), rate, self._metrics)
         except (OSError, ElasticExtError) as error:
-            logger.warning("copies in memory stay on the node that makes them: %s", error)
+            logger.warning("copies in memory are not sent to another node: %s", error)
             return None
 
     @property
@@ -149,7 +149,7 @@ class MemoryCopies:
             if plan.fetch:
                 _fetch(service, resumed, plan, over)
         except (ElasticExtError, OSError, ValueError) as error:
-            logger.warning("copies in memory cannot be had from other nodes: %s", error)
+            logger.warning("copies in memory cannot be fetched from other nodes: %s", error)
         return replace(room, limit=half, peer=service.socket_path)
 
 
@@ -235,7 +235,7 @@ class ResumePoint(Companion):
         """Return those that differ for one rank: the path of its own file, if each rank wrote one."""
         path, files = self.checkpoint.path, self.checkpoint.files
         if files and rank not in files:
-            logger.warning("%s has no file of rank %s: this rank finds the name with the *", path, rank)
+            logger.warning("%s has no file of rank %s: ELASTIC_EXT_RESUME_FROM of this rank keeps the *", path, rank)
         return self.checkpoint.variables_of(rank)
 
     def log(self) -> None:
@@ -288,7 +288,7 @@ class ResumePoint(Companion):
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
                 sources.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
-            logger.warning("what is blamed for the failure could not be refused or quarantined: %s", error)
+            logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:

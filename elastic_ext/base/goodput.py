@@ -21,25 +21,26 @@ RENDEZVOUS, WAITING, BACKOFF, IDLE, DETECTION, HANG = "rendezvous", "waiting_for
 STATES: Mapping[str, str] = MappingProxyType(
     {
         PRODUCTIVE: "Training: optimizer steps that nobody has done before, with all that the script does between them and names "
-        "no phase for; evaluation too. Without the bootstrap, all the time in which workers run.",
+        "no phase for; evaluation too. Without the bootstrap, all the time that workers run.",
         LOST: "Steps computed again: from the checkpoint up to the highest step reached before the restart, where both are known "
-        "(`checkpoint_dir`); what a phase names stays in its state. And the step that a restart interrupted, as far as it takes "
-        "no longer than this worker's mean time from step to step.",
+        "(`checkpoint_dir`); what a phase names stays in its state. Also the step that a restart interrupted, up to this "
+        "worker's mean time from step to step.",
         STARTUP: "From the start of the workers until the end of the first step, or until the script enters the phase `step` or "
         "`data`: processes, imports, process groups.",
         COMPILE: 'What the script calls `phase("compile")`.',
         DATA: 'What the script calls `phase("data")`.',
-        SAVE: 'The training loop stands for a checkpoint: `Checkpointer.save` and `wait`, or `phase("checkpoint")` after the '
+        SAVE: 'The training loop waits for a checkpoint: `Checkpointer.save` and `wait`, or `phase("checkpoint")` after the '
         "first step. What is written in the background does not count.",
         LOAD: '`Checkpointer.load`, or `phase("checkpoint")` before the first step.',
-        DETECTION: "A round that is about to end, when a step takes longer than that mean, until the agent stops "
-        "the workers: they wait for a peer that is gone.",
+        DETECTION: "At the end of a round: from when a step takes longer than the worker's mean, until the agent stops "
+        "the workers, which wait for a peer that is gone.",
         HANG: "The same, if the verdict is a hang.",
-        STOPPING: "The workers are told to end; the job's verdict; after the script's end, its process and other nodes.",
+        STOPPING: "The agent stops the workers and waits for the job's verdict; or the script has ended, and its process or "
+        "other nodes have not.",
         RENDEZVOUS: "The nodes form a round and agree on the checkpoint.",
-        WAITING: "A rendezvous that lasts longer than 2 s, from then on: it waits for nodes.",
+        WAITING: "What a rendezvous takes beyond 2 s: it waits for nodes.",
         BACKOFF: "The pause before a restart.",
-        IDLE: "After the end of the job; on the same host also until the next agent of this job starts.",
+        IDLE: "After the end of the job; also from the end of an agent to the start of the next one on the same host.",
     }
 )
 

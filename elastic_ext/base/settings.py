@@ -55,21 +55,21 @@ class Settings:
     address: str | None = _setting(
         None,
         TEXT,
-        "interface (`eth1`) or network (`10.1.0.0/16`) of the address that this node gives to the others; default: that of the "
-        "route to the host of --rdzv-endpoint; --local-addr wins",
+        "interface (`eth1`) or network (`10.1.0.0/16`) whose address this node gives to the other nodes; default: the address "
+        "from which this host reaches the host of --rdzv-endpoint; --local-addr overrides it",
     )
     backoff: float = _setting(
         1.0,
         SECONDS,
-        "delay before the second restart in a row without progress; doubles with each further one, with jitter; 0: no delay. "
-        "Before the first step, the tries of what may be an outage wait 30 and 90 times as long",
+        "delay before the second restart in a row without progress; doubles with each further restart, with jitter; 0: no "
+        "delay. Before the first step, a failure that may be an outage is tried again after 30, then after 90 times this delay",
     )
-    backoff_max: float = _setting(60.0, SECONDS, "the longest such delay")
+    backoff_max: float = _setting(60.0, SECONDS, "the longest delay to which backoff may double")
     bad_node_command: str | None = _setting(
         None,
         TEXT,
-        "shell command that the agent of a bad node runs as it leaves with 69, for 10 s at most; $ELASTIC_EXT_NODE and "
-        "$ELASTIC_EXT_REASON say who leaves and why",
+        "shell command that the agent runs, for 10 s at most, as its node leaves for a failure of kind hardware; "
+        "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why",
     )
     bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
     budget_window: int | None = _setting(
@@ -81,26 +81,27 @@ class Settings:
     checkpoint_pattern: str = _setting(
         "",
         PATTERN,
-        "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; they may be of unknown formats; default: all "
-        "that is understood",
+        "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; the files may be of unknown formats; default: "
+        "every checkpoint of a known format",
     )
     copy_mb_s: float = _setting(
         0.0,
         MB_PER_SECOND,
-        "the most megabytes per second that a node copies from local_dir to checkpoint_dir; 0: no limit",
+        "limit for copying from local_dir to checkpoint_dir, in megabytes per second and node; 0: no limit",
     )
     copy_stall: float = _setting(
         60.0,
         SECONDS_FROM_1,
-        "how long copying to checkpoint_dir may make no progress at the end of a job; after twice this time the agent gives up",
+        "at the end of a job, time without progress after which copying to checkpoint_dir is restarted; after twice this time "
+        "the agent gives up",
     )
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
     etcd_data_dir: str | None = _setting(
         None,
         TEXT,
-        "`job:`: directory for a small file with what outlives the job (ledger, budget, refused hosts, goodput), so that a "
-        "requeue finds it; on a disk that all hosts share, or a local one of hosts that come back",
+        "`job:`: directory for a small file that lets a requeued job keep its ledger, budget, refused hosts and goodput; on a "
+        "disk that all hosts share, or on local disks if the same hosts come back",
     )
     etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
     etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
@@ -113,8 +114,8 @@ class Settings:
     exit_codes: str = _setting(
         "design",
         one_of("design", "stock", "kubeflow"),
-        "exit codes of the agent: `design`, by cause (see below); `stock`, always 1; `kubeflow`, by cause, with 128 added to "
-        "those that Kubeflow's ExitCode policy should retry",
+        "exit codes of the agent: `design`, by cause (see [exit codes](failures.md#exit-codes)); `stock`, always 1; `kubeflow`, "
+        "by cause, with 128 added to those that Kubeflow's ExitCode policy should retry",
     )
     grow_at: str = _setting(
         "now",
@@ -124,7 +125,7 @@ class Settings:
     health_command: str | None = _setting(
         None,
         TEXT,
-        "shell command that the agent runs before each round; if it does not end with 0, this node leaves with 69; the log shows "
+        "shell command that the agent runs before each round; unless it exits with 0, this node leaves with 69; the log shows "
         "its output",
     )
     health_timeout: float = _setting(60.0, SECONDS_FROM_1, "how long health_command may take; a node on which it hangs is bad")
@@ -134,8 +135,8 @@ class Settings:
     hang_timeout: float | None = _setting(
         None,
         SECONDS_FROM_1,
-        "seconds without progress that count as a hang; before the first step, ten times this, and only if no worker is busy; "
-        "default: learned from the job",
+        "seconds without progress that count as a hang; before the first step, ten times this, and at least half an hour while a "
+        "worker is busy; default: learned from the job",
     )
     job_secret: str | None = _setting(
         None,
@@ -146,7 +147,7 @@ class Settings:
     job_secret_file: str | None = _setting(
         None,
         TEXT,
-        "`job:`, ext_c10d: file with the secret instead, of mode 0600; on a disk that all hosts share it is created if it does "
+        "`job:`, ext_c10d: file that holds the secret, with mode 0600; on a disk that all hosts share, it is created if it does "
         "not exist",
     )
     kind_limits: tuple[tuple[str, int], ...] | None = _setting(
@@ -158,8 +159,8 @@ class Settings:
     ledger_file: str | None = _setting(
         None,
         TEXT,
-        "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; of "
-        "several nodes, that of the host of the store counts",
+        "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; with "
+        "several nodes, only the file on the store's host counts",
     )
     lease_ttl: int = _setting(10, WHOLE_SECONDS, "a node that is silent for this long counts as dead; 2 or more")
     local_dir: str | None = _setting(
@@ -171,26 +172,26 @@ class Settings:
     max_rejoins: int = _setting(
         20,
         RESTARTS,
-        "how often a host may join a job that is under way within an hour; if it comes once more it is refused, as it restarts "
-        "all nodes each time; -1: no limit",
+        "how often within an hour a host may join a running job; if it joins more often, it may not come back for refuse_node "
+        "seconds once it has left, because each join restarts all nodes; -1: no limit",
     )
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(
         None,
         STEPS,
-        "every how many steps `Checkpointer.snapshot` copies the state to memory that outlives the worker; 0: never; default: as "
-        "often as costs less than 1 % of the time",
+        "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "
+        "the copies hold up training for less than 1 % of the time",
     )
     memory_limit: int | None = _setting(
         None,
         BYTES,
-        "the most memory for these copies on a node, two for each worker's part, e.g. `64G`; with several nodes, half of it is "
-        "for the parts of another one; default: a quarter of what is free when a round starts",
+        "the most memory for these copies on a node, e.g. `64G`, two for each worker; with several nodes, half of it is for "
+        "another node's copies; default: a quarter of the memory that is free when a round starts",
     )
     memory_mb_s: float = _setting(
         0.0,
         MB_PER_SECOND,
-        "the most megabytes per second of these copies that a node sends to the other node that keeps them; 0: no limit",
+        "limit for sending these copies to another node, in megabytes per second; 0: no limit",
     )
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_discovery_dir: str | None = _setting(
@@ -205,7 +206,7 @@ class Settings:
     metrics_linger: float = _setting(
         0.0,
         LINGER_SECONDS,
-        "how long an agent that has left the job still serves its metrics, until they are scraped once more; 300 or less",
+        "how long an agent that has left the job waits for one more scrape of its metrics; 300 or less",
     )
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     metrics_web_config: str | None = _setting(
@@ -219,7 +220,7 @@ class Settings:
         None,
         SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "
-        "`pod_api` or Slurm can shorten it, and supply it if this is not set",
+        "`pod_api` or Slurm can shorten it, or provide it if it is not set",
     )
     pod_api: bool = _setting(False, BOOLEAN, "Kubernetes: ask the API server about this pod after a failure")
     pod_file: str | None = _setting(
@@ -228,7 +229,8 @@ class Settings:
     preload: tuple[str, ...] | None = _setting(
         None,
         MODULES,
-        "modules that warm standbys import, besides torch and those learned from the job; may be modules next to the script",
+        "modules that warm standbys import, besides torch and those that the agent learns from the job's workers; may be "
+        "modules next to the script",
     )
     preload_exclude: tuple[str, ...] | None = _setting(
         None, MODULES, "modules that warm standbys do not import, with their submodules"
@@ -261,7 +263,8 @@ class Settings:
     stop_grace: float | None = _setting(
         None,
         SECONDS,
-        "time between SIGTERM and SIGKILL for the survivors of a failure; default 5, or --shutdown-timeout if that is less",
+        "time between SIGTERM and SIGKILL for workers that are stopped because another one failed; default 5, or "
+        "--shutdown-timeout if that is less",
     )
     topology: str | None = _setting(
         None, TEXT, "location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
@@ -269,12 +272,12 @@ class Settings:
     trainjob_interval: float = _setting(
         30.0,
         SECONDS,
-        "Kubeflow Trainer: seconds between two posts of the TrainJob's status, where it asks for them; 0: post none",
+        "Kubeflow Trainer: seconds between two updates of the TrainJob's status, if the TrainJob asks for them; 0: no updates",
     )
     unsafe_etcd: bool = _setting(
         False,
         BOOLEAN,
-        "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, of which a member that is killed may lose writes for good",
+        "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, although a member that is killed may lose writes for good",
     )
     verify: str = _setting(
         "sampled",

@@ -53,14 +53,14 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     prune.add_argument(
         "--keep-every", type=_count, default=0, metavar="STEPS", help="also keep one checkpoint for every STEPS steps"
     )
-    prune.add_argument("--yes", action="store_true", help="remove them")
+    prune.add_argument("--yes", action="store_true", help="remove the checkpoints")
     bad = _action(actions, "quarantine", _quarantine, "never resume from these checkpoints; nothing is removed", "+")
-    bad.add_argument("--lift", action="store_true", help="trust them again")
+    bad.add_argument("--lift", action="store_true", help="lift the quarantine")
     for parser in (pin, bad):
         parser.add_argument("--reason", default="", help="a note for other users")
     copying = "copy checkpoints to another directory and compare checksums; repeat the command to resume an interrupted copy"
     cp = _action(actions, "cp", _cp, copying, "+")
-    cp.add_argument("--to", required=True, metavar="DIR", help="the other directory")
+    cp.add_argument("--to", required=True, metavar="DIR", help="the directory to copy to")
     for parser in (ls, check):
         parser.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
     for parser in (ls, check, pin, unpin, prune, bad, cp):
@@ -87,7 +87,9 @@ def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
         "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
     add_job(save)
-    save.add_argument("--timeout", type=seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds; default: %(default)g")
+    save.add_argument(
+        "--timeout", type=seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds to wait; default: %(default)g"
+    )
     save.set_defaults(run=_save)
 
 

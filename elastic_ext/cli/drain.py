@@ -21,6 +21,7 @@ MEANINGS = {
     EX_TRY_AGAIN: "no checkpoint in time, and nothing was done; or the job did not run again in time (the message says which)",
     EX_REFUSED: "refused, nothing was changed: the job would have fewer nodes than it takes",
     78: "wrong usage, or no such node",
+    130: "interrupted with Ctrl-C: the node still leaves, unless `--undo` withdraws that",
 }
 
 
@@ -28,13 +29,13 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
     drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
     drain.description = (
-        "Have a node leave a job once a checkpoint was saved, and wait until the job runs without it: a spare steps "
+        "Take a node out of a job once a checkpoint is saved, and wait until the job runs without it: a spare steps "
         "in, or the job goes on smaller. No restart is charged. The host may not come back for `refuse_node` seconds."
     )
     drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
     drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
     add_job(drain)
-    drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and those who start an agent there again")
+    drain.add_argument("--reason", metavar="TEXT", default="", help="why: for logs, the status, and an agent started there again")
     drain.add_argument(
         "--timeout",
         type=seconds,
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             over = requests.drain(client, args.rdzv_id, request, args.timeout, print_line)
         except KeyboardInterrupt:
-            print_error(f"{args.node} is still to leave; --undo withdraws that")
+            print_error(f"the drain of {args.node} goes on; --undo withdraws it")
             return 130
     codes = {Ending.DRAINED: 0, Ending.LATE: EX_TRY_AGAIN, Ending.TOO_FEW: EX_REFUSED, Ending.NO_JOB: EX_UNAVAILABLE}
     if over.ending is Ending.DRAINED:

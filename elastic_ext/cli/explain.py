@@ -10,7 +10,7 @@ from typing import Any
 from elastic_ext.base import files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.cli import print_error
-from elastic_ext.cli.job_source import job_client
+from elastic_ext.cli.job_source import ENDPOINT, job_client
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
@@ -22,16 +22,17 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
     explain.description = (
         "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null if the agent "
-        "continues), reason, rule. A bad case gets one line on stderr, and the others are still printed. The exit code is 78 "
-        "after a bad case, or if a record of a job cannot be read."
+        "continues), reason, rule. Or, with --rdzv-endpoint and --rdzv-id, print all failures of a job and what was decided. A "
+        "case that cannot be read gets one line on stderr, and the others are still printed. The exit code is 78 if anything "
+        "could not be read."
     )
-    explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or one on each line of a .jsonl file")
+    explain.add_argument("files", nargs="*", metavar="FILE", help="evidence: one JSON object, or one per line of a .jsonl file")
     explain.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT[,...]",
-        help="instead of files: the etcd servers of a job, or job:... as for torchrun",
+        help=f"instead of files, {ENDPOINT}",
     )
-    explain.add_argument("--rdzv-id", metavar="ID", help="the job; prints what failed, when, where, and what was decided and why")
+    explain.add_argument("--rdzv-id", metavar="ID", help="run id of the job; prints its failures, the decisions and the reasons")
     explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which set of exit codes to print")
     explain.set_defaults(run=run)

@@ -120,7 +120,7 @@ def _password(user: str, file: str | None) -> str:
 def add_job(command: argparse.ArgumentParser) -> None:
     """Add the arguments that name a job in its etcd or store."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help=ENDPOINT)
-    command.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
+    command.add_argument("--rdzv-id", metavar="ID", required=True, help="run id of the job")
 
 
 def seconds(text: str) -> float:
@@ -166,15 +166,15 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that name a job, or one of its agents."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help=ENDPOINT)
-    command.add_argument("--rdzv-id", metavar="ID", default="", help="the job")
+    command.add_argument("--rdzv-id", metavar="ID", default="", help="run id of the job")
     command.add_argument(
-        "--url", metavar="http://HOST:PORT", default="", help="instead: any of its agents; the only way for a job on one node"
+        "--url", metavar="http://HOST:PORT", default="", help="instead: any agent of the job; the only way for a job on one node"
     )
     web = command.add_argument_group("for --url, if the agent has a metrics_web_config")
-    web.add_argument("--ca", metavar="FILE", help="the authority of its certificate, if the system does not know it")
-    web.add_argument("--cert", metavar="FILE", help="your certificate and its key, if it asks for one")
-    web.add_argument("--user", metavar="NAME", help="your name, if it asks for one")
-    web.add_argument("--password-file", metavar="FILE", help="its first line is the password; else you are asked")
+    web.add_argument("--ca", metavar="FILE", help="CA that signed the agent's certificate, unless the system trusts it")
+    web.add_argument("--cert", metavar="FILE", help="your certificate and its key, if the agent requires one")
+    web.add_argument("--user", metavar="NAME", help="your user name, if the agent requires a password")
+    web.add_argument("--password-file", metavar="FILE", help="file whose first line is the password; default: ask for it")
 
 
 def check_web(args: argparse.Namespace, command: str) -> None:

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--print-completion",
         action=_PrintCompletion,
         choices=("bash", "zsh", "tcsh"),
-        help="print what this shell needs to complete the commands; needs shtab",
+        help="print the completion script for this shell; needs shtab",
     )
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
     explain.add_command(commands)
@@ -60,10 +60,11 @@ def parser() -> argparse.ArgumentParser:
     timeline.add_command(commands)
     drain.add_command(commands)
     checkpoints.add_command(commands)
-    examine = commands.add_parser("doctor", help="check whether a job could run here, and what it would know about its failures")
+    examine = commands.add_parser("doctor", help="check whether a job could run here, and what it would learn about failures")
     examine.description = (
-        "Check torch, the entry point, the agent, warm standbys, etcd, checkpoint_dir, the metrics port, sources of evidence and "
-        "limits. Starts no job and leaves nothing behind. The exit code is 78 if a check fails, else 0."
+        "Check torch, the entry point, the agent, warm standbys, etcd, checkpoint_dir, the metrics port, sources of evidence "
+        "(cgroups, kernel log, GPU driver, platform) and limits. Starts no job and leaves nothing behind. The exit code is 78 "
+        "if a check fails, else 0."
     )
     examine.add_argument(
         "--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="etcd servers to check as well, or job:... as for torchrun"

@@ -282,7 +282,9 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
             try:
                 withdrawn = job.withdraw(asked.host)
             except EtcdError as error:
-                return DrainOutcome(Ending.LATE, f"no checkpoint in {timeout_s:g} s, and {asked.host} is still to leave: {error}")
+                return DrainOutcome(
+                    Ending.LATE, f"no checkpoint in {timeout_s:g} s, but the drain of {asked.host} goes on: {error}"
+                )
             if withdrawn:
                 return DrainOutcome(
                     Ending.LATE, f"no checkpoint in {timeout_s:g} s: {asked.host} stays in the job; --now does not wait"

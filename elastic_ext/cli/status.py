@@ -44,8 +44,8 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     status.description = "Show a job, live or ended. Changes nothing."
     status.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
     job_source.add_arguments(status)
-    status.add_argument("--json", action="store_true", help="print the document, one line of JSON for each look")
-    status.add_argument("--watch", action="store_true", help=f"look every {WATCH_S:g} s until the job has ended, or Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print JSON: one line, with --watch one line for each update")
+    status.add_argument("--watch", action="store_true", help=f"update every {WATCH_S:g} s, until the job has ended, or Ctrl-C")
     status.set_defaults(run=run)
 
 

@@ -28,13 +28,13 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
     timeline = commands.add_parser("timeline", help="draw the life of a job: what each node did when, failures, checkpoints")
     timeline.description = (
-        "Draw a job, live or ended, as a picture. The events of its agents (setting events_file) tell most; its status, "
-        "from etcd or from an agent, tells of rounds and failures. If the files tell of several jobs, --rdzv-id chooses one. "
+        "Draw a job, live or ended, as a picture. The events of its agents (setting events_file) show most; its status, "
+        "from etcd or from an agent, only rounds and failures. If the files hold several jobs, --rdzv-id chooses one. "
         "Needs matplotlib. Changes nothing."
     )
     timeline.epilog = (
-        "Exit codes: 0; 69: no such job, or neither etcd nor the agent answers; 78: wrong usage or input. A line that is no "
-        "event is named, the others are drawn, and the exit code is 78."
+        "Exit codes: 0; 69: no such job, or neither etcd nor the agent answers; 78: wrong usage or input. A line that is not "
+        "an event is reported, the others are drawn, and the exit code is 78."
     )
     timeline.add_argument("files", nargs="*", metavar="EVENTS", help="files with events, of any number of agents; - for stdin")
     timeline.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture: .png, .svg or .html")
@@ -89,7 +89,7 @@ def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[Fault]]
     for fault in faults[:MOST_FAULTS]:
         print_error(f"{fault.file}:{fault.number}: {fault.why}")
     if len(faults) > MOST_FAULTS:
-        print_error(f"{len(faults) - MOST_FAULTS} more lines are no events")
+        print_error(f"{len(faults) - MOST_FAULTS} more lines are not events")
     jobs = sorted({each.run_id for each in found})
     if run_id:
         found = [each for each in found if each.run_id == run_id]

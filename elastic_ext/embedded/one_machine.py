@@ -125,7 +125,7 @@ class JobFile:
         try:
             return goodput.decode(text, str(self._path)) if text else HostRecord()
         except RecordError as error:
-            logger.warning("goodput in %s does not count, for it cannot be read: %s", self._path, printable(str(error)))
+            logger.warning("goodput in %s does not count, because it cannot be read: %s", self._path, printable(str(error)))
             return HostRecord()
 
     def _charges(self) -> list[int]:

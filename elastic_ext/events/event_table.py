@@ -62,7 +62,7 @@ COMMON = (
     Field("round", INTEGER, "the round, the same on all nodes; 0 before the first"),
 )
 
-_REASON = Field("reason", TEXT, "why, in one line for people")
+_REASON = Field("reason", TEXT, "the reason, as one line of text")
 _SECONDS = "s"
 
 EVENTS: dict[str, EventType] = {
@@ -73,9 +73,9 @@ EVENTS: dict[str, EventType] = {
         Field("backend", TEXT, "--rdzv-backend"),
         Field("workers", INTEGER, "workers of this node"),
         Field("max_restarts", INTEGER, "budget of the job; -1: no limit"),
-        Field("settings", ANY, "settings that are not at their default, as texts; no secrets"),
+        Field("settings", ANY, "settings that differ from their defaults, as strings, without secrets"),
     ),
-    "node_refused": _event("The job does not take this node back yet.", _REASON),
+    "node_refused": _event("The job refuses this node for now.", _REASON),
     "node_drained": _event(
         "This node leaves the job because an operator has told it to.",
         _REASON,
@@ -93,10 +93,10 @@ EVENTS: dict[str, EventType] = {
         Field("node_rank", INTEGER, "rank of this node"),
         Field("world_size", INTEGER, "workers of the round, on all nodes"),
         Field("ranks", INTEGERS, "ranks of this node's workers"),
-        Field("cause", TEXT, "kind of what ended the round before; `membership` without a failure, `start` for the first"),
+        Field("cause", TEXT, "kind of the failure before; `membership`: nodes came or left; `start`: the first round"),
     ),
     "membership_changed": _event(
-        "The round has other members, by number, than the last one that this agent was in.",
+        "The number of nodes or workers is not that of the last round of this agent.",
         Field("nodes_before", INTEGER, "nodes of the round before"),
         Field("nodes", INTEGER, "nodes of this round"),
         Field("world_size_before", INTEGER, "workers of the round before"),
@@ -109,7 +109,7 @@ EVENTS: dict[str, EventType] = {
         _REASON,
     ),
     "workers_started": _event(
-        "All workers of this node run.",
+        "All workers of this node have been started.",
         Field("pids", INTEGERS, "their process ids, by local rank"),
         Field("warm", INTEGER, "those that were warm standbys"),
         Field("cold", INTEGER, "the others"),
@@ -121,7 +121,7 @@ EVENTS: dict[str, EventType] = {
     ),
     "recovered": _event(
         "A recovery is over: all workers of this node have made a step again.",
-        Field("cause", TEXT, "kind of what ended the training; `membership` without a failure"),
+        Field("cause", TEXT, "kind of the failure that ended training; `membership`: nodes came or left"),
         _REASON,
         Field("seconds", NUMBER, "from the end of training on this node to the first step of the last worker", _SECONDS),
         Field("phases", NUMBERS, "time by phase: those of `elastic_ext_recovery_seconds`, and `backoff`", _SECONDS),
@@ -146,23 +146,23 @@ EVENTS: dict[str, EventType] = {
         _REASON,
     ),
     "etcd_unavailable": _event(
-        "`ext_etcd`: no member of etcd has answered for half of `lease_ttl`. Training goes on.",
-        Field("endpoint", TEXT, "address of the member that was asked last"),
+        "etcd, or the store of `ext_c10d` over several nodes, has not answered for half of `lease_ttl`. Training goes on.",
+        Field("endpoint", TEXT, "address that was asked last"),
         Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
     ),
     "etcd_available": _event(
-        "`ext_etcd`: etcd answers again; only after `etcd_unavailable`.",
-        Field("endpoint", TEXT, "address of the member that answers"),
-        Field("seconds", NUMBER, "how long none did", _SECONDS),
+        "It answers again; only after `etcd_unavailable`.",
+        Field("endpoint", TEXT, "address that answers"),
+        Field("seconds", NUMBER, "how long it did not answer", _SECONDS),
     ),
     "hang": _event(
-        "The job hangs, and this agent has looked at its workers.",
-        Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
+        "The job hangs, and this agent has examined its workers.",
+        Field("culprits", INTEGERS, "ranks of this node that the other ranks seem to wait for, as far as this node knows"),
         Field("reasons", TEXTS, "what each of them does"),
         Field("seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True),
     ),
     "failure": _event(
-        "Workers of this node have failed; the fields are those of the one that explains the others.",
+        "Workers of this node have failed; the fields describe the one whose failure explains the others.",
         Field("rank", INTEGER, "its rank"),
         Field("local_rank", INTEGER, "its local rank"),
         Field("worker_pid", INTEGER, "its process id"),
@@ -170,14 +170,14 @@ EVENTS: dict[str, EventType] = {
         Field("signal", TEXT, "the signal that ended it", optional=True),
         Field("exception", TEXT, "type of the exception that it raised", optional=True),
         Field("step", INTEGER, "optimizer steps that it had done since it started; null: unknown", "steps", optional=True),
-        Field("kind", TEXT, "kind of the failure by this worker alone"),
-        Field("rule", TEXT, "the rule that says so"),
-        Field("fingerprint", TEXT, "equal for failures that are the same"),
+        Field("kind", TEXT, "kind of this worker's failure; the verdict of the job may differ"),
+        Field("rule", TEXT, "rule that gives this kind"),
+        Field("fingerprint", TEXT, "has the same value when the same failure happens again"),
         _REASON,
-        Field("others", INTEGERS, "ranks of the other workers of this node that did not end well"),
+        Field("others", INTEGERS, "ranks of the other workers of this node that failed"),
     ),
     "decision": _event(
-        "The verdict of the job about the end of a round, as this agent carries it out.",
+        "The verdict of the job on a round that has ended, as this agent carries it out.",
         Field("decision", TEXT, "answer of the job: stop, confirm, restart, restart_free, replace_node or requeue"),
         Field("action", TEXT, "what this agent does: restart or stop"),
         Field("kind", TEXT, "kind of the failure"),
@@ -193,22 +193,22 @@ EVENTS: dict[str, EventType] = {
         Field("exit_code", INTEGER, "exit code of this agent; null: it goes on", optional=True),
     ),
     "workers_stopped": _event(
-        "No worker of the round runs on this node any more.",
+        "All workers of this node have ended.",
         Field("exit_codes", ANY, "exit code of each worker by its rank, negative for a signal; null: unknown"),
         Field("seconds", NUMBER, "how long they ran", _SECONDS),
     ),
     "preemption_noticed": _event(
-        "The platform has told the agent to end, by a signal.",
+        "A signal from the platform has told the agent to end.",
         Field("signal", TEXT, "name of the signal"),
         Field("grace", NUMBER, "time until the platform kills it", _SECONDS),
     ),
-    "interrupted": _event("The user has told the agent to end, by a signal.", Field("signal", TEXT, "name of the signal")),
+    "interrupted": _event("A signal from the user has told the agent to end.", Field("signal", TEXT, "name of the signal")),
     "events_dropped": _event(
-        "Events before this one are missing: they could not be written, or came faster than they could be.",
+        "Events before this one were dropped: they could not be written, or came too fast.",
         Field("count", INTEGER, "how many"),
     ),
     "agent_ended": _event(
-        "The agent ends; after a signal, copies of checkpoints that are still under way may follow.",
+        "The agent ends. After a signal, events of copies that are still under way may follow.",
         Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
         Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),
         Field("error", TEXT, "the exception that ended it", optional=True),

@@ -325,7 +325,7 @@ class Speeds:
         slow = stragglers(times)
         if slow.keys() != self._slow:
             shown = ", ".join(f"rank {self._ranks[rank]} ({ratio:.2f} times the median)" for rank, ratio in sorted(slow.items()))
-            logger.warning("elastic_ext: slower than the other ranks: %s", shown or "none anymore")
+            logger.warning("elastic_ext: slower than the other ranks: %s", shown or "none any more")
             self._slow = frozenset(slow)
 
 

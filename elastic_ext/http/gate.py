@@ -157,7 +157,7 @@ class Gate:
         except UsageError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                logger.warning("metrics: what was read before stays in force: %s", error)
+                logger.warning("metrics: the web configuration that was read before stays in force: %s", error)
             return
         self._loaded, self._problem, self._retry_at = changed, "", 0.0
         logger.info("metrics: read %s and its certificates again", self._path)

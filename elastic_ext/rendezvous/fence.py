@@ -197,7 +197,7 @@ class Fence:
             self.closed = self.closed or closed
         if closes:
             logger.error(
-                "cut off from the job's store, and other nodes are not; stopping its workers before they go on without it"
+                "cut off from the job's store, but other nodes are not; stopping its workers before the others go on without it"
             )
             self._on_change()
 

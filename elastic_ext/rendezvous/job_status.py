@@ -114,7 +114,7 @@ def _lines(job: JobStatus) -> Iterator[str]:
     if header.reason:
         yield f"  because: {header.reason}"
     if header.state is State.RUNNING:
-        yield f"  {header.nodes} nodes, {header.world} workers"
+        yield f"  {_count(header.nodes, 'node')}, {_count(header.world, 'worker')}"
     for id_, node in sorted(job.nodes.items(), key=lambda item: (_rank(job, item[0]), item[0])):
         assignment = job.assignments.get(id_)
         runs = header.state is State.RUNNING and assignment is not None and assignment.of(header) and node.after < header.round
@@ -123,13 +123,17 @@ def _lines(job: JobStatus) -> Iterator[str]:
             if runs and assignment is not None
             else "waits"
         )
-        yield f"  {id_}: {node.workers} workers at {node.address}, {place}"
+        yield f"  {id_}: {_count(node.workers, 'worker')} at {node.address}, {place}"
     for host, why in sorted(job.refused.items()):
         yield f"  {host} may not come back yet: {why}"
     if not job.ledger.verdicts:
         yield "no failures recorded"
     for verdict in job.ledger.verdicts:
         yield from _verdict_lines(verdict)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _rank(job: JobStatus, id_: str) -> int:

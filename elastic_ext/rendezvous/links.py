@@ -200,7 +200,7 @@ class Watcher:
                 raise
         if removed:
             self.accused.add(suspect.node_id)
-            logger.warning("elastic_ext: node %s is taken for dead and out of the job: %s", suspect.node_id, where)
+            logger.warning("elastic_ext: node %s counts as dead and is out of the job: %s", suspect.node_id, where)
         else:
             logger.info("node %s stays in the job: %s, but it has answered in etcd, or etcd is too slow", suspect.node_id, where)
         return removed
@@ -451,7 +451,7 @@ class Links:
     def _on_doubt(self, item: Item) -> None:
         """Answer. Also when the watch has begun, since a doubt may have been missed before; when it has ended, open another."""
         if isinstance(item, (AuthError, UnsupportedVersion)):  # another watch would end the same way
-            logger.warning("no links from the next round on: the doubts about this node cannot be watched: %s", item)
+            logger.warning("no links to other nodes from the next round on: the watch of their doubts has ended: %s", item)
             self.port = 0
             return
         if isinstance(item, EtcdError):

@@ -446,7 +446,7 @@ class GpuQuery:
             try:
                 self._thread.start()
             except RuntimeError as error:  # no more threads
-                logger.warning("metrics: no GPU is named: %s", error)
+                logger.warning("metrics: the workers' GPUs are unknown: %s", error)
         return self._answer
 
     def _run(self) -> None:

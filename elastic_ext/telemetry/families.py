@@ -169,14 +169,15 @@ def _known(*values: str) -> tuple[Labels, ...]:
 # The name of a counter is shown with the suffix _total, that of an info with _info.
 JOB = {
     "elastic_ext_restarts": counter(
-        "Restarts of the workers, by kind of cause.", "kind", known=_known(*KINDS, MEMBERSHIP, OTHER), most="one per kind"
+        "Restarts of this agent's workers, by the kind of failure that caused them.",
+        "kind",
+        known=_known(*KINDS, MEMBERSHIP, OTHER),
+        most="one per kind",
     ),
     "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*KINDS, OTHER), most="one per kind"),
-    "elastic_ext_restarts_charged": gauge(
-        "Restarts charged to the budget of the job, by the last verdict; absent before the first."
-    ),
+    "elastic_ext_restarts_charged": gauge("Restarts charged to the job's budget, by the last verdict; absent before the first."),
     "elastic_ext_max_restarts": gauge(
-        "Restarts that the job may have, by the last verdict; absent before the first, and without a limit."
+        "The job's restart budget, by the last verdict; absent before the first, and if there is no limit."
     ),
     "elastic_ext_last_recovery_seconds": gauge("How long the last finished recovery took."),
     "elastic_ext_last_recovery_timestamp_seconds": gauge("When the last finished recovery ended."),
@@ -186,7 +187,7 @@ JOB = {
     "elastic_ext_agent_state": gauge(
         "What the agent does now (1): a phase of a recovery, or running, backoff, ended.", "state", known=_known(*STATES)
     ),
-    "elastic_ext_ended_timestamp_seconds": gauge("When the agent's part of the job ended; absent before that."),
+    "elastic_ext_ended_timestamp_seconds": gauge("Time at which the agent's part of the job ended; absent before that."),
     "elastic_ext_worker_starts": counter(
         "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
         "how",
@@ -199,28 +200,30 @@ JOB = {
     ),
     "elastic_ext_checkpoint_copied_bytes": counter("Bytes copied from local_dir to checkpoint_dir.", known=ZERO),
     "elastic_ext_checkpoint_copies": counter(
-        "Checkpoints that are complete in checkpoint_dir (copied), and attempts to copy that failed.",
+        "Copies of checkpoints to checkpoint_dir: complete there (copied), or failed (failed).",
         "outcome",
         known=_known(COPIED, FAILED),
     ),
-    "elastic_ext_checkpoint_last_copy_timestamp_seconds": gauge("When a checkpoint was last completed in checkpoint_dir."),
+    "elastic_ext_checkpoint_last_copy_timestamp_seconds": gauge(
+        "Time at which the last copy of a checkpoint to checkpoint_dir was complete."
+    ),
     "elastic_ext_checkpoint_uncopied_since_timestamp_seconds": gauge(
-        "Since when the oldest checkpoint that is not copied has waited; absent: all are."
+        "Time since which the oldest checkpoint that is not yet copied has waited; absent if all are copied."
     ),
     "elastic_ext_checkpoint_copy_lag_steps": gauge(
         "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
     ),
     "elastic_ext_memory_copies_lost": counter(
-        "Rounds that resume from an older checkpoint because no node has some part of the newest copy in memory, on the "
-        "node of rank 0.",
+        "Rounds that resumed from an older checkpoint because a part of the newest copy in memory was lost; counted on the node "
+        "of rank 0 only.",
         known=ZERO,
     ),
     "elastic_ext_memory_parts": counter(
-        "Parts of copies in memory that another node has as well (copied), and that it does not have (failed).",
+        "Parts of copies in memory that were sent to another node: arrived there (copied), or not (failed).",
         "outcome",
         known=_known(COPIED, FAILED),
     ),
-    "elastic_ext_memory_sent_bytes": counter("Bytes of copies in memory sent to the node that keeps them as well.", known=ZERO),
+    "elastic_ext_memory_sent_bytes": counter("Bytes of copies in memory sent to another node.", known=ZERO),
     "elastic_ext_torchelastic_last_value": gauge(
         "Last value passed to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
     ),
@@ -256,28 +259,32 @@ VERDICTS = {
     ),
     "elastic_ext_hangs": counter("Rounds that ended because no worker of the job made progress.", known=ZERO),
     "elastic_ext_node_strikes": gauge(
-        "Failures that verdicts of the job have put on this node, since its agent started.", known=ZERO
+        "Failures that the job's verdicts have blamed on this node since its agent started.", known=ZERO
     ),
-    "elastic_ext_refused_nodes": gauge(
-        "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=ZERO
-    ),
+    "elastic_ext_refused_nodes": gauge("Hosts that the job refuses now, by the verdicts that this agent has seen.", known=ZERO),
 }
-# With ext_etcd only; see `collectors`.
+# With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
 ETCD_CALL = "elastic_ext_etcd_call_seconds"
 ETCD_CALLS = "elastic_ext_etcd_calls"
 ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
 ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
 ETCD = {
-    ETCD_CALL: histogram("ext_etcd: time of calls to etcd, each attempt for itself, answered or not."),
+    ETCD_CALL: histogram(
+        "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not."
+    ),
     ETCD_CALLS: counter(
-        "ext_etcd: attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
+        "Attempts to call etcd, or the store of ext_c10d over several nodes: answered (ok), or not (failed).",
         "outcome",
         known=_known(OK, FAILED),
     ),
     ETCD_RECONNECTS: counter(
-        "ext_etcd: how often the stream of all watches had to be opened again: its connection was lost.", known=ZERO
+        "How often the connection for watches, to etcd or the store of ext_c10d over several nodes, was lost and opened again.",
+        known=ZERO,
     ),
-    ETCD_LEASE: gauge("ext_etcd: until when etcd certainly keeps this node in the job; absent before and after that."),
+    ETCD_LEASE: gauge(
+        "Time until which this node's lease in etcd, or in the store of ext_c10d over several nodes, certainly holds; absent "
+        "while it has none."
+    ),
 }
 WORKERS = _per_worker(
     {
@@ -286,10 +293,10 @@ WORKERS = _per_worker(
         ),
         "_steps": counter("Optimizer steps of the worker since its start."),
         "_step_seconds": summary("Time from one optimizer step to the next, with all that the script does between them."),
-        "_last_step_timestamp_seconds": gauge("When the worker did its last optimizer step."),
+        "_last_step_timestamp_seconds": gauge("Time of the worker's last optimizer step."),
         "_step_skew_ratio": gauge("Recent time per optimizer step, relative to the median of this agent's workers."),
         "_saved_step": gauge("Step of the last checkpoint that this worker saw committed."),
-        "_last_save_timestamp_seconds": gauge("When the worker last saw a checkpoint committed."),
+        "_last_save_timestamp_seconds": gauge("Time at which the worker last saw a checkpoint committed."),
         "_checkpoint_saves": counter(
             "Checkpoints that the worker has saved with the others since its start: committed (saved), or not (failed).",
             "outcome",
@@ -303,8 +310,8 @@ WORKERS = _per_worker(
             "Time in which the worker, with the others, has checked the files of checkpoints for damage before a load."
         ),
         "_memory_copies": counter(
-            "Copies of the worker's state in memory since its start: committed (saved), not made (failed), or not loaded, as "
-            "damaged or not fitting (unusable).",
+            "Copies of the worker's state in memory since its start: committed (saved), not made (failed), or damaged or "
+            "unsuitable when they should be loaded (unusable).",
             "outcome",
             most="three per worker of the agent",
         ),
@@ -317,21 +324,21 @@ WORKERS = _per_worker(
 # See `collectors`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
 GOODPUT = {
     "elastic_ext_goodput_seconds": counter(
-        "Time of this agent, by state. Every second is in exactly one state; running workers count with the mean over them.",
+        "Time of this agent, by state. Every second is in exactly one state; for running workers it is the mean over them.",
         "state",
         known=_known(*goodput.STATES),
     ),
     "elastic_ext_goodput_unsettled_seconds": gauge(
-        "Time of this agent whose state is not known yet: the step that runs now. The counters and it are all time of the agent."
+        "Time of the step that runs now, whose state is not known yet. With the counters it is the whole time of the agent."
     ),
-    "elastic_ext_goodput_ratio": gauge("The productive part of the job's time."),
+    "elastic_ext_goodput_ratio": gauge("Share of the job's time in the state productive."),
     "elastic_ext_effective_training_time_ratio": gauge(
-        "The part of the job's time that failures and starts did not take: productive, data_wait and checkpoint_save."
+        "Share of the job's time that failures and starts did not take: the states productive, data_wait and checkpoint_save."
     ),
     "elastic_ext_tokens": counter("Tokens that the script has reported to this agent, by report_tokens()."),
     "elastic_ext_floating_point_operations": counter("Operations that the script has reported to this agent, by report_flops()."),
     "elastic_ext_checkpoint_interval_advised_seconds": gauge(
-        "Advised time between checkpoints, by Daly; absent before 3 interruptions and 3 saves."
+        "Advised time between two checkpoints, by Daly's formula; absent before 3 interruptions and 3 saves."
     ),
     "elastic_ext_checkpoint_stall_mean_seconds": gauge("Mean stall of training by a save; the advice comes from it."),
     "elastic_ext_restart_mean_seconds": gauge("Mean time of a start or restart until the job runs, shown with the advice."),

@@ -132,7 +132,7 @@ class ProcessMetrics:
             series.values = self._file.add(layout.encoded(series.definition, series.label_values), count)
         except (OSError, ValueError) as error:
             self._alone = True
-            logger.warning("metrics: the agent does not see further ones of process %s: %s", os.getpid(), error)
+            logger.warning("metrics: the agent does not see new metrics of process %s: %s", os.getpid(), error)
         return series.values
 
     def after_fork(self) -> None:

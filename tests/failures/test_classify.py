@@ -399,7 +399,7 @@ def test_a_class_counts_as_its_bases():
 
 
 def test_lines_of_ours_are_no_evidence_about_the_script():
-    ours = f"elastic_ext: no more copies to memory: {PEER}\n"
+    ours = f"elastic_ext: no more copies in memory: {PEER}\n"
     trace = "".join(f"elastic_ext: {line}\n" for line in TRACEBACK.splitlines())
     configured = f"WARNING:elastic_ext.checkpoints.memory.saver:{ours}"
     for tail in (ours, trace, configured, f"step 1\n{ours}{trace}step 2\n"):

@@ -168,7 +168,7 @@ def test_a_full_file_system_costs_only_the_metrics(files, caplog):
         metrics.process.after_fork()
         subprocess.run(["umount", "--lazy", small], check=True)
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert "the agent does not see further ones of process" in record.getMessage()
+    assert "the agent does not see new metrics of process" in record.getMessage()
 
 
 def test_threads_lose_nothing(files):
@@ -307,7 +307,7 @@ def test_a_message_that_names_no_file_is_no_error(tmp_path):
         code = "from elastic_ext import metrics; metrics.counter('seen', '').inc(); print('counted')"
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout) == (0, "counted\n")
-        assert done.stderr.count("the agent does not see further ones") == int("no/such" in message or message == "rubbish")
+        assert done.stderr.count("the agent does not see new metrics") == int("no/such" in message or message == "rubbish")
 
 
 def test_counting_in_a_signal_handler_does_not_wait_for_its_own_thread(files):

@@ -206,7 +206,7 @@ class Pin:
             self._locks.append(descriptor)
             if not poll(lambda: _try_lock(descriptor, fcntl.LOCK_SH), bool, time.monotonic() + REMOVAL_S):
                 logger.warning(
-                    "a removal in %s takes more than %.0f s: the chosen checkpoint may be gone", local.address, REMOVAL_S
+                    "removing a checkpoint in %s takes more than %.0f s: the chosen one may be gone", local.address, REMOVAL_S
                 )
         except OSError as error:
             logger.warning("cannot keep the checkpoints in %s from being pruned: %s", local.address, error)

@@ -444,7 +444,7 @@ class PeerService:
         try:
             clear_incoming(self._storage)
         except OSError as error:
-            logger.warning("what was left of parts of other nodes could not be removed: %s", error)
+            logger.warning("old parts of other nodes' copies in memory could not be removed: %s", error)
         found = None
         if circle is not None:
             kept = Kept(self._storage, circle.limit, circle.own)
@@ -482,7 +482,7 @@ class PeerService:
                 fails = False
             except (OSError, RuntimeError) as error:
                 if not fails and not self._closing.is_set():
-                    logger.warning("others cannot reach the copies in memory of this node for now: %s", error)
+                    logger.warning("other nodes cannot reach the copies in memory of this node for now: %s", error)
                 fails = True
                 self._closing.wait(RETRY_S)  # no event shows when there are descriptors or threads again
 

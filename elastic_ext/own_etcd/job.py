@@ -109,12 +109,12 @@ def find_program(environ: Mapping[str, str]) -> Program:
     return max(found, key=lambda each: (not each.may_lose_writes, each.version))
 
 
-def check_safe(program: Program | None, plan: Plan, allowed: bool) -> None:
+def check_safe(program: Program, plan: Plan, allowed: bool) -> None:
     """Refuse a program that does not keep the promise of several members: that a job outlives the loss of one.
 
     allowed: the setting `unsafe_etcd`. Raises UsageError.
     """
-    if program is not None and program.may_lose_writes and len(plan.hosts) > 1 and not allowed:
+    if program.may_lose_writes and len(plan.hosts) > 1 and not allowed:
         raise UsageError(
             f"{program}: a member that is killed may lose writes for good, so it is not run on {len(plan.hosts)} hosts; put "
             f"etcd {'.'.join(map(str, CRASH_SAFE))} or newer on PATH on each of them (or 3.4, as Debian's etcd-server), or "

@@ -22,7 +22,7 @@ from typing import Any
 
 import measure
 
-from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.manifest import BLOCK, MANIFEST, Manifest, StoredFile, checksum, directory_name, encode
 from elastic_ext.checkpoints.storage import Storage, open_storage

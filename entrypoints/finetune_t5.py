@@ -33,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.training.huggingface import SaveOnDemand
 
 # The sizes that the models of these names have; https://huggingface.co/google-t5/t5-large/blob/main/config.json and so on.

@@ -50,8 +50,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from elastic_ext import Checkpointer, health_barrier, report_saved
-from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.writing.checkpointer import Event
+from elastic_ext.checkpoints.choice.listing import newest_complete
+from elastic_ext.checkpoints.writing.checkpointer import SaveEvent
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -451,7 +451,7 @@ class Trainer:
     def ends_epoch(self) -> bool:
         return self.step % len(self.shares) == 0
 
-    def on_checkpoint(self, event: Event) -> None:
+    def on_checkpoint(self, event: SaveEvent) -> None:
         if event.kind == "saved":  # the Checkpointer logs failures
             say(f"saved {os.path.join(self.args.checkpoint_dir, event.name)}")
 

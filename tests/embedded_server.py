@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.base import isolated
 from elastic_ext.base.helper_process import UP, VERSION, send
-from elastic_ext.embedded.plan import Plan, socket_of
+from elastic_ext.embedded.plan import StorePlan, socket_of
 from tests.etcd_server import ServerProcess
 from tests.ports import free_port
 
@@ -43,7 +43,7 @@ class EmbeddedServer(ServerProcess):
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with self.process.stdin as stdin, self.process.stdout as stdout:
-            stdin.write(Plan("127.0.0.1", self.client_port).dump())
+            stdin.write(StorePlan("127.0.0.1", self.client_port).dump())
             stdin.close()
             assert stdout.readline() == UP
         self._agent = socket.socket(socket.AF_UNIX)  # without an agent it ends by itself

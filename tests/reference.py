@@ -82,7 +82,7 @@ def goodput_states() -> str:
 
 def events() -> str:
     rows = []
-    for name, event in {"": event_table.Event("Every event.", event_table.COMMON), **event_table.EVENTS}.items():
+    for name, event in {"": event_table.EventType("Every event.", event_table.COMMON), **event_table.EVENTS}.items():
         rows.append((f"`{name}`" if name else "", "", "", "", event.what))
         for each in event.fields:
             rows.append(("", f"`{each.name}`", each.type + (" or null" if each.optional else ""), each.unit, each.meaning))

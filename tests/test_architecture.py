@@ -1,6 +1,7 @@
 """Who may import whom, and that nothing imports in a circle. Imports for typing and inside functions count."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_torchs_private_names_are_used_in_one_file():
         )
 
     assert {name for name, path in modules().items() if private(path)} <= {"elastic_ext.base.torch_private"}
+
+
+SAME_NAME = {"SaveOnDemand": "of Hugging Face's Trainer and of Lightning: a script imports one of them"}
+
+
+def test_a_class_name_means_one_thing():
+    trees = [ast.parse(path.read_text()) for path in modules().values()]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert {name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")} == set(SAME_NAME)
 
 
 LARGER = {

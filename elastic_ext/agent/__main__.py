@@ -14,9 +14,9 @@ if __name__ == "__main__":
     import os as _os
 
     if any("job:" in each for each in (*sys.argv, _os.environ.get("PET_RDZV_ENDPOINT", ""))):
-        from elastic_ext.own_etcd import bring
+        from elastic_ext.own_etcd import launch
 
-        bring.begin_early(sys.argv[1:], _os.environ)  # while torch is imported
+        launch.begin_early(sys.argv[1:], _os.environ)  # while torch is imported
 
 import logging
 import os

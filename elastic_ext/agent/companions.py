@@ -30,7 +30,7 @@ from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.status.trainjob import State, TrainerStatus, Training, status_of
+from elastic_ext.status.trainjob import TrainerStatus, Training, TrainJobState, status_of
 from elastic_ext.status.trainjob_posts import Poster, Target, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import WorkerLogs
@@ -129,7 +129,7 @@ class TrainJobReports(Companion):
             self._last = now or self._last
             self._gauges = self._read_gauges() or self._gauges  # none between two rounds, nor before the script sets them
             trains = now is not None and self._workers is not None and not self._workers.processes.stopped
-            state = State.DONE if self._done else State.TRAINING if trains else State.STOPPED
+            state = TrainJobState.DONE if self._done else TrainJobState.TRAINING if trains else TrainJobState.STOPPED
             return status_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
 
     def _read(self) -> Training | None:
@@ -296,7 +296,7 @@ class JobCompanions:
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
         return [
-            OnStart(lambda pids: self.reaper.watch(pids, handler.last_will())),  # how to take this node out of the job
+            OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
             OnStart(self.host.round_started),  # earlier events have nothing to do with this round
             self.warm_starts,
             self.observation,

@@ -27,14 +27,14 @@ from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.events.event_table import Source
 from elastic_ext.events.output import Events, Spans
-from elastic_ext.events.recovery import Cause, Recovery, RecoveryTrace
+from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryTrace
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.collectors import Outage
+from elastic_ext.telemetry.collectors import OutageChange
 
 FIRST = "start"  # cause of the first round of an agent
 
@@ -144,7 +144,7 @@ class Journal(Companion):
             chosen = resumed.checkpoint
             self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
 
-    def of_etcd(self, outage: Outage) -> None:
+    def of_etcd(self, outage: OutageChange) -> None:
         """Report that etcd does not answer, or does so again. Any thread may call this."""
         if outage.over:
             self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
@@ -257,7 +257,7 @@ class Journal(Companion):
             self._metrics.recovered(recovery, max(row.loading_s for row in rows))
             self._recovered(recovery)
 
-    def _recovered(self, recovery: Recovery | None) -> None:
+    def _recovered(self, recovery: PastRecovery | None) -> None:
         if recovery is None:
             return
         self._spans.recovered(recovery)

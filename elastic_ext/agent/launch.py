@@ -27,8 +27,8 @@ import elastic_ext
 from elastic_ext.base.errors import NodeUnfit, UsageError
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import SECRET_VARIABLES, Settings
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.agreement import Resumption
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers.standby.modules import StandbySpec
 
@@ -193,7 +193,7 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
 
 def _check_checkpoint_dir(directory: str, pattern: str) -> None:
     try:
-        discovery.newest_complete(directory, discovery.Wanted(pattern=pattern))
+        listing.newest_complete(directory, listing.Wanted(pattern=pattern))
     except OSError as error:  # the storage does not answer yet; it must by the first round
         logger.warning("checkpoint_dir %s cannot be listed now: %s", directory, error)
 

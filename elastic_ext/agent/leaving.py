@@ -28,7 +28,7 @@ from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import ends_agent, reraise_signals
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import slurm
 from elastic_ext.failures.host import deletion_grace_s
@@ -318,8 +318,8 @@ def published(settings: Settings) -> Published:
     if settings.checkpoint_dir is None:
         return Published()
     storage = open_storage(settings.checkpoint_dir)
-    choice = discovery.newest_in(storage, discovery.Wanted(pattern=settings.checkpoint_pattern))
-    entries = discovery.candidates(discovery.list_entries(storage), settings.checkpoint_pattern)
+    choice = listing.newest_in(storage, listing.Wanted(pattern=settings.checkpoint_pattern))
+    entries = listing.candidates(listing.list_entries(storage), settings.checkpoint_pattern)
     # The time of a directory is that of its names, not of its content: writers of directories give each a name of its own.
     versions = {entry.path: None if entry.is_dir else entry.mtime for entry in entries}
     passed_over = {each.path for each in choice.passed_over}

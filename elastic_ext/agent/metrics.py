@@ -18,13 +18,13 @@ import torch
 import elastic_ext
 from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import Position, Shared, Spent
+from elastic_ext.base.goodput import CheckpointPosition, Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
 from elastic_ext.telemetry.collectors import GoodputCollector, goodput_status
-from elastic_ext.telemetry.goodput import Ledger, Look, WorkerTime
+from elastic_ext.telemetry.goodput import Look, TimeLedger, WorkerTime
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.standby.rules import ColdReason
@@ -70,7 +70,7 @@ def worker_time(progress: Progress) -> WorkerTime:
         finished=progress.phase == "exit" and not progress.ends_with,
         failed_at=progress.ended_ns / 1e9,
         saves=progress.saves,
-        saved=Position(progress.saved_step, progress.saved_after) if progress.saved_step is not None else None,
+        saved=CheckpointPosition(progress.saved_step, progress.saved_after) if progress.saved_step is not None else None,
         tokens=progress.tokens,
         flops=progress.flops,
     )
@@ -107,7 +107,7 @@ class Goodput:
     def __init__(self) -> None:
         # Re-entrant: a signal handler may interrupt the thread that holds the lock.
         self._lock = threading.RLock()
-        self._ledger = Ledger(time.monotonic())
+        self._ledger = TimeLedger(time.monotonic())
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
         self._given, self._known = Spent(), _KnownGoodput()

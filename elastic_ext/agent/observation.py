@@ -39,7 +39,7 @@ from elastic_ext.status.job_status import Own, ReportAges, Sources
 from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
-from elastic_ext.telemetry.collectors import EtcdHealth, Outage, VerdictMetrics
+from elastic_ext.telemetry.collectors import EtcdHealth, OutageChange, VerdictMetrics
 from elastic_ext.telemetry.script_metrics import ScriptMetrics
 from elastic_ext.workers.progress import Progress
 
@@ -362,7 +362,7 @@ class Observation(Companion):
         settings: Settings,
         handler: Rendezvous,
         wakeup: Wakeup,
-        on_outage: Callable[[Outage], None],
+        on_outage: Callable[[OutageChange], None],
     ) -> None:
         """wakeup: signals wake it. on_outage: see `EtcdHealth`."""
         self._metrics, self._settings, self._handler = metrics, settings, handler

@@ -40,16 +40,16 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
 
     def begin(settings: Settings) -> None:
         from elastic_ext.base.helper_process import HelperFailed
-        from elastic_ext.own_etcd import bring, endpoint
+        from elastic_ext.own_etcd import endpoint, launch
 
         if endpoint.is_job(params.endpoint):
             with _exits_to_try_again(settings, HelperFailed):
-                begun.append(bring.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
+                begun.append(launch.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
 
     def rendezvous(settings: Settings) -> RendezvousHandler:
         from elastic_ext.agent.resume import newest_checkpoint
         from elastic_ext.base.helper_process import HelperFailed
-        from elastic_ext.own_etcd import bring
+        from elastic_ext.own_etcd import launch
         from elastic_ext.rendezvous.connect import NoAnswer
         from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
         from elastic_ext.rendezvous.handler import EtcdRendezvous
@@ -65,7 +65,7 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
             access = own.await_access(float(params.config.get("join_timeout", JOIN_TIMEOUT_S)))
             theirs = copy.copy(params)
             theirs.endpoint, theirs.local_addr = access.endpoints, params.local_addr or own.own_address
-            made = EtcdRendezvous(theirs, bring.with_access(settings, access), newest, own)
+            made = EtcdRendezvous(theirs, launch.with_access(settings, access), newest, own)
             undo.pop_all()
             return made
 

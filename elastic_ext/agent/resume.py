@@ -24,9 +24,9 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import checkpoint_variables, files, kinds
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, resolution, sources
-from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, PeerPlan, Saved
-from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.choice import agreement, listing, sources
+from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
+from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved, PeerPlan
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.memory.contract import Room
@@ -59,7 +59,7 @@ class MemoryCopies:
         self._service: PeerService | None = None
         self._lock: int | None = None  # a descriptor
         self.refused: tuple[str, ...] = ()
-        self.saved: Saved | None = NONE_SAVED
+        self.saved: NewestSaved | None = NONE_SAVED
         self.checkpoint_step: int | None = None
 
     def __enter__(self) -> MemoryCopies:
@@ -296,26 +296,26 @@ def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> in
     return max((step for step in (known, *(worker.saved_step for worker in workers)) if step is not None), default=None)
 
 
-def after_round(known: Saved | None, workers: Sequence[Progress]) -> Saved | None:
+def after_round(known: NewestSaved | None, workers: Sequence[Progress]) -> NewestSaved | None:
     """Return the newest checkpoint that is known after a round; None if it cannot be, because no worker has reported."""
     if known is None or not any(worker.pid for worker in workers):
         return None
     return replace(known, step=max([known.step, *(worker.saved_step for worker in workers if worker.saved_step is not None)]))
 
 
-def place_of(group: WorkerGroup) -> Place:
+def place_of(group: WorkerGroup) -> NodeInRound:
     """Return this node's place in a round that it has joined."""
-    return Place(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
+    return NodeInRound(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
 
 
-def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopies) -> ResumePoint:
+def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: MemoryCopies) -> ResumePoint:
     """Return the checkpoint that this round resumes from; it is the same on every node.
 
     copies: this node's copies in memory.
 
     Raises:
         RoundOver: the round ended before all of its nodes knew the choice.
-        Others: see `resolution.agree`.
+        Others: see `agreement.agree`.
     """
     pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:
@@ -325,8 +325,8 @@ def agree(settings: Settings, job: Rendezvous, place: Place, copies: MemoryCopie
         place = replace(place, saved=copies.saved)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.round)
-        checkpoint = resolution.agree(settings, job.get_run_id(), job.part.exchange, place)
-        copies.saved = Saved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
+        checkpoint = agreement.agree(settings, job.get_run_id(), job.part.exchange, place)
+        copies.saved = NewestSaved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
         if not copies.has(checkpoint.path):
             copies.checkpoint_step = checkpoint.at
         if room is not None:
@@ -347,5 +347,5 @@ def newest_checkpoint(settings: Settings) -> str | None:
     """Return the path of the newest complete checkpoint in `checkpoint_dir`; None if there is none. Any thread may call this."""
     if settings.checkpoint_dir is None:
         return None
-    newest = discovery.newest_complete(settings.checkpoint_dir, discovery.Wanted(pattern=settings.checkpoint_pattern)).resume
+    newest = listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern)).resume
     return newest.path if newest is not None else None

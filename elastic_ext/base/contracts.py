@@ -46,7 +46,7 @@ class SingleNode:
         raise AssertionError("the only node is node 0")
 
 
-class LastWill(TypedDict):
+class LeaseRevocation(TypedDict):
     """An etcd lease to revoke. It travels as JSON in the `will` message of the reaper's protocol and is part of its version.
 
     Keys:

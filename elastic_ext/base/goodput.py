@@ -57,7 +57,7 @@ class StateSeconds:
 
 
 @dataclass(frozen=True)
-class Position:
+class CheckpointPosition:
     """Where a checkpoint lies in the job. step: its own, as it was saved. at: optimizer steps of the job up to it."""
 
     step: _Amount
@@ -85,7 +85,7 @@ class Spent:
     interruptions: _Amount = 0
     saves: _Amount = 0
     reached: _Amount = 0
-    positions: tuple[Position, ...] = ()
+    positions: tuple[CheckpointPosition, ...] = ()
 
     @property
     def by_state(self) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Shared:
     hosts: Count = 0
 
 
-def newest_positions(positions: Iterable[Position]) -> tuple[Position, ...]:
+def newest_positions(positions: Iterable[CheckpointPosition]) -> tuple[CheckpointPosition, ...]:
     """Return those of the newest checkpoints. A repeated step replaces its earlier entry."""
     by_step = {each.step: each for each in positions}
     return tuple(sorted(by_step.values(), key=lambda each: each.at)[-KEPT_POSITIONS:])

@@ -62,20 +62,20 @@ def send(connection: socket.socket, message: Message) -> bool:
 
 
 @dataclass(frozen=True)
-class Peer:
+class SocketPeer:
     """The process on the other side of a Unix socket. pid: 0 if it is in another container. user: its id."""
 
     pid: int
     user: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def peer_of(connection: socket.socket) -> SocketPeer:
     """Return who has connected, or listens, as the kernel knows it (unix(7), SO_PEERCRED)."""
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return Peer(pid, user)
+    return SocketPeer(pid, user)
 
 
-class Lines:
+class MessageReader:
     """The messages that arrive on a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -241,7 +241,7 @@ class HelperConnection:
     def _run(self) -> None:
         """Take what the helper says; enter again if it is gone."""
         while True:
-            lines = Lines(self._connection)
+            lines = MessageReader(self._connection)
             while not lines.ended:
                 for message in lines.read():
                     self._failed = self._failed or text_of(message, "say") == "failed"
@@ -293,7 +293,7 @@ class Agents:
         self.rivals: list[socket.socket] = []
         self._listener, self._name, self._job = listener, name, job
         self._listener.setblocking(False)
-        self._connected: dict[int, tuple[socket.socket, Lines]] = {}  # by descriptor
+        self._connected: dict[int, tuple[socket.socket, MessageReader]] = {}  # by descriptor
         self._known: set[int] = set()  # descriptors of those that have said hello
         self._leaving: list[socket.socket] = []
         self._accept_again_at = 0.0  # monotonic
@@ -346,7 +346,7 @@ class Agents:
             connection.close()
             return
         connection.settimeout(SEND_S)
-        self._connected[connection.fileno()] = connection, Lines(connection)
+        self._connected[connection.fileno()] = connection, MessageReader(connection)
         for message in self._kept:
             send(connection, message)
 

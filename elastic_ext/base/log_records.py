@@ -55,17 +55,17 @@ def configure(level: str) -> None:
     """Show the records of all libraries from this level up as lines on stderr, unless logging is configured already."""
     install()
     handler = logging.StreamHandler()
-    handler.setFormatter(Lines())
+    handler.setFormatter(LineFormatter())
     logging.basicConfig(handlers=[handler], level=level)
 
 
 def say(text: str, level: int = logging.ERROR) -> None:
-    """Print a line on stderr, however logging is configured: for the last words of a command."""
+    """Print a line on stderr, however logging is configured: for what a command says as it ends."""
     record = logging.LogRecord(ROOT, level, "", 0, shown(text), None, None)
-    print(Lines().format(record), file=sys.stderr)  # print() works even if stderr is closed
+    print(LineFormatter().format(record), file=sys.stderr)  # print() works even if stderr is closed
 
 
-class Lines(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """The one format of our lines. Those of other libraries also name their logger.
 
     Each line of a block begins like its first one: the output of several nodes may be mixed in one file.
@@ -102,7 +102,7 @@ class _Cleaner(logging.Handler):
         if last and record.levelno >= last.level and _has_no_other(record.name):
             if last.formatter is None and not self._plain:
                 last = copy.copy(last)
-                last.setFormatter(Lines())
+                last.setFormatter(LineFormatter())
             last.handle(record)
 
 

@@ -146,7 +146,7 @@ class Parts:
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class Transfer:
     """One transfer of bytes.
 
     Attributes:
@@ -174,7 +174,7 @@ def merge_ranges(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
     return found
 
 
-def plan_pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], largest: int = LARGEST_PIECE) -> list[Piece]:
+def plan_pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], largest: int = LARGEST_PIECE) -> list[Transfer]:
     """Return the pieces to send, in the order that all ranks follow. Pure.
 
     requests: (node, ranges) of each rank. The first pieces of all files come first. So if each node wants the files of its
@@ -194,7 +194,7 @@ def plan_pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], l
                     continue  # a gap between two ranges
                 holder = parts.holders[file][nodes[0] % len(parts.holders[file])]
                 receivers = tuple(parts.responsible_rank(node, file) for node in nodes)
-                sent.append(Piece(number, file, first, last, parts.responsible_rank(holder, file), receivers))
+                sent.append(Transfer(number, file, first, last, parts.responsible_rank(holder, file), receivers))
     return sorted(sent)
 
 
@@ -239,7 +239,7 @@ class PieceExchange:
         if failures:
             raise CheckpointError.of_ranks(failures)
 
-    def _transfer(self, piece: Piece) -> None:
+    def _transfer(self, piece: Transfer) -> None:
         """Send one piece from the node that has it to those that want it. Raises OSError only after this rank's transfer."""
         rank, local = self._ranks.rank, self._tier.storage
         if len(piece.receivers) == 1 and rank not in (piece.sender, *piece.receivers):

@@ -14,9 +14,9 @@ from typing import Any
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.discovery import ListedCheckpoint
-from elastic_ext.checkpoints.choice.selection import Choice
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.listing import ListedCheckpoint
+from elastic_ext.checkpoints.choice.ordering import Choice
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.formats.manifest import ManifestError
@@ -124,10 +124,10 @@ def _refuse_absent(directory: str) -> None:
 def _ls(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     with ProgressBar("checking") as bar:
-        rows = discovery.list_checkpoints(storage, args.pattern, bar.counts)
+        rows = listing.list_checkpoints(storage, args.pattern, bar.counts)
     choice, unknown = None, ""
     try:
-        choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
+        choice = listing.newest_complete(args.directory, listing.Wanted(pattern=args.pattern))
     except (OSError, UsageError) as error:  # the rows say what cannot be read
         unknown = f"which one a job would resume from is unknown: {error}"
     chosen = choice.resume.path if choice is not None and choice.resume is not None else None
@@ -148,8 +148,8 @@ def _resumes_from(choice: Choice, storage: Storage, pattern: str) -> str:
         return f"* a job would resume from this one: {shown(choice.resume.reason)}"
     if choice.all_bad:
         return "nothing to resume from: none of the complete checkpoints is usable"
-    seen = choice.question or discovery.seen_in(storage, pattern)
-    return "nothing to resume from" + (f": {shown(seen)}; {discovery.FROM_SCRATCH}" if seen else "")
+    seen = choice.question or listing.seen_in(storage, pattern)
+    return "nothing to resume from" + (f": {shown(seen)}; {listing.FROM_SCRATCH}" if seen else "")
 
 
 def _as_json(row: ListedCheckpoint, chosen: bool) -> dict[str, Any]:
@@ -180,13 +180,13 @@ def _columns(rows: Sequence[ListedCheckpoint], chosen: str | None) -> list[str]:
 
 def _verify(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    rows = discovery.list_checkpoints(storage, args.pattern)
+    rows = listing.list_checkpoints(storage, args.pattern)
     if args.names:
         chosen = _selected(rows, args.names, storage)
     elif args.all:
         chosen = [row for row in rows if row.complete]
     else:
-        choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
+        choice = listing.newest_complete(args.directory, listing.Wanted(pattern=args.pattern))
         chosen = [row for row in rows if choice.resume is not None and row.entry.path == choice.resume.path]
     if not chosen:
         raise UsageError(f"{args.directory} holds no complete checkpoint to verify")
@@ -217,7 +217,7 @@ def _show(row: ListedCheckpoint, found: Verification, as_json: bool) -> None:
 
 def _pin(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    for row in _selected(discovery.list_checkpoints(storage, args.pattern), args.names, storage):
+    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
         marks.pin(storage, row.name, args.reason, getpass.getuser())
     return 0
 
@@ -230,7 +230,7 @@ def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
         return _remove_marks(args, marks.lift_quarantine, "quarantined")
     storage = open_storage(args.directory)
-    for row in _selected(discovery.list_checkpoints(storage, args.pattern), args.names, storage):
+    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
         marks.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
     return 0
 
@@ -248,8 +248,8 @@ def _remove_marks(args: argparse.Namespace, lift: Callable[[Storage, str], None]
 
 def _prune(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    rows = {row.name: row for row in discovery.list_checkpoints(storage, args.pattern)}
-    choices = [discovery.newest_in(storage, discovery.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
+    rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
+    choices = [listing.newest_in(storage, listing.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
     resumed = [row.name for row in rows.values() for each in choices if each.resume and each.resume.path == row.entry.path]
     plan = pruning.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
     for each in plan:
@@ -271,7 +271,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _cp(args: argparse.Namespace) -> int:
     source, target = open_storage(args.directory), open_storage(args.to)
-    for row in _selected(discovery.list_checkpoints(source, args.pattern), args.names, source):
+    for row in _selected(listing.list_checkpoints(source, args.pattern), args.names, source):
         if not row.complete:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
@@ -285,7 +285,7 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    from elastic_ext.rendezvous.requests import save
+    from elastic_ext.cli.requests import save
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         done = save(client, args.rdzv_id, args.timeout)

@@ -28,7 +28,7 @@ from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import EX_CONFIG, ElasticExtError
 from elastic_ext.base.printable import cut, printable, redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
-from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import commands, kubernetes, slurm, user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
@@ -74,7 +74,7 @@ class Inputs:
 CheckFunction = Callable[[Inputs], list[Finding]]
 
 
-class Answer(TypedDict, total=False):
+class ProbeAnswer(TypedDict, total=False):
     """One answer of the probe: either `found`, or `error` on one line."""
 
     found: str
@@ -116,7 +116,7 @@ def check_torch(inputs: Inputs) -> list[Finding]:
     return [torch, *_plugins(answer["plugins"]), _agent(answer["agent"]), _standbys(inputs.settings, answer["site"])]
 
 
-def _plugins(answers: Mapping[str, Answer]) -> list[Finding]:
+def _plugins(answers: Mapping[str, ProbeAnswer]) -> list[Finding]:
     """Check our entry points and those of others. If one fails to load, torch prints its traceback in every run."""
     errors = {name: one_line(answer["error"]) for name, answer in answers.items() if "error" in answer}
     absent = [name for name in PLUGINS if name not in answers]
@@ -134,7 +134,7 @@ def _plugins(answers: Mapping[str, Answer]) -> list[Finding]:
     return [ours, Finding("other plug-ins", OK, ", ".join(others) or "none")]
 
 
-def _agent(answer: Answer) -> Finding:
+def _agent(answer: ProbeAnswer) -> Finding:
     if "error" in answer:
         return Finding("agent", FAIL, f"could not be built: {one_line(answer['error'])}")
     if answer["found"] != OUR_AGENT:
@@ -142,7 +142,7 @@ def _agent(answer: Answer) -> Finding:
     return Finding("agent", OK, "torch's launcher builds elastic_ext's")
 
 
-def _standbys(settings: Settings, site: Answer) -> Finding:
+def _standbys(settings: Settings, site: ProbeAnswer) -> Finding:
     if not settings.standby or not settings.bootstrap:
         return Finding("standbys", OK, "off, by the settings")
     why = site.get("error") or site.get("found") or rules.memory_shortage(memory_left(), 1, server_runs=False)
@@ -156,11 +156,11 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
     if not inputs.endpoint:
         return [Finding("etcd", OK, "not checked: no --rdzv-endpoint")]
     from elastic_ext.etcd import EtcdError
-    from elastic_ext.own_etcd import bring, endpoint
+    from elastic_ext.own_etcd import endpoint, launch
     from elastic_ext.rendezvous.connect import connect
 
     if endpoint.is_job(inputs.endpoint):
-        program, detail = bring.outlook(inputs.endpoint, inputs.settings, inputs.environ)
+        program, detail = launch.outlook(inputs.endpoint, inputs.settings, inputs.environ)
         if program is not None and program.may_lose_writes:
             return [Finding("etcd", WARN, detail, "a member that is killed may lose writes: put etcd 3.5.3 or newer on PATH")]
         return [Finding("etcd", OK, detail)]
@@ -220,12 +220,12 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
     if directory is None:
         why = "restarts start from nothing, unless the script resumes by itself"
         return [Finding("checkpoint_dir", WARN, f"not set: {why}", "set it with --rdzv-conf=checkpoint_dir=...")]
-    choice = discovery.newest_complete(directory, discovery.Wanted(pattern=inputs.settings.checkpoint_pattern))
+    choice = listing.newest_complete(directory, listing.Wanted(pattern=inputs.settings.checkpoint_pattern))
     if choice.resume is not None:
         newest = f"newest complete: {choice.resume.path}, step {choice.resume.step}"
     else:
         newest = f"no complete checkpoint, {len(choice.passed_over)} passed over"
-        seen = choice.question or discovery.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
+        seen = choice.question or listing.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
         newest += f"; {seen}" if seen else ""
     checks = [_writable("checkpoint_dir", directory, newest)]
     if choice.all_bad:

@@ -50,9 +50,9 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
-    from elastic_ext.rendezvous import requests
-    from elastic_ext.rendezvous.drains import Request
-    from elastic_ext.rendezvous.requests import Ending
+    from elastic_ext.cli import requests
+    from elastic_ext.cli.requests import Ending
+    from elastic_ext.rendezvous.drains import DrainRequest
 
     with contextlib.ExitStack() as stack:
         try:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             print_line(requests.undo(client, args.rdzv_id, args.node))
             return 0
         refused_s = settings.read({}, os.environ).refuse_node
-        request = Request(args.node, " ".join(args.reason.split())[:MAX_REASON], refused_s, args.now)
+        request = DrainRequest(args.node, " ".join(args.reason.split())[:MAX_REASON], refused_s, args.now)
         try:
             over = requests.drain(client, args.rdzv_id, request, args.timeout, print_line)
         except KeyboardInterrupt:

@@ -142,13 +142,13 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
     """
     # Imported here: commands on files and --url need none of it, and gRPC takes long to import.
     from elastic_ext.embedded.hosting import has_secret, store_visitor
-    from elastic_ext.own_etcd import bring, endpoint, keys
+    from elastic_ext.own_etcd import endpoint, keys, launch
     from elastic_ext.rendezvous.connect import connect
 
     known = settings.read({}, os.environ)
     with contextlib.ExitStack() as stack:
         if endpoint.is_job(rdzv_endpoint):
-            endpoints, with_tls = stack.enter_context(bring.visitor(rdzv_endpoint, run_id, known))
+            endpoints, with_tls = stack.enter_context(launch.visitor(rdzv_endpoint, run_id, known))
             client = stack.enter_context(connect(endpoints, with_tls))
             if (now := client.get(keys.ENDPOINTS).kv) is not None:  # members were replaced
                 client.follow(now.value.decode())

@@ -14,7 +14,7 @@ from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error, print_line
 from elastic_ext.timeline import builder, events
-from elastic_ext.timeline.events import Event, Fault
+from elastic_ext.timeline.events import Fault, TimelineEvent
 from elastic_ext.timeline.model import Timeline
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[Fault]]:
     """Return the timeline of the events in the files, and the lines that are not events. Raises UsageError."""
-    found: list[Event] = []
+    found: list[TimelineEvent] = []
     faults: list[Fault] = []
     for file in files:
         try:

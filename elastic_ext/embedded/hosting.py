@@ -26,7 +26,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.embedded.plan import Endpoint, Plan, socket_of
+from elastic_ext.embedded.plan import StoreEndpoint, StorePlan, socket_of
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates
@@ -58,7 +58,7 @@ class Hosting:
     reason: str
 
 
-def parse(text: str, local_addr: str | None) -> Endpoint:
+def parse(text: str, local_addr: str | None) -> StoreEndpoint:
     """Return the endpoint of a job of several nodes. Raises UsageError if they could not meet there."""
     example = "expected --rdzv-endpoint=HOST[:PORT], the same on all nodes: a name or an address of one of them"
     match = _ENDPOINT.fullmatch(text.strip())
@@ -71,10 +71,10 @@ def parse(text: str, local_addr: str | None) -> Endpoint:
             f"--rdzv-endpoint={printable(text)} with several nodes: {host} is another machine on each machine; {example}; or, "
             "if all nodes are agents on this one machine, add --local-addr=127.0.0.1"
         )
-    return Endpoint(host, number)
+    return StoreEndpoint(host, number)
 
 
-def decide(endpoint: Endpoint, is_host: bool | None, resolved: Sequence[str], own: Sequence[str]) -> Hosting:
+def decide(endpoint: StoreEndpoint, is_host: bool | None, resolved: Sequence[str], own: Sequence[str]) -> Hosting:
     """Return whether this node hosts the store.
 
     Never by the host's own name: it may lead nowhere, and another host may have the same one. A name that leads to the loopback
@@ -143,7 +143,7 @@ def _secret(settings: Settings, folder: Path) -> bytes:
     return certificates.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
 
 
-def _for_client(settings: Settings, files: certificates.Files | None) -> Settings:
+def _for_client(settings: Settings, files: certificates.CertificateFiles | None) -> Settings:
     """Return the settings with the certificates of the store, and nothing that is meant for etcd's own servers."""
     ca, cert, key = (files.ca, files.cert, files.key) if files is not None else (None, None, None)
     return dataclasses.replace(settings, etcd_ca=ca, etcd_cert=cert, etcd_key=key, etcd_user=None, etcd_password=None)
@@ -207,7 +207,7 @@ class EmbeddedStore:
         self.endpoint = parse(endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
         self._wait_s = torch_number(params.config, "read_timeout", START_S)
         self._folder: _Folder | None = None
-        self._files: certificates.Files | None = None
+        self._files: certificates.CertificateFiles | None = None
         self._connection: HelperConnection | None = None
         self._answer: queue.SimpleQueue[str] = queue.SimpleQueue()  # of the store's process: "", or what is wrong
         try:
@@ -249,7 +249,7 @@ class EmbeddedStore:
         host = ALL_ADDRESSES
         if is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or ""):
             host = "127.0.0.1" if self.endpoint.host == "localhost" else self.endpoint.host
-        plan = Plan(host, self.endpoint.port, job=self._job, run_id=self._params.run_id, ledger_file=ledger)
+        plan = StorePlan(host, self.endpoint.port, job=self._job, run_id=self._params.run_id, ledger_file=ledger)
         if self._files is not None:
             ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))
             plan = dataclasses.replace(plan, ca=ca, cert=cert, key=key)

@@ -28,7 +28,7 @@ _SORTED_BY = ("key", "version", "create_revision", "mod_revision", "value")
 
 
 @dataclass(frozen=True)
-class Limits:
+class KeyspaceLimits:
     """What a store accepts and keeps; a job of 64 nodes needs a hundredth of it.
 
     Attributes:
@@ -91,11 +91,11 @@ class Keyspace:
         size: bytes of keys and values.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: KeyspaceLimits | None = None) -> None:
         self.revision = self.compacted = (1 + secrets.randbelow(1 << 30)) * STEP
         self.size = 0
         self._rpc: Any = etcdrpc()
-        self._limits = limits or Limits()
+        self._limits = limits or KeyspaceLimits()
         self._kvs: dict[bytes, Message] = {}
         self._keys: list[bytes] = []  # sorted
         self._leases: dict[int, _Lease] = {}

@@ -27,7 +27,7 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
-from elastic_ext.embedded.snapshot import Snapshot, check_ledger_path
+from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.failures import judgement
@@ -66,7 +66,7 @@ class JobFile:
         self._path = Path(path) if path else None
         self._keys, self._own = JobKeys(run_id), JobKeys(run_id).goodput + host
         self._keyspace, self._rpc, self._lock = Keyspace(), etcdrpc(), threading.Lock()
-        self._snapshot = Snapshot(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
+        self._snapshot = SnapshotFile(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
         self._shared = self._over = False
         if self._snapshot is not None:
             self._snapshot.restore(time.monotonic())
@@ -303,7 +303,7 @@ class OneMachine(contract.Base):
     def observe_etcd(self, observer: CallObserver) -> None:
         """Return None: there is no etcd."""
 
-    def last_will(self) -> None:
+    def revocation(self) -> None:
         """Return None: there is no other node."""
 
     def show(self, report: str, last: bool) -> None:

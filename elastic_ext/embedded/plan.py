@@ -9,7 +9,7 @@ BUILD = "+elastic_ext"  # the end of the version that a store gives; see `servic
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class StoreEndpoint:
     """Where the nodes of a job meet. host: a name or a numeric address, without brackets."""
 
     host: str
@@ -20,7 +20,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StorePlan:
     """The orders of a store at its start.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def address(self) -> str:
-        return str(Endpoint(self.host, self.port))
+        return str(StoreEndpoint(self.host, self.port))
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -24,9 +24,9 @@ import grpc.aio  # type: ignore[import-untyped, unused-ignore]
 from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, BACKLOG, BUSY, UP, Agents
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace
-from elastic_ext.embedded.plan import Plan, socket_of
+from elastic_ext.embedded.plan import StorePlan, socket_of
 from elastic_ext.embedded.service import OPTIONS, Service
-from elastic_ext.embedded.snapshot import Snapshot
+from elastic_ext.embedded.snapshot import SnapshotFile
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.decisions import Lifetime
@@ -40,7 +40,7 @@ TOLD_S = 10.0  # told to end, as a container or a step of Slurm is: for agents o
 
 
 @dataclass(frozen=True)
-class Situation:
+class StoreSituation:
     """What a store knows. Times are monotonic seconds.
 
     Attributes:
@@ -66,7 +66,7 @@ class Situation:
     told: float | None = None
 
 
-def decide(seen: Situation, now: float) -> Lifetime:
+def decide(seen: StoreSituation, now: float) -> Lifetime:
     """Return whether the store ends. While a node is in a job it never does, unless it is told to."""
     limits: list[tuple[float, str]] = []
     if seen.told is not None:
@@ -88,7 +88,7 @@ START_S = 30  # until it serves: a disk that hangs must not keep the port
 class Process:
     """One store, from its start to its end."""
 
-    def __init__(self, plan: Plan, listener: socket.socket) -> None:
+    def __init__(self, plan: StorePlan, listener: socket.socket) -> None:
         """listener: for the agents of this host."""
         self._plan = plan
         self._keyspace = Keyspace()
@@ -96,9 +96,9 @@ class Process:
         self._agents = Agents(listener, "the embedded store", plan.job)
         self._polled = set[int]()  # descriptors of the agents' connections
         self._warnings: list[str] = []  # for the first agent
-        self._snapshot: Snapshot | None = None
+        self._snapshot: SnapshotFile | None = None
         if plan.ledger_file:
-            self._snapshot = Snapshot(self._keyspace, plan.run_id, plan.ledger_file, self._warn)
+            self._snapshot = SnapshotFile(self._keyspace, plan.run_id, plan.ledger_file, self._warn)
             self._snapshot.restore(time.monotonic())
         self._service = Service(self._keyspace, self._changed.set, self._on_change)
         self._started = time.monotonic()
@@ -189,7 +189,7 @@ class Process:
         self._quiet = None if streams else self._quiet or now
         agents = self._agents
         nodes, over = self._jobs()
-        seen = Situation(
+        seen = StoreSituation(
             self._started, streams, nodes, agents.number, agents.had_agents, agents.orderly, over, self._quiet, self._told
         )
         life = decide(seen, now)
@@ -249,7 +249,7 @@ def _forget_output() -> None:
 
 def main() -> int:
     """Run one store; 0 unless it cannot."""
-    plan = Plan(**json.loads(sys.stdin.buffer.read()))
+    plan = StorePlan(**json.loads(sys.stdin.buffer.read()))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     signal.alarm(START_S)
     try:

@@ -34,7 +34,7 @@ def check_ledger_path(path: str) -> None:
         )
 
 
-class Snapshot:
+class SnapshotFile:
     """Keeps the file up to date. For the event loop of the store."""
 
     def __init__(self, keyspace: Keyspace, run_id: str, path: str, warn: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from elastic_ext.etcd import errors, vendor
 from elastic_ext.etcd.endpoints import Connection, Endpoints
-from elastic_ext.etcd.errors import Kind, RpcFailure
+from elastic_ext.etcd.errors import ErrorKind, RpcFailure
 from elastic_ext.etcd.messages import etcdrpc
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Tokens:
     def _renewed(self, connection: Connection, user: User, old: str | None, timeout_s: float) -> str:
         end = time.monotonic() + timeout_s
         if not connection.authenticating.acquire(timeout=timeout_s):
-            raise CallFailed(RpcFailure(Kind.NOT_TAKEN, connection.name, "no token in time"))
+            raise CallFailed(RpcFailure(ErrorKind.NOT_TAKEN, connection.name, "no token in time"))
         try:
             token = self._other_than(old)
             return token if token is not None else self._keep(self._authenticate(connection, user, left_s(end)), old)
@@ -140,7 +140,7 @@ class Tokens:
                 connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token
             )
         except CallFailed as error:
-            if error.failure.kind is not Kind.AUTH_OFF:
+            if error.failure.kind is not ErrorKind.AUTH_OFF:
                 raise
             logger.warning("etcd at %s does not use authentication; continuing without a token", connection.name)
             return ""
@@ -177,7 +177,7 @@ def check_alive(connection: Connection, timeout_s: float, again: bool) -> None:
     except CallFailed as error:
         if error.failure.kind in errors.TRANSIENT:
             raise
-        if error.failure.kind is Kind.VERSION:
+        if error.failure.kind is ErrorKind.VERSION:
             raise errors.fatal_error(error.failure, "status", None) from None
         # Any other answer shows that the server is alive.
     else:
@@ -315,7 +315,7 @@ class Caller:
         """Return if the call is to be sent again; otherwise raise."""
         logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
         user = self.tokens.user.name if self.tokens.user else None
-        if failure.kind is Kind.TOKEN and self.tokens.user is not None and len(run.refused) < _RENEWALS_PER_CALL:
+        if failure.kind is ErrorKind.TOKEN and self.tokens.user is not None and len(run.refused) < _RENEWALS_PER_CALL:
             run.refused.append(run.metadata)
             return
         if failure.kind not in errors.TRANSIENT:
@@ -333,9 +333,9 @@ class Caller:
                 run.only.on_error(failure)
         run.failures[failure.endpoint] = failure
         run.tried += 1
-        maybe_applied = failure.kind is Kind.UNSURE and run.sent and not run.repeatable
+        maybe_applied = failure.kind is ErrorKind.UNSURE and run.sent and not run.repeatable
         addresses = 1 if run.only is not None else len(self.endpoints.endpoints)
-        all_tls = len(run.failures) == addresses and all(seen.kind is Kind.TLS for seen in run.failures.values())
+        all_tls = len(run.failures) == addresses and all(seen.kind is ErrorKind.TLS for seen in run.failures.values())
         if maybe_applied or all_tls or run.left() <= 0:
             raise errors.unavailable(run.what, list(run.failures.values()), run.timeout_s, maybe_applied)
         if run.tried % run.connections == 0:

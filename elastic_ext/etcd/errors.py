@@ -70,7 +70,7 @@ class UnsupportedVersion(EtcdError):
     """The server does not speak etcd's v3 API as of 3.4."""
 
 
-class Kind(enum.Enum):
+class ErrorKind(enum.Enum):
     """The meaning of a failed call for its caller. `_KINDS` decides it; the values are for people."""
 
     NOT_TAKEN = "the request was not taken: it may be repeated"
@@ -88,47 +88,49 @@ class Kind(enum.Enum):
 
 # gRPC status code, part of its text (case-insensitive; "" matches all), kind. The first matching row counts. The texts are those
 # of etcd's api/v3rpc/rpctypes/error.go (3.4, 3.5) and of gRPC's core, which has no code of its own for a failed handshake.
-_KINDS: list[tuple[str, str, Kind]] = [
-    ("UNAVAILABLE", "ssl_error", Kind.TLS),
-    ("UNAVAILABLE", "ssl handshake failed", Kind.TLS),  # the full text in grpcio before 1.60
-    ("UNAVAILABLE", "certificate", Kind.TLS),
-    ("UNAVAILABLE", "hostname verification", Kind.TLS),
-    ("UNAVAILABLE", "tsi_data_corrupted", Kind.TLS),  # TLS 1.3: the server refuses our certificate after the handshake
-    ("UNAVAILABLE", "failed to connect to all addresses", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "connections to all backends failing", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "errors resolving", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "resolution failed", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "etcdserver: no leader", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "etcdserver: not capable", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "not supported for learner", Kind.NOT_TAKEN),
-    ("UNAVAILABLE", "", Kind.UNSURE),
-    ("DEADLINE_EXCEEDED", "", Kind.UNSURE),
-    ("CANCELLED", "", Kind.UNSURE),
-    ("ABORTED", "", Kind.UNSURE),
-    ("INTERNAL", "", Kind.UNSURE),
-    ("UNKNOWN", "context", Kind.UNSURE),
-    ("UNKNOWN", "stream removed", Kind.UNSURE),
-    ("RESOURCE_EXHAUSTED", "too many requests", Kind.NOT_TAKEN),
-    ("RESOURCE_EXHAUSTED", "space exceeded", Kind.QUOTA),
-    ("UNAUTHENTICATED", "", Kind.TOKEN),
-    ("INVALID_ARGUMENT", "revision of auth store is old", Kind.TOKEN),
-    ("INVALID_ARGUMENT", "user name is empty", Kind.TOKEN),
-    ("INVALID_ARGUMENT", "authentication failed", Kind.AUTH),
-    ("PERMISSION_DENIED", "", Kind.AUTH),
-    ("FAILED_PRECONDITION", "authentication is not enabled", Kind.AUTH_OFF),
-    ("OUT_OF_RANGE", "compacted", Kind.COMPACTED),
-    ("NOT_FOUND", "lease not found", Kind.LEASE),
-    ("UNIMPLEMENTED", "", Kind.VERSION),
+_KINDS: list[tuple[str, str, ErrorKind]] = [
+    ("UNAVAILABLE", "ssl_error", ErrorKind.TLS),
+    ("UNAVAILABLE", "ssl handshake failed", ErrorKind.TLS),  # the full text in grpcio before 1.60
+    ("UNAVAILABLE", "certificate", ErrorKind.TLS),
+    ("UNAVAILABLE", "hostname verification", ErrorKind.TLS),
+    ("UNAVAILABLE", "tsi_data_corrupted", ErrorKind.TLS),  # TLS 1.3: the server refuses our certificate after the handshake
+    ("UNAVAILABLE", "failed to connect to all addresses", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "connections to all backends failing", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "errors resolving", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "resolution failed", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "etcdserver: no leader", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "etcdserver: not capable", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "not supported for learner", ErrorKind.NOT_TAKEN),
+    ("UNAVAILABLE", "", ErrorKind.UNSURE),
+    ("DEADLINE_EXCEEDED", "", ErrorKind.UNSURE),
+    ("CANCELLED", "", ErrorKind.UNSURE),
+    ("ABORTED", "", ErrorKind.UNSURE),
+    ("INTERNAL", "", ErrorKind.UNSURE),
+    ("UNKNOWN", "context", ErrorKind.UNSURE),
+    ("UNKNOWN", "stream removed", ErrorKind.UNSURE),
+    ("RESOURCE_EXHAUSTED", "too many requests", ErrorKind.NOT_TAKEN),
+    ("RESOURCE_EXHAUSTED", "space exceeded", ErrorKind.QUOTA),
+    ("UNAUTHENTICATED", "", ErrorKind.TOKEN),
+    ("INVALID_ARGUMENT", "revision of auth store is old", ErrorKind.TOKEN),
+    ("INVALID_ARGUMENT", "user name is empty", ErrorKind.TOKEN),
+    ("INVALID_ARGUMENT", "authentication failed", ErrorKind.AUTH),
+    ("PERMISSION_DENIED", "", ErrorKind.AUTH),
+    ("FAILED_PRECONDITION", "authentication is not enabled", ErrorKind.AUTH_OFF),
+    ("OUT_OF_RANGE", "compacted", ErrorKind.COMPACTED),
+    ("NOT_FOUND", "lease not found", ErrorKind.LEASE),
+    ("UNIMPLEMENTED", "", ErrorKind.VERSION),
 ]
 
-TRANSIENT = frozenset({Kind.NOT_TAKEN, Kind.UNSURE, Kind.TLS})  # another endpoint, or the same one later, may succeed
+TRANSIENT = frozenset(
+    {ErrorKind.NOT_TAKEN, ErrorKind.UNSURE, ErrorKind.TLS}
+)  # another endpoint, or the same one later, may succeed
 
 
 @dataclass(frozen=True)
 class RpcFailure:
     """The failure of one call to one endpoint. text: one short line. silent: there was no answer at all."""
 
-    kind: Kind
+    kind: ErrorKind
     endpoint: str
     text: str
     silent: bool = False
@@ -139,7 +141,9 @@ def classify(code: str, details: str, endpoint: str) -> RpcFailure:
     text = details.lower()
     fits = (kind for row_code, part, kind in _KINDS if row_code == code and part in text)
     silent = code == "DEADLINE_EXCEEDED"
-    return RpcFailure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else short_text(details) or code, silent)
+    return RpcFailure(
+        next(fits, ErrorKind.REFUSED), endpoint, "no answer in time" if silent else short_text(details) or code, silent
+    )
 
 
 def short_text(details: str) -> str:
@@ -155,15 +159,15 @@ def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
     """Return the error for a failure that neither another endpoint nor waiting will fix. what: the call, as in `get /a/b`."""
     seen = f"{what}: etcd at {failure.endpoint} answered: {failure.text}"
     who = f"user {user!r}" if user else "no user given"
-    if failure.kind in (Kind.AUTH, Kind.TOKEN):
+    if failure.kind in (ErrorKind.AUTH, ErrorKind.TOKEN):
         return AuthError(f"{seen} ({who}); check the user and password, and that the user has a role for this key")
-    if failure.kind is Kind.COMPACTED:
+    if failure.kind is ErrorKind.COMPACTED:
         return Compacted(f"{seen}; read the keys again, then watch from there")
-    if failure.kind is Kind.LEASE:
+    if failure.kind is ErrorKind.LEASE:
         return LeaseLost(f"{seen}; the lease expired or was revoked: grant a new one and put its keys again")
-    if failure.kind is Kind.QUOTA:
+    if failure.kind is ErrorKind.QUOTA:
         return QuotaExceeded(f"{seen}; compact and defragment etcd or raise --quota-backend-bytes, then `etcdctl alarm disarm`")
-    if failure.kind is Kind.VERSION:
+    if failure.kind is ErrorKind.VERSION:
         return UnsupportedVersion(f"{seen}; expected etcd 3.4 or later: check that the address is that of an etcd server")
     return EtcdError(f"{seen}; the request is invalid or exceeds the server's limits")
 
@@ -175,7 +179,7 @@ def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_a
     """
     seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt completed"
     silent = bool(failures) and all(failure.silent for failure in failures)
-    if failures and all(failure.kind is Kind.TLS for failure in failures):
+    if failures and all(failure.kind is ErrorKind.TLS for failure in failures):
         return TlsError(f"{what}: no TLS connection to etcd ({seen}); check the CA, the client certificate and http/https")
     if maybe_applied:
         advice = "it may have been carried out: read the keys before you try again, or make the write conditional"

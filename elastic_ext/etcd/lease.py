@@ -173,7 +173,7 @@ class KeepAlive(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RenewalPlan:
     """The renewer's next actions.
 
     Attributes:
@@ -187,7 +187,7 @@ class Plan:
     wait_s: float | None
 
 
-def plan(states: Iterable[LeaseState], now: float) -> Plan:
+def plan(states: Iterable[LeaseState], now: float) -> RenewalPlan:
     """Return what to do at `now`, in monotonic seconds."""
     states = list(states)
     given_up = {state.lease_id for state in states if not state.patient and now >= state.alive_until}
@@ -197,10 +197,10 @@ def plan(states: Iterable[LeaseState], now: float) -> Plan:
         # Take along those due within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
         due = [state.lease_id for state in kept if state.next_at <= now + state.ttl_s / 10]
     if due or given_up:
-        return Plan(tuple(due), tuple(given_up), 0.0)
+        return RenewalPlan(tuple(due), tuple(given_up), 0.0)
     ends = [state.alive_until for state in kept if not state.patient]
     events = [state.next_at for state in kept] + ends
-    return Plan((), (), min(events) - now if events else None)
+    return RenewalPlan((), (), min(events) - now if events else None)
 
 
 class LeaseRenewer:

@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ext.etcd import calls, errors
 from elastic_ext.etcd.calls import Caller
 from elastic_ext.etcd.endpoints import Connection
-from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, EtcdError, Kind, RpcFailure, Unavailable
+from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, ErrorKind, EtcdError, RpcFailure, Unavailable
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.watch import Watch
 
@@ -72,7 +72,7 @@ class _Call:
         watch = self._unanswered.popleft()
         if not response.canceled:
             if response.watch_id != watch.watch_id and not self._one_by_one:
-                raise _OwnIds(RpcFailure(Kind.UNSURE, self.connection.name, "the server gives watches ids of its own"))
+                raise _OwnIds(RpcFailure(ErrorKind.UNSURE, self.connection.name, "the server gives watches ids of its own"))
             self._by_id[response.watch_id] = watch
         self._send()
         return watch
@@ -196,7 +196,7 @@ class WatchStream:
                     self._handle(response, call)
             finally:
                 self._shut(call)
-            raise _Broken(RpcFailure(Kind.UNSURE, connection.name, "the server ended the stream"))
+            raise _Broken(RpcFailure(ErrorKind.UNSURE, connection.name, "the server ended the stream"))
         except calls.CallFailed as error:
             failure = error.failure
         except grpc.RpcError as error:
@@ -210,9 +210,9 @@ class WatchStream:
             if not self._caller.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
                 raise
             return
-        if failure.kind is Kind.TOKEN:
+        if failure.kind is ErrorKind.TOKEN:
             self._stale = token
-        elif failure.kind is not Kind.AUTH:
+        elif failure.kind is not ErrorKind.AUTH:
             self._caller.endpoints.failed(connection, silent=False)
         raise _Broken(failure)
 
@@ -262,11 +262,11 @@ class WatchStream:
         if response.compact_revision:
             self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}", response.compact_revision))
         elif not response.created:
-            raise _Broken(RpcFailure(Kind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
+            raise _Broken(RpcFailure(ErrorKind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
         elif user is not None and self._refused is not watch:
             # Some versions say "permission denied" when the token has expired.
             self._refused = watch
-            raise _Broken(RpcFailure(Kind.TOKEN, connection.name, f"the server refused a watch: {reason}"))
+            raise _Broken(RpcFailure(ErrorKind.TOKEN, connection.name, f"the server refused a watch: {reason}"))
         else:
             self._refused = None
             who = f"user {user.name!r}" if user else "no user given"
@@ -304,10 +304,10 @@ class WatchStream:
         if self._caller.closed.is_set():
             return
         user = self._caller.tokens.user.name if self._caller.tokens.user else None
-        if failure.kind in (Kind.AUTH, Kind.VERSION) or (failure.kind is Kind.TOKEN and user is None):
+        if failure.kind in (ErrorKind.AUTH, ErrorKind.VERSION) or (failure.kind is ErrorKind.TOKEN and user is None):
             self._end_all(errors.fatal_error(failure, "watch", user))
             return
-        if failure.kind is not Kind.TOKEN and self._trouble is None:
+        if failure.kind is not ErrorKind.TOKEN and self._trouble is None:
             logger.warning("etcd watch stream to %s broke; resuming: %s", failure.endpoint, failure.text)
             self._trouble = failure.text
         self._pause()

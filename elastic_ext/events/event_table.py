@@ -40,15 +40,15 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Event:
+class EventType:
     """An event. what: when it is written."""
 
     what: str
     fields: tuple[Field, ...]
 
 
-def _event(what: str, *fields: Field) -> Event:
-    return Event(what, fields)
+def _event(what: str, *fields: Field) -> EventType:
+    return EventType(what, fields)
 
 
 COMMON = (
@@ -65,7 +65,7 @@ COMMON = (
 _REASON = Field("reason", TEXT, "why, in one line for people")
 _SECONDS = "s"
 
-EVENTS: dict[str, Event] = {
+EVENTS: dict[str, EventType] = {
     "agent_started": _event(
         "The agent begins to supervise this node.",
         Field("version", TEXT, "version of elastic_ext"),
@@ -226,7 +226,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Moment:
+class EventTime:
     """When an event happens: Unix seconds, monotonic seconds, and the round."""
 
     unix_s: float
@@ -234,7 +234,7 @@ class Moment:
     round: int
 
 
-def record(name: str, source: Source, at: Moment, own: Mapping[str, Value]) -> dict[str, Value]:
+def record(name: str, source: Source, at: EventTime, own: Mapping[str, Value]) -> dict[str, Value]:
     """Return the record of an event. Texts are cut, on one line and without credentials.
 
     Args:
@@ -290,7 +290,7 @@ def schema() -> dict[str, object]:
     }
 
 
-def _if_event(name: str, event: Event) -> dict[str, object]:
+def _if_event(name: str, event: EventType) -> dict[str, object]:
     own: dict[str, object] = {"description": event.what, "properties": {each.name: _property(each) for each in event.fields}}
     if event.fields:
         own["required"] = [each.name for each in event.fields]

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ext.base.printable import cut, shown
 from elastic_ext.events import event_table
-from elastic_ext.events.event_table import MAX_TEXT, Moment, Source, Value
-from elastic_ext.events.recovery import Recovery
+from elastic_ext.events.event_table import MAX_TEXT, EventTime, Source, Value
+from elastic_ext.events.recovery import PastRecovery
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider
@@ -189,8 +189,8 @@ class Events:
         self._report_missing()
         self._file.close()
 
-    def _now(self) -> Moment:
-        return Moment(time.time(), time.monotonic(), self._round())
+    def _now(self) -> EventTime:
+        return EventTime(time.time(), time.monotonic(), self._round())
 
     def _write(self, record: dict[str, Value]) -> None:
         self._report_missing()
@@ -248,7 +248,7 @@ class Spans:
         self._version, self._source = version, source
         self._tracer: Tracer | None = None
         self._flush: Callable[[], object] = lambda: None  # of a provider that is ours
-        self._outbox: Outbox[tuple[Recovery, float]] | None = None
+        self._outbox: Outbox[tuple[PastRecovery, float]] | None = None
         asked = bool(exporters(os.environ))
         if not asked and "opentelemetry.trace" not in sys.modules:
             return  # a program that has made a provider has imported it
@@ -259,7 +259,7 @@ class Spans:
         if asked or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
             self._outbox = Outbox(self._send, "elastic_ext-spans")
 
-    def recovered(self, recovery: Recovery) -> None:
+    def recovered(self, recovery: PastRecovery) -> None:
         """Send a recovery. Returns at once."""
         if self._outbox is not None:
             self._outbox.put((recovery, time.time() - time.monotonic()))
@@ -269,7 +269,7 @@ class Spans:
         if self._outbox is not None and not self._outbox.close(limit_s):
             logger.warning("OpenTelemetry: the last spans could not be sent within %.1f s", limit_s)
 
-    def _send(self, item: tuple[Recovery, float]) -> None:
+    def _send(self, item: tuple[PastRecovery, float]) -> None:
         recovery, ahead_s = item
         if self._tracer is None:
             self._tracer = self._make_tracer()
@@ -310,7 +310,7 @@ class Spans:
         return provider
 
 
-def emit(tracer: Tracer, recovery: Recovery, source: Source, ahead_s: float) -> None:
+def emit(tracer: Tracer, recovery: PastRecovery, source: Source, ahead_s: float) -> None:
     """Make the spans of a recovery. ahead_s: what monotonic time lacks to Unix time."""
     from opentelemetry import trace
 

@@ -14,7 +14,7 @@ MEMBERSHIP = "membership"  # kind of a cause without a failure
 
 
 @dataclass(frozen=True)
-class Phase:
+class RecoveryPhase:
     """A phase. begin, end: monotonic seconds."""
 
     name: str
@@ -32,7 +32,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class PastRecovery:
     """A recovery that is over, or was given up.
 
     Attributes:
@@ -44,7 +44,7 @@ class Recovery:
 
     cause: Cause
     round: int
-    phases: tuple[Phase, ...]
+    phases: tuple[RecoveryPhase, ...]
     recovered: bool | None
 
     @property
@@ -60,7 +60,7 @@ class Recovery:
         return _seconds(self.phases)
 
 
-def _seconds(phases: Iterable[Phase]) -> dict[str, float]:
+def _seconds(phases: Iterable[RecoveryPhase]) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in phases:
         found[each.name] = found.get(each.name, 0.0) + each.end - each.begin
@@ -77,7 +77,7 @@ class RecoveryTrace:
     def __init__(self) -> None:
         self.cause: Cause | None = None
         self._first_cause: Cause | None = None  # of this recovery
-        self._phases: list[Phase] = []  # those that are over
+        self._phases: list[RecoveryPhase] = []  # those that are over
         self._current = ""  # the phase that runs; "" outside a recovery
         self._since = 0.0
         self._ran = False  # workers have run before
@@ -103,7 +103,7 @@ class RecoveryTrace:
         if self._current:
             self._next(FIRST_STEP, now)
 
-    def first_steps(self, at: float) -> Recovery | None:
+    def first_steps(self, at: float) -> PastRecovery | None:
         """Note that all workers have made a step, the last of them at `at`. Return the recovery that this ends, if any."""
         if self._current != FIRST_STEP:
             return None
@@ -112,9 +112,9 @@ class RecoveryTrace:
 
     def seconds(self, now: float) -> dict[str, float]:
         """Return how long each phase of the recovery that is under way took so far."""
-        return _seconds([*self._phases, *([Phase(self._current, self._since, now)] if self._current else [])])
+        return _seconds([*self._phases, *([RecoveryPhase(self._current, self._since, now)] if self._current else [])])
 
-    def given_up(self, now: float) -> Recovery | None:
+    def given_up(self, now: float) -> PastRecovery | None:
         """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.
 
         What has no cause is no recovery, but the end of a job that is done or was told to end.
@@ -129,10 +129,10 @@ class RecoveryTrace:
 
     def _next(self, name: str, now: float) -> None:
         if self._current:
-            self._phases.append(Phase(self._current, self._since, now))
+            self._phases.append(RecoveryPhase(self._current, self._since, now))
         self._current, self._since = name, now
 
-    def _ended(self, recovered: bool | None) -> Recovery:
-        recovery = Recovery(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
+    def _ended(self, recovered: bool | None) -> PastRecovery:
+        recovery = PastRecovery(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
         self._phases, self._first_cause = [], None
         return recovery

@@ -25,7 +25,7 @@ _FIELD = re.compile(r"(?:^|\s)(JobState|Reason|Restarts)=(\S*)")
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """The job in the environment.
 
     Attributes:
@@ -43,10 +43,10 @@ def job_id(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
 
 
-def read_environment(environ: Mapping[str, str]) -> Job:
+def read_environment(environ: Mapping[str, str]) -> SlurmJob:
     """Return the job that this process belongs to."""
     restarts = _number(environ.get("SLURM_RESTART_COUNT")) or 0
-    return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")), restarts)
+    return SlurmJob(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")), restarts)
 
 
 def notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:

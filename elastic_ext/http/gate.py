@@ -218,7 +218,7 @@ def _stamps(files: tuple[str, ...]) -> _Stamps:
 
 
 @dataclass(frozen=True)
-class Tls:
+class ServerTls:
     """Files are absolute, or relative to the working directory."""
 
     cert_file: str
@@ -237,7 +237,7 @@ class Tls:
 class WebConfig:
     """tls: None: plain HTTP. users: bcrypt hashes by name; empty: no password is asked for."""
 
-    tls: Tls | None
+    tls: ServerTls | None
     users: Mapping[str, bytes]
 
 
@@ -277,7 +277,7 @@ def library(module: str, package: str, path: str) -> ModuleType:
         raise UsageError(f"metrics_web_config {path}: {what}") from error
 
 
-def context(tls: Tls, path: str) -> ssl.SSLContext:
+def context(tls: ServerTls, path: str) -> ssl.SSLContext:
     """Return what the server shows and demands. Raises UsageError if a certificate or key cannot be used."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version, made.maximum_version = tls.min_version, tls.max_version
@@ -317,7 +317,7 @@ def _section(name: str, value: object, known: tuple[str, ...]) -> Mapping[str, o
     return value
 
 
-def _tls(section: Mapping[str, object], folder: str) -> Tls:
+def _tls(section: Mapping[str, object], folder: str) -> ServerTls:
     def choice(key: str, default: str, values: Mapping[str, _Value]) -> _Value:
         value = section.get(key, default)
         if not isinstance(value, str) or value not in values:
@@ -343,7 +343,7 @@ def _tls(section: Mapping[str, object], folder: str) -> Tls:
     lowest, highest = choice("min_version", "TLS12", VERSIONS), choice("max_version", "TLS13", VERSIONS)
     if lowest > highest:
         raise _Wrong("tls_server_config: min_version is above max_version")
-    return Tls(certificate, key, ca, client_auth, lowest, highest)
+    return ServerTls(certificate, key, ca, client_auth, lowest, highest)
 
 
 def _users(section: object) -> Iterator[tuple[str, bytes]]:

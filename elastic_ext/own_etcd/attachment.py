@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.etcd import EtcdClient, EtcdError
 from elastic_ext.own_etcd import folder
-from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.job import KeeperJob
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Access:
     """What a client needs. endpoints: as for `--rdzv-endpoint`."""
 
     endpoints: str
-    files: Files
+    files: CertificateFiles
 
 
 class Attachment:
@@ -110,7 +110,7 @@ class Attachment:
             if say in ("info", "warning"):
                 self._log(logging.WARNING if say == "warning" else logging.INFO, text)
             elif say == "ready":
-                files = Files(text_of(message, "ca"), text_of(message, "cert"), text_of(message, "key"))
+                files = CertificateFiles(text_of(message, "ca"), text_of(message, "cert"), text_of(message, "key"))
                 self._access = Access(text_of(message, "endpoints"), files)
                 self._follow(self._access)
             elif say == "silent":

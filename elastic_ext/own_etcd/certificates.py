@@ -117,7 +117,7 @@ KEY_BYTES = 48
 
 
 @dataclass(frozen=True)
-class Files:
+class CertificateFiles:
     """Paths of PEM files: the CA, this host's certificate (for servers and clients) and its key."""
 
     ca: str
@@ -125,7 +125,7 @@ class Files:
     key: str
 
 
-def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> Files:
+def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> CertificateFiles:
     """Write the files into a folder that only this user can read. names: host names and addresses of this host.
 
     Raises:
@@ -140,7 +140,7 @@ def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> Fil
     key = ec.generate_private_key(ec.SECP256R1())
     own = _certificate("elastic_ext host", key, ca_key, tuple(dict.fromkeys(names)))
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    files = Files(str(folder / "ca.pem"), str(folder / "own.pem"), str(folder / "own.key"))
+    files = CertificateFiles(str(folder / "ca.pem"), str(folder / "own.pem"), str(folder / "own.key"))
     pem = serialization.Encoding.PEM
     for path, content in ((files.ca, ca.public_bytes(pem)), (files.cert, own.public_bytes(pem)), (files.key, private)):
         _write_private(path, content)

@@ -13,8 +13,8 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
 from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import keys
-from elastic_ext.own_etcd.certificates import Files
-from elastic_ext.own_etcd.decisions import HostRecord
+from elastic_ext.own_etcd.certificates import CertificateFiles
+from elastic_ext.own_etcd.decisions import KeeperRecord
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 
@@ -43,10 +43,10 @@ class Cluster:
         silent: since when etcd has not served our watches, monotonic; None if it does.
     """
 
-    def __init__(self, endpoints: str, run_id: str, own: str, files: Files, wake: Callable[[], None]) -> None:
+    def __init__(self, endpoints: str, run_id: str, own: str, files: CertificateFiles, wake: Callable[[], None]) -> None:
         """own: name of this host. wake: called on another thread when `update` has something to do."""
         self.client = EtcdClient(endpoints, tls=Tls(files.ca, files.cert, files.key), timeout_s=CALL_S)
-        self.hosts: dict[str, HostRecord] = {}
+        self.hosts: dict[str, KeeperRecord] = {}
         self.header: Header | None = None
         self.call: Call | None = None
         self.endpoints = endpoints
@@ -102,7 +102,7 @@ class Cluster:
             elif key.startswith(keys.HOSTS):
                 self.hosts.pop(key.removeprefix(keys.HOSTS), None)
                 if value is not None:
-                    self.hosts[key.removeprefix(keys.HOSTS)] = records.read(HostRecord, value, key, SCHEMA)
+                    self.hosts[key.removeprefix(keys.HOSTS)] = records.read(KeeperRecord, value, key, SCHEMA)
             elif key == keys.CALLS + self._own:
                 self.call = records.read(Call, value, key, SCHEMA) if value is not None else None
             elif key == keys.ENDPOINTS and value is not None:
@@ -116,18 +116,18 @@ class Cluster:
         """Whether there is no job, or it has ended."""
         return self.header is None or self.header.state in (State.DONE, State.CLOSED)
 
-    def read_hosts(self) -> dict[str, HostRecord]:
+    def read_hosts(self) -> dict[str, KeeperRecord]:
         """Return the hosts as they are now; the watch may lag. Raises EtcdError."""
         found = {}
         for kv in self.client.get_prefix(keys.HOSTS).kvs:
             key = kv.key.decode(errors="replace")
             try:
-                found[key.removeprefix(keys.HOSTS)] = records.read(HostRecord, kv.value, key, SCHEMA)
+                found[key.removeprefix(keys.HOSTS)] = records.read(KeeperRecord, kv.value, key, SCHEMA)
             except RecordError as error:
                 logger.warning("%s cannot be used: %s", key, error)
         return found
 
-    def tell(self, record: HostRecord, *beside: Put | Delete) -> None:
+    def tell(self, record: KeeperRecord, *beside: Put | Delete) -> None:
         """Report this host to the other keepers, and write the rest at the same moment. Raises EtcdError."""
         if self._lease is None or self._lease.lost.is_set():
             self._lease = LeaseSession(self.client, LEASE_S, patient=True, on_lost=lambda _: self._wake())

@@ -93,7 +93,7 @@ def decide_end(seen: Situation, now: float) -> Lifetime:
 
 
 @dataclass(frozen=True)
-class HostRecord:
+class KeeperRecord:
     """What the keeper of a host says of it, under its lease.
 
     Attributes:
@@ -128,7 +128,7 @@ class KnownMember:
 
 
 def next_step(
-    size: int, members: Sequence[KnownMember], hosts: Mapping[str, HostRecord], order: Sequence[str], patient: bool
+    size: int, members: Sequence[KnownMember], hosts: Mapping[str, KeeperRecord], order: Sequence[str], patient: bool
 ) -> Replacement | None:
     """Return the next step; None if there is nothing to do.
 

@@ -15,11 +15,11 @@ from elastic_ext.base.helper_process import Agents
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
 from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import decisions, keys
-from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
-from elastic_ext.own_etcd.decisions import NO_MAJORITY_S, HostRecord, KnownMember, Replacement
+from elastic_ext.own_etcd.decisions import NO_MAJORITY_S, KeeperRecord, KnownMember, Replacement
 from elastic_ext.own_etcd.job import KeeperJob
-from elastic_ext.own_etcd.member import MemberRunner, State
+from elastic_ext.own_etcd.member import MemberRunner, MemberState
 from elastic_ext.own_etcd.saved_keys import SavedKeys
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,14 @@ class Housekeeping:
         ready: agents may use etcd, or could once.
     """
 
-    def __init__(self, job: KeeperJob, files: Files, runner: MemberRunner, agents: Agents, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, job: KeeperJob, files: CertificateFiles, runner: MemberRunner, agents: Agents, wake: Callable[[], None]
+    ) -> None:
         self.cluster: Cluster
         self.ready = False
         self._job, self._files, self._runner, self._agents, self._wake = job, files, runner, agents, wake
         self._patient_until = time.monotonic() + PATIENCE_S
-        self._record: HostRecord | None = None  # as told
+        self._record: KeeperRecord | None = None  # as told
         self._endpoints = ""  # as told to the agents
         self._saved: SavedKeys | None = None
         self._called = False  # this host's member takes the place of a lost one
@@ -63,7 +65,7 @@ class Housekeeping:
         """Begin to follow the cluster. Returns at once."""
         job = self._job
         self.cluster = Cluster(job.plan.endpoints, job.plan.run_id, job.own.name, self._files, self._wake)
-        if self._runner.state is State.NONE:
+        if self._runner.state is MemberState.NONE:
             self.cluster.watch(self.cluster.job_keys.header, keys.SHARED)
 
     def member_serves(self) -> None:
@@ -102,15 +104,15 @@ class Housekeeping:
         """Do what is to be done. Return when to look again though nothing has happened, monotonic; None: never."""
         self.cluster.update()
         runner = self._runner
-        if self.cluster.call is not None and runner.state is State.NONE and runner.able:
+        if self.cluster.call is not None and runner.state is MemberState.NONE and runner.able:
             logger.info("this host is called to run the member %s", self.cluster.call.name)
             self._called = True
             runner.join(self.cluster.call)
-        if runner.state is State.STARTING:
+        if runner.state is MemberState.STARTING:
             return None
         try:
             self._serve_agents()
-            again = self._replace(now) if runner.state is State.SERVES else None
+            again = self._replace(now) if runner.state is MemberState.SERVES else None
         except EtcdError as error:
             logger.info("%s", error)
             again = now + AGAIN_S
@@ -120,8 +122,8 @@ class Housekeeping:
     def _serve_agents(self) -> None:
         """Report this host to the other keepers, then the endpoints to the agents. Raises EtcdError."""
         runner, cluster = self._runner, self.cluster
-        is_member = runner.state is State.SERVES
-        record = HostRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._agents.number)
+        is_member = runner.state is MemberState.SERVES
+        record = KeeperRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._agents.number)
         if record != self._record or not cluster.told:
             joins = is_member and (self._record is None or not self._record.member)
             cluster.tell(record, *(self._joining(cluster) if joins else ()))
@@ -172,7 +174,7 @@ class Housekeeping:
         self._step(step, hosts)
         return now
 
-    def _step(self, step: Replacement, hosts: dict[str, HostRecord]) -> None:
+    def _step(self, step: Replacement, hosts: dict[str, KeeperRecord]) -> None:
         membership = self.cluster.client.membership
         self._agents.say({"say": "warning", "text": f"the job's etcd: {step.reason}"})
         if step.remove:
@@ -197,7 +199,7 @@ class Housekeeping:
             self._saved.end(self.cluster.header)
         self.cluster.withdraw()
         deadline = time.monotonic() + timeout_s
-        while self._runner.state is State.SERVES and any(record.member for record in self.cluster.hosts.values()):
+        while self._runner.state is MemberState.SERVES and any(record.member for record in self.cluster.hosts.values()):
             if not self.cluster.await_change(deadline):
                 break
         self.cluster.close()

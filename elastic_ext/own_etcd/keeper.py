@@ -25,7 +25,7 @@ from elastic_ext.own_etcd import certificates, decisions, folder, member
 from elastic_ext.own_etcd.decisions import Lifetime, Situation
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
-from elastic_ext.own_etcd.member import MemberFailed, MemberRunner, State
+from elastic_ext.own_etcd.member import MemberFailed, MemberRunner, MemberState
 
 logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
 
@@ -105,7 +105,7 @@ class Keeper:
             started=self._started,
             agents=self._agents.number,
             had_agents=self._agents.had_agents,
-            is_member=self._runner.state is not State.NONE,
+            is_member=self._runner.state is not MemberState.NONE,
             over=over,
             elsewhere=self._house.elsewhere,
             orderly=self._agents.orderly,

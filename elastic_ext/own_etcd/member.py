@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.own_etcd import folder as folders
-from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.cluster import Call
 from elastic_ext.own_etcd.endpoint import url
 from elastic_ext.own_etcd.job import KeeperJob, Program, Version
@@ -34,9 +34,7 @@ HEARTBEAT_MS, ELECTION_MS = 100, 1000
 ALONE_HEARTBEAT_MS, ALONE_ELECTION_MS = 20, 100
 END_S = 2.0  # after SIGKILL
 LOG_LINES, LOG_BYTES = 5, 4096  # of its log, in our error
-REMOVED = (
-    "exit code 0;"  # begins the last words of a member that the others have removed; a signal or an error gives another code
-)
+REMOVED = "exit code 0;"  # how `log_end` begins for a member that the others removed; a signal or an error has another code
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +68,7 @@ class Seat:
         return url(self.host, self.peer_port)
 
 
-def command(program: Program, seat: Seat, files: Files, initial_cluster: str, existing: bool) -> list[str]:
+def command(program: Program, seat: Seat, files: CertificateFiles, initial_cluster: str, existing: bool) -> list[str]:
     """Return etcd's command line. existing: the cluster exists, and this member was added to it. Data that is there wins."""
     everywhere = "[::]" if os.path.exists("/proc/net/if_inet6") else "0.0.0.0"
     listen = seat.listen or everywhere.strip("[]")
@@ -100,7 +98,7 @@ def _version_options(version: Version) -> list[str]:
     return [*checks, *(["--experimental-peer-skip-client-san-verification"] if version >= (3, 5, 0) else [])]
 
 
-class Member:
+class RunningMember:
     """A member that has been started. `pidfd` is readable once it has ended; `ready` once it serves: then call `note_ready`."""
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
@@ -137,7 +135,7 @@ class Member:
         os.close(self.pidfd)
         self.ready.close()
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         """Return how it ended, and the last lines of its log."""
         code = self.process.poll()
         try:
@@ -170,7 +168,7 @@ class MemberFailed(ElasticExtError):
     """The member could not be started, or has ended by itself."""
 
 
-class State(Enum):
+class MemberState(Enum):
     """What this host has of a member."""
 
     NONE = "none"
@@ -187,9 +185,9 @@ class MemberRunner:
         able: this host can run one: there is a program, and a member that was called here has not failed to serve.
     """
 
-    def __init__(self, job: KeeperJob, files: Files) -> None:
-        self.state = State.NONE
-        self.running: Member | None = None
+    def __init__(self, job: KeeperJob, files: CertificateFiles) -> None:
+        self.state = MemberState.NONE
+        self.running: RunningMember | None = None
         self.able = job.program is not None
         self._job, self._files = job, files
         self._data = folders.data_of(job.folder)
@@ -231,21 +229,21 @@ class MemberRunner:
         seat = Seat(name, job.own.name, listen, job.plan.client_port, job.plan.peer_port, self._data, folders.run_of(job.folder))
         try:
             self._data.mkdir(mode=0o700, exist_ok=True)
-            self.running = Member(command(job.program, seat, self._files, initial_cluster, existing), job.folder)
+            self.running = RunningMember(command(job.program, seat, self._files, initial_cluster, existing), job.folder)
         except OSError as error:
             raise MemberFailed(f"etcd cannot be started: {error}") from error
-        self.state = State.STARTING
+        self.state = MemberState.STARTING
 
     def note_ready(self) -> None:
         """Take its word that it serves."""
         assert self.running is not None
         self.running.note_ready()
-        self.state, self.able = State.SERVES, True
+        self.state, self.able = MemberState.SERVES, True
 
     def take_end(self) -> str:
-        """Clean up after a member that has ended by itself; return its last words."""
+        """Clean up after a member that has ended by itself; return how it ended."""
         assert self.running is not None
-        words = self.running.last_words()
+        words = self.running.log_end()
         self.stop()
         return words
 
@@ -253,7 +251,7 @@ class MemberRunner:
         """Kill the member, if there is one."""
         if self.running is not None:
             self.running.end()
-        self.running, self.state = None, State.NONE
+        self.running, self.state = None, MemberState.NONE
 
     def forget_data(self) -> None:
         forget_data(self._data)

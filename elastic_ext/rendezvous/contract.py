@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
 
-from elastic_ext.base.contracts import Exchange, LastWill
+from elastic_ext.base.contracts import Exchange, LeaseRevocation
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
@@ -253,7 +253,7 @@ class Rendezvous(Protocol):
     def link_fds(self) -> tuple[int, ...]:
         """Descriptors for the reaper to inherit: while a process has them open, the other nodes do not take this one for dead."""
 
-    def last_will(self) -> LastWill | None:
+    def revocation(self) -> LeaseRevocation | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
 
     def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None] | None:

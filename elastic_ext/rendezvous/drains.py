@@ -33,7 +33,7 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True)
-class Request:
+class DrainRequest:
     """A drain to be. name: a host, or the id of a node on it. See Drain for the rest."""
 
     name: str
@@ -71,7 +71,9 @@ def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(id_ for id_ in nodes if host_of(id_) == host))
 
 
-def admit(asked: Request, header: Header, nodes: Mapping[str, Node], refused: Mapping[str, str], min_nodes: int) -> Admission:
+def admit(
+    asked: DrainRequest, header: Header, nodes: Mapping[str, Node], refused: Mapping[str, str], min_nodes: int
+) -> Admission:
     """Decide on a request.
 
     Args:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base import names
-from elastic_ext.base.contracts import LastWill
+from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
@@ -31,7 +31,7 @@ from elastic_ext.rendezvous.place import take_place
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
 from elastic_ext.rendezvous.round_store import RoundStore, StoreConnector, serve
-from elastic_ext.rendezvous.shared_goodput import EtcdGoodput, Position
+from elastic_ext.rendezvous.shared_goodput import AgentPosition, EtcdGoodput
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,10 @@ class EtcdRendezvous(contract.Base):
     def share_goodput(self, spent: Spent) -> Shared:
         return self._goodput.share(spent)
 
-    def _position(self) -> Position:
+    def _position(self) -> AgentPosition:
         part = self.part  # of one moment: this is another thread
         assert part.assignment is not None, "before the first round"
-        return Position(part.header.job, part.assignment.rank, part.round)
+        return AgentPosition(part.header.job, part.assignment.rank, part.round)
 
     @property
     def link_fds(self) -> tuple[int, ...]:
@@ -196,8 +196,8 @@ class EtcdRendezvous(contract.Base):
         self._participant.client.observe(observer)
         return self._place.alive_until
 
-    def last_will(self) -> LastWill | None:
-        return self._place.last_will()
+    def revocation(self) -> LeaseRevocation | None:
+        return self._place.revocation()
 
     def show(self, report: str, last: bool) -> None:
         """Write it under this node's lease; if the job has ended, so that it outlives the node. Raises EtcdError."""

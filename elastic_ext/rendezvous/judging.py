@@ -126,7 +126,7 @@ class LeaderPolicy(Protocol):
         """Return one judgement for all nodes. ledger: the job's; "": a new one. See RoundReports for one without reports."""
 
 
-class NoAgent:
+class AgentlessPolicy:
     """The policy of a node without an agent, as in a simulation: nodes join at once, and no node reports a failure."""
 
     def may_grow(self, round_: int) -> bool:

@@ -102,7 +102,7 @@ class PeerRecords(Protocol):
         """Take a node out of the job unless it has answered; return whether that was done."""
 
 
-class End(Enum):
+class LinkEnd(Enum):
     """How an attempt to keep a link ended."""
 
     LEFT = "the other agent said goodbye"
@@ -129,16 +129,16 @@ class Watcher:
         peer: Peer | None = None
         lost_at, hurried, hurry_until = -math.inf, HURRIED_TRIES, -math.inf
         while True:
-            end, began = End.UNREACHABLE, time.monotonic()
+            end, began = LinkEnd.UNREACHABLE, time.monotonic()
             try:
                 peer = peer or await in_thread(lambda: self._peers.find(node_id))
                 if peer is not None:
                     end = await self._keep(peer)
                     suspected = time.monotonic() < lost_at + SUSPECT_S
-                    if end is End.LEFT:
+                    if end is LinkEnd.LEFT:
                         logger.debug("node %s left on purpose", node_id)
                         return
-                    if end is End.REFUSED and suspected:
+                    if end is LinkEnd.REFUSED and suspected:
                         if await self._confirm(peer, lost_at + DECIDE_S):
                             return
                         peer = None  # it may have registered again
@@ -147,23 +147,23 @@ class Watcher:
             except Exception:  # top of a task: the others go on, and the lease of this node still counts
                 logger.exception("the link to node %s has failed", node_id)
             now = time.monotonic()
-            if end in (End.LOST, End.RESET):
-                lost_at = now if end is End.LOST else -math.inf  # it was linked again, so it lives
+            if end in (LinkEnd.LOST, LinkEnd.RESET):
+                lost_at = now if end is LinkEnd.LOST else -math.inf  # it was linked again, so it lives
                 hurry_until = now + SUSPECT_S
                 hurried = HURRIED_TRIES if now - began > RETRY_S else hurried
             if hurried and now < hurry_until:
                 hurried -= 1  # at the same address: etcd may be as slow as the network
-                await asyncio.sleep(0 if end in (End.LOST, End.RESET) else HURRY_S)
+                await asyncio.sleep(0 if end in (LinkEnd.LOST, LinkEnd.RESET) else HURRY_S)
             else:
                 peer = None
                 await asyncio.sleep(RETRY_S)
 
-    async def _keep(self, peer: Peer) -> End:
+    async def _keep(self, peer: Peer) -> LinkEnd:
         """Keep a link to a node until it ends."""
         if not peer.port:
-            return End.UNREACHABLE
+            return LinkEnd.UNREACHABLE
         connected = await _connect(peer)
-        if isinstance(connected, End):
+        if isinstance(connected, LinkEnd):
             return connected
         reader, writer = connected
         answered = False
@@ -172,14 +172,14 @@ class Watcher:
             hello = decode(await reader.readline())
             answered = (hello.job, hello.node, hello.to) == (self._job, peer.node_id, self._node_id)
             if not answered:
-                return End.REFUSED  # another agent has taken over the port
+                return LinkEnd.REFUSED  # another agent has taken over the port
             logger.debug("linked to node %s", peer.node_id)
             line = await reader.readline()
             # The kernel of a dead process closes its connections: nothing is unread on them, so it does not reset them.
-            return End.LEFT if line == BYE else End.RESET if line else End.LOST
+            return LinkEnd.LEFT if line == BYE else LinkEnd.RESET if line else LinkEnd.LOST
         except ENDS as error:
             logger.debug("the link to node %s ended: %s", peer.node_id, error)
-            return End.RESET if answered else End.UNANSWERED
+            return LinkEnd.RESET if answered else LinkEnd.UNANSWERED
         except asyncio.CancelledError:
             writer.write(BYE)
             raise
@@ -218,13 +218,13 @@ async def _open(family: int, address: tuple[Any, ...]) -> tuple[asyncio.StreamRe
         raise
 
 
-async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | End:
+async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | LinkEnd:
     """Connect to a node. REFUSED only if each of its addresses refuses."""
     refused = 0
     try:
         found = await in_thread(lambda: socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError):
-        return End.UNREACHABLE
+        return LinkEnd.UNREACHABLE
     for family, _, _, _, address in found:
         try:
             return await _open(family, address)
@@ -232,7 +232,7 @@ async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
             refused += 1
         except (OSError, TimeoutError) as error:
             logger.debug("no link to node %s at %s: %s", peer.node_id, address[0], error)
-    return End.REFUSED if refused == len(found) else End.UNREACHABLE
+    return LinkEnd.REFUSED if refused == len(found) else LinkEnd.UNREACHABLE
 
 
 DOUBT, DEAD = "doubt", "dead"  # values of the key; "dead" is followed by the create revision of the record that was deleted

@@ -23,7 +23,7 @@ from elastic_ext.etcd import Batch, EtcdClient, EtcdError, QuotaExceeded
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.job_records import JobRecords
-from elastic_ext.rendezvous.judging import LeaderPolicy, NoAgent
+from elastic_ext.rendezvous.judging import AgentlessPolicy, LeaderPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import Election, Leader
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
@@ -71,7 +71,7 @@ class Participant:
 
         def lead() -> Leader:
             header.read()
-            return Leader(context, header, self.registration.created, outage, policy or NoAgent(), self.recovery.restore)
+            return Leader(context, header, self.registration.created, outage, policy or AgentlessPolicy(), self.recovery.restore)
 
         self.election = Election(context, self.registration, lead)
         self.recovery = Recovery(

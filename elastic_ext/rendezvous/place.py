@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base import names
-from elastic_ext.base.contracts import LastWill
+from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
@@ -73,7 +73,7 @@ class Place:
     Attributes:
         address: the address by which the other nodes reach this one.
         changed: notified when anything in the participant or the fence has changed.
-        last_will: see `contract.Rendezvous`.
+        revocation: see `contract.Rendezvous`.
     """
 
     address: str
@@ -83,7 +83,7 @@ class Place:
     fence: Fence
     links: Links
     changed: InterruptibleCondition
-    last_will: Callable[[], LastWill | None]
+    revocation: Callable[[], LeaseRevocation | None]
 
     @property
     def node_id(self) -> str:
@@ -210,13 +210,13 @@ def take_place(
     records = Peers(client, JobKeys(job), RecordReader(), node_id, lambda: participant.lease[0])
     links = Links(job, node_id, listen_at(address), records, fence.give_up)
 
-    def last_will() -> LastWill | None:
+    def revocation() -> LeaseRevocation | None:
         if params.backend != ETCD:  # no JSON gateway there: the reaper ends at once, and the links report that
             return None
         lease_id, _ = participant.lease
-        return _last_will(params.endpoint, settings, client, lease_id) if lease_id is not None else None
+        return _revocation(params.endpoint, settings, client, lease_id) if lease_id is not None else None
 
-    return Place(address, patience, participant, dispatcher, fence, links, changed, last_will)
+    return Place(address, patience, participant, dispatcher, fence, links, changed, revocation)
 
 
 def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
@@ -232,7 +232,7 @@ def _tell(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
         logger.debug("a verdict that cannot be read: %s", error)
 
 
-def _last_will(endpoint: str, settings: Settings, client: EtcdClient, lease_id: int) -> LastWill:
+def _revocation(endpoint: str, settings: Settings, client: EtcdClient, lease_id: int) -> LeaseRevocation:
     """Return what the reaper needs to revoke this node's lease. Secrets go through the reaper's pipe only."""
     scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
     given = [each.strip() for each in endpoint.split(",")]

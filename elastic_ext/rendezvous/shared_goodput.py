@@ -29,7 +29,7 @@ class OtherJob(ElasticExtError):
 
 
 @dataclass(frozen=True)
-class Position:
+class AgentPosition:
     """This agent in its job. job: see `Header.job`. rank: of the node, in this round, the last one that began."""
 
     job: str
@@ -53,7 +53,7 @@ class EtcdGoodput:
     of the agent's own job. So what an agent writes late does not count for the next job.
     """
 
-    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, position: Callable[[], Position]) -> None:
+    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, position: Callable[[], AgentPosition]) -> None:
         self._client, self._keys, self._key, self._position = client, keys, keys.goodput + host, position
         self._reader = RecordReader(lambda fault: logger.warning("%s", fault))
         self._own: _Own | None = None  # None: to be read

@@ -25,7 +25,7 @@ MAX_GAUGES = 32  # of the script; the format takes 256 metrics, and the status l
 NOT_DONE = 99  # the highest percentage of a job that has not ended well
 
 
-class State(Enum):
+class TrainJobState(Enum):
     """What the job does now."""
 
     TRAINING = "training"
@@ -75,7 +75,7 @@ class TrainerStatus:
         return json.dumps({"trainerStatus": status}).encode()
 
 
-def status_of(training: Training, state: State, now: float, gauges: Mapping[str, float]) -> TrainerStatus:
+def status_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> TrainerStatus:
     """Return the status to post.
 
     Args:
@@ -93,19 +93,19 @@ def status_of(training: Training, state: State, now: float, gauges: Mapping[str,
     return TrainerStatus(now, _percentage(training, state), _remaining_s(training, state), shown)
 
 
-def _percentage(training: Training, state: State) -> int | None:
-    if state is State.DONE:
+def _percentage(training: Training, state: TrainJobState) -> int | None:
+    if state is TrainJobState.DONE:
         return 100
     if training.total is None:
         return None
     return min(NOT_DONE, 100 * training.step // training.total)
 
 
-def _remaining_s(training: Training, state: State) -> int | None:
-    if state is State.DONE:
+def _remaining_s(training: Training, state: TrainJobState) -> int | None:
+    if state is TrainJobState.DONE:
         return 0
     left = training.total - training.step if training.total is not None else -1
-    if state is State.STOPPED or training.step_s is None or left < 0:  # beyond its own total: that was wrong
+    if state is TrainJobState.STOPPED or training.step_s is None or left < 0:  # beyond its own total: that was wrong
         return None
     seconds = left * training.step_s
     return math.ceil(seconds) if seconds <= INT32_MAX else None

@@ -23,7 +23,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
-from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, Recovery
+from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.families import (
     COPIED,
@@ -34,7 +34,7 @@ from elastic_ext.telemetry.families import (
     SAVED,
     WORKER_STATES,
     FamilyCollector,
-    Histogram,
+    HistogramCounts,
     Labels,
     Total,
     Values,
@@ -119,8 +119,8 @@ class AgentMetrics(FamilyCollector):
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
         self._full = False
-        self._phases = {phase: Histogram(RECOVERY_BUCKETS) for phase in PHASES}
-        self._spans = {name: Histogram(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
+        self._phases = {phase: HistogramCounts(RECOVERY_BUCKETS) for phase in PHASES}
+        self._spans = {name: HistogramCounts(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
         self.state = AgentState()
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
@@ -167,7 +167,7 @@ class AgentMetrics(FamilyCollector):
         if limit >= 0:
             self._set(max_restarts=limit)
 
-    def recovered(self, recovery: Recovery, load_s: float = 0.0) -> None:
+    def recovered(self, recovery: PastRecovery, load_s: float = 0.0) -> None:
         """Record a recovery that is over. load_s: the longest load of a checkpoint by its workers; 0: none."""
         whole_s, first_step = recovery.end - recovery.begin, recovery.phases[-1]
         with self._lock:

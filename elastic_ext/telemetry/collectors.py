@@ -12,7 +12,7 @@ from elastic_ext.base.goodput import Shared
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import UnixClock
-from elastic_ext.telemetry.families import DECISIONS, FAILED, OK, OTHER, FamilyCollector, Histogram, Labels, Values
+from elastic_ext.telemetry.families import DECISIONS, FAILED, OK, OTHER, FamilyCollector, HistogramCounts, Labels, Values
 from elastic_ext.telemetry.goodput import Look, advised_interval
 
 REPLACE = "replace_node"
@@ -73,7 +73,7 @@ class VerdictMetrics(FamilyCollector):
 
 
 @dataclass(frozen=True)
-class Outage:
+class OutageChange:
     """A change. over: etcd serves again. endpoint: asked last, or that answers again. seconds: how long without an answer."""
 
     over: bool
@@ -91,7 +91,7 @@ class OutageWatch:
         self._since: float | None = None  # since when calls have failed
         self._reported = False
 
-    def called(self, began: float, now: float, answered: bool, endpoint: str) -> Outage | None:
+    def called(self, began: float, now: float, answered: bool, endpoint: str) -> OutageChange | None:
         """Note a call that began then and ends now; return what has changed by that."""
         if not answered:
             if self._since is None:
@@ -99,10 +99,10 @@ class OutageWatch:
             if self._reported or now - self._since < self._after_s:
                 return None
             self._reported = True
-            return Outage(False, endpoint, now - self._since)
+            return OutageChange(False, endpoint, now - self._since)
         since, reported = self._since, self._reported
         self._since, self._reported, self._answered_at = None, False, now
-        return Outage(True, endpoint, now - since) if reported and since is not None else None
+        return OutageChange(True, endpoint, now - since) if reported and since is not None else None
 
 
 class EtcdHealth(FamilyCollector):
@@ -114,7 +114,7 @@ class EtcdHealth(FamilyCollector):
 
     table = families.ETCD
 
-    def __init__(self, outage_s: float = math.inf, on_outage: Callable[[Outage], None] = lambda outage: None) -> None:
+    def __init__(self, outage_s: float = math.inf, on_outage: Callable[[OutageChange], None] = lambda outage: None) -> None:
         """
         Args:
             outage_s: for how long calls have to fail before that is an outage.
@@ -124,7 +124,7 @@ class EtcdHealth(FamilyCollector):
         self._outages, self._on_outage = OutageWatch(outage_s), on_outage
         self._clock = UnixClock()
         self._lock = threading.Lock()
-        self._calls = Histogram(CALL_BUCKETS)
+        self._calls = HistogramCounts(CALL_BUCKETS)
         self._outcomes = {OK: 0, FAILED: 0}
         self._reconnects = 0
 

@@ -94,7 +94,7 @@ def _per_worker(found: Mapping[str, Family]) -> dict[str, Family]:
     }
 
 
-class Histogram:
+class HistogramCounts:
     """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -106,8 +106,8 @@ class Histogram:
         self.sum += seconds
         self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
 
-    def copy(self) -> Histogram:
-        made = Histogram(self._bounds)
+    def copy(self) -> HistogramCounts:
+        made = HistogramCounts(self._bounds)
         made.sum, made._counts = self.sum, list(self._counts)
         return made
 
@@ -128,7 +128,9 @@ class Total:
     seconds: float
 
 
-Value = float | Mapping[str, str] | Total | Histogram | None  # of a counter or gauge, info, summary, histogram; None: not shown
+Value = (
+    float | Mapping[str, str] | Total | HistogramCounts | None
+)  # of a counter or gauge, info, summary, histogram; None: not shown
 Values = Iterator[tuple[str, Labels, Value]]  # name and labels of each
 
 
@@ -145,7 +147,7 @@ class FamilyCollector(Collector):
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
         found = {name: family.new(name) for name, family in self.table.items()}
         for name, labels, value in self.values():
-            if isinstance(value, Histogram):
+            if isinstance(value, HistogramCounts):
                 cast("HistogramMetricFamily", found[name]).add_metric(labels, value.buckets(), value.sum)
             elif isinstance(value, Total):
                 cast("SummaryMetricFamily", found[name]).add_metric(labels, value.count, value.seconds)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import Position, Spent, seconds_of
+from elastic_ext.base.goodput import CheckpointPosition, Spent, seconds_of
 from elastic_ext.telemetry import families
 
 WAITS_FOR_NODES_S = 2.0  # a thousand nodes that are all there form a round in 1.3 s: what takes longer waits for some
@@ -53,7 +53,7 @@ class WorkerTime:
     saves: int = 0
     tokens: int = 0
     flops: float = 0.0
-    saved: Position | None = None
+    saved: CheckpointPosition | None = None
 
     def settled(self, since: float, until: float) -> dict[str, float]:
         """Return the settled seconds between two moments. What was settled before `since` is start-up, as far as there is any."""
@@ -109,7 +109,7 @@ class Look:
     flops: float = 0.0
 
 
-class Ledger:
+class TimeLedger:
     """The time of one agent. The caller holds a lock where several threads use it. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
@@ -215,7 +215,7 @@ class Ledger:
         saves = max(each.saves for each in workers)
         before, counts = self._resumed_at, self._counts
         saved = [each.saved for each in workers if each.saved is not None] if before is not None else []
-        positions = (*counts.positions, *(Position(each.step, (before or 0) + each.at) for each in saved))
+        positions = (*counts.positions, *(CheckpointPosition(each.step, (before or 0) + each.at) for each in saved))
         return replace(
             counts,
             saves=counts.saves + saves,
@@ -228,7 +228,7 @@ class Ledger:
             self._by_state[state] += seconds * share
 
 
-def position_of(step: int, known: Sequence[Position]) -> int:
+def position_of(step: int, known: Sequence[CheckpointPosition]) -> int:
     """Return how many optimizer steps of the job are in the checkpoint of this step.
 
     Scripts number their checkpoints as they like: by optimizer step, by iteration with two optimizers, by epoch. What was seen of
@@ -237,7 +237,9 @@ def position_of(step: int, known: Sequence[Position]) -> int:
     by_step = {each.step: each.at for each in known}
     if step in by_step:
         return int(by_step[step])
-    nearest = min((each for each in known if each.step > 0), key=lambda each: abs(each.step - step), default=Position(1, 1))
+    nearest = min(
+        (each for each in known if each.step > 0), key=lambda each: abs(each.step - step), default=CheckpointPosition(1, 1)
+    )
     return round(step * nearest.at / nearest.step)
 
 

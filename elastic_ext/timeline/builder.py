@@ -19,7 +19,7 @@ from elastic_ext.base.printable import shown
 from elastic_ext.status.status_records import ENDED_STATES, Document, Failure, NodeStatus
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.goodput import WAITS_FOR_NODES_S
-from elastic_ext.timeline.events import BORN, JOINED, Agent, Aligned, Event, aligned
+from elastic_ext.timeline.events import BORN, JOINED, Agent, Aligned, TimelineEvent, aligned
 from elastic_ext.timeline.model import (
     BACKOFF,
     BETWEEN,
@@ -58,7 +58,7 @@ _SIGNALS: Mapping[str, str] = {"preemption_noticed": PREEMPTION, "interrupted": 
 _EXPLAIN = ("decision", "failure", *_SIGNALS, "hang", "round_over")  # the first that there is explains a round's end best
 
 
-def from_events(events: Sequence[Event]) -> Timeline:
+def from_events(events: Sequence[TimelineEvent]) -> Timeline:
     """Return the timeline of one job. events: at least one, all of one run id, in any order; repeated ones count once."""
     job = aligned({(each.node, each.pid, each.monotonic, each.name): each for each in events}.values())
     steps_known = any(job.all("first_step"))
@@ -141,18 +141,18 @@ class Track:
         self._enter(STOPPING, at)
         self.stopped[round_] = min(at, self.stopped.get(round_, at))
 
-    def _agent_started(self, event: Event, at: float) -> None:
+    def _agent_started(self, event: TimelineEvent, at: float) -> None:
         self._enter(RENDEZVOUS, at)
 
-    def _round_started(self, event: Event, at: float) -> None:
+    def _round_started(self, event: TimelineEvent, at: float) -> None:
         self._floor, self._leaves, self._over = at, True, None
         self._enter(START, at)
 
-    def _workers_started(self, event: Event, at: float) -> None:
+    def _workers_started(self, event: TimelineEvent, at: float) -> None:
         self._floor = self._started = at
         self._enter(self._first_state, at)
 
-    def _first_step(self, event: Event, at: float) -> None:
+    def _first_step(self, event: TimelineEvent, at: float) -> None:
         if self._started is None:
             return
         moment = min(at, self._started + (event.number("seconds") or 0.0))
@@ -162,22 +162,22 @@ class Track:
         self.changes += later
         self._floor = moment
 
-    def _hang(self, event: Event, at: float) -> None:
+    def _hang(self, event: TimelineEvent, at: float) -> None:
         quiet_s = event.number("seconds")
         if quiet_s is not None:
             self._enter(HANG, at - quiet_s)
             self._stop(max(self._over if self._over is not None else at, at - quiet_s), event.round)
 
-    def _round_over(self, event: Event, at: float) -> None:
+    def _round_over(self, event: TimelineEvent, at: float) -> None:
         self._over = at
         self._leaves = event.text("cause") == CLOSED
         self._stop(at, event.round)
 
-    def _failure(self, event: Event, at: float) -> None:
+    def _failure(self, event: TimelineEvent, at: float) -> None:
         if self._runs():
             self._stop(at, event.round)
 
-    def _decision(self, event: Event, at: float) -> None:
+    def _decision(self, event: TimelineEvent, at: float) -> None:
         phases = event.numbers("phases")
         stop_s, verdict_s = (max(0.0, phases.get(name, 0.0) - self._reported.get(name, 0.0)) for name in ("stop", "verdict"))
         self._reported = phases
@@ -190,21 +190,21 @@ class Track:
         if not self._leaves and event.number("delay"):
             self._enter(BACKOFF, at)
 
-    def _leaving(self, event: Event, at: float) -> None:
+    def _leaving(self, event: TimelineEvent, at: float) -> None:
         self._leaves = True
         self._stop(at, event.round)
 
-    def _workers_stopped(self, event: Event, at: float) -> None:
+    def _workers_stopped(self, event: TimelineEvent, at: float) -> None:
         self.stopped.setdefault(event.round, at)
         self._started = None
         self._floor = at
         self._enter(STOPPING if self._leaves else RENDEZVOUS, at)
 
-    def _agent_ended(self, event: Event, at: float) -> None:
+    def _agent_ended(self, event: TimelineEvent, at: float) -> None:
         self._floor, self.ended = at, True
         self._enter(GONE, at)
 
-    _HANDLERS: Mapping[str, Callable[[Track, Event, float], None]] = {
+    _HANDLERS: Mapping[str, Callable[[Track, TimelineEvent, float], None]] = {
         "agent_started": _agent_started,
         "round_started": _round_started,
         "workers_started": _workers_started,
@@ -226,7 +226,7 @@ class _Report:
 
     agent: int
     at: float
-    event: Event
+    event: TimelineEvent
 
 
 class Ends:

@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """An event. at: Unix seconds by its host's clock. own: all its fields, of any type."""
 
     name: str
@@ -73,9 +73,9 @@ class Fault:
     why: str
 
 
-def parse(text: str, file: str) -> tuple[list[Event], list[Fault]]:
+def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[Fault]]:
     """Return the events of a file, and its faults. The last line may be half written."""
-    events: list[Event] = []
+    events: list[TimelineEvent] = []
     faults: list[Fault] = []
     *whole, last = text.split("\n")  # not splitlines(): a JSON text may hold other line breaks
     for number, line in enumerate(whole, 1):
@@ -88,7 +88,7 @@ def parse(text: str, file: str) -> tuple[list[Event], list[Fault]]:
     return events, faults
 
 
-def _event(line: str) -> Event:
+def _event(line: str) -> TimelineEvent:
     """Raises ValueError, with a reason that does not repeat the line."""
     try:
         found = json.loads(line, parse_constant=_refuse)
@@ -103,7 +103,7 @@ def _event(line: str) -> Event:
     monotonic = found.get("monotonic")
     if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < LONGEST_S:
         raise ValueError("monotonic is missing, or no number of seconds")
-    return Event(
+    return TimelineEvent(
         name=_text(found, "event"),
         at=_unix(_text(found, "time")),
         monotonic=float(monotonic),
@@ -154,7 +154,7 @@ class Agent:
 
     node: str
     pid: int
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
     times: tuple[float, ...]
 
 
@@ -188,7 +188,7 @@ class Aligned:
     residual: float
     alone: tuple[str, ...]
 
-    def all(self, *names: str) -> Iterator[tuple[int, Event, float]]:
+    def all(self, *names: str) -> Iterator[tuple[int, TimelineEvent, float]]:
         """Yield index of the agent, event and time of all events of these names."""
         for index, agent in enumerate(self.agents):
             for event, at in zip(agent.events, agent.times, strict=True):
@@ -196,7 +196,7 @@ class Aligned:
                     yield index, event, at
 
 
-def aligned(events: Iterable[Event]) -> Aligned:
+def aligned(events: Iterable[TimelineEvent]) -> Aligned:
     """Return the agents of a job on one clock: a component of nodes that share rounds keeps the median of its clocks."""
     agents = _agents(events)
     groups = _rounds(agents)
@@ -238,11 +238,11 @@ def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     return found
 
 
-def _agents(events: Iterable[Event]) -> list[Agent]:
+def _agents(events: Iterable[TimelineEvent]) -> list[Agent]:
     """Return the agents, each by its host's clock, which may be set while it runs: its monotonic clock counts."""
     found = []
     for (node, pid), of_process in _grouped(((each.node, each.pid), each) for each in events).items():
-        lives: list[list[Event]] = []  # of the agents that had this process id: containers all start with 1
+        lives: list[list[TimelineEvent]] = []  # of the agents that had this process id: containers all start with 1
         for event in sorted(of_process, key=lambda each: each.at):
             if not lives or event.name == BORN:
                 lives.append([])

@@ -99,7 +99,7 @@ class Series:
         self.values: memoryview[float] | None = None
 
 
-class Process:
+class ProcessMetrics:
     """The series of this process. A forked child has the same ones, begins at 0, and makes a file of its own when it needs one.
 
     Attributes:
@@ -152,7 +152,7 @@ def _prefix() -> str | None:
     return prefix if isinstance(prefix, str) else None
 
 
-process = Process()
+process = ProcessMetrics()
 os.register_at_fork(after_in_child=process.after_fork)
 
 

@@ -16,7 +16,7 @@ from elastic_ext.agent import launch
 from elastic_ext.agent.launch import CommandEnd, run_command, unfit
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice import listing
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, wait_gone
 from tests.jobs import run as run_job
 from tests.until import until
@@ -56,11 +56,11 @@ def test_an_unreadable_checkpoint_directory(tmp_path):
     for folder in (tmp_path, *tmp_path.parents):
         if folder.owner() == "root" and folder.stat().st_mode & 0o007 == 0:
             folder.chmod(0o711)
-    assert discovery.newest_complete(str(locked)).resume is None
+    assert listing.newest_complete(str(locked)).resume is None
     os.seteuid(65534)
     try:
         with pytest.raises(UsageError, match=f"{locked}.* cannot be read"):
-            discovery.newest_complete(str(locked), discovery.Wanted(pattern=""))
+            listing.newest_complete(str(locked), listing.Wanted(pattern=""))
     finally:
         os.seteuid(0)
 

@@ -16,8 +16,8 @@ from elastic_ext.base import checkpoint_variables, kinds, settings
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice.offers import Saved, read_offers
-from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
+from elastic_ext.checkpoints.choice.offers import NewestSaved, read_offers
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
@@ -78,8 +78,8 @@ def worker(pid: int = 1, saved: int | None = None) -> Progress:
 @pytest.mark.parametrize(
     ("workers", "known"),
     [
-        ([worker(), worker()], Saved(3, 5)),  # what the round resumed from
-        ([worker(saved=6), worker(saved=8)], Saved(3, 8)),
+        ([worker(), worker()], NewestSaved(3, 5)),  # what the round resumed from
+        ([worker(saved=6), worker(saved=8)], NewestSaved(3, 8)),
         ([worker(pid=0), worker(pid=0)], None),  # they do not run through the bootstrap
         ([], None),
     ],
@@ -92,11 +92,11 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
         for number in (3, 4):
             exchange = SingleNode()
             job = SimpleNamespace(round=number, part=SimpleNamespace(exchange=exchange), get_run_id=lambda: "run")
-            point = resume.agree(settings, job, Place(), copies)
+            point = resume.agree(settings, job, NodeInRound(), copies)
             (offers,) = map(read_offers, exchange.offers(0))
             assert offers.has_memory
-            assert offers.saved == (Saved() if number == 3 else known)
-            assert copies.saved == Saved(number, 5)
+            assert offers.saved == (NewestSaved() if number == 3 else known)
+            assert copies.saved == NewestSaved(number, 5)
             point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
 
 

@@ -32,7 +32,7 @@ from elastic_ext.etcd import EtcdClient, Unavailable
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.goodput import Ledger
+from elastic_ext.telemetry.goodput import TimeLedger
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
 from tests.until import LIMIT_S
@@ -364,7 +364,7 @@ def test_the_first_round_knows_what_earlier_agents_have_reached(mine, job):
 
 def test_what_the_job_has_spent_does_not_go_back(mine, job):
     """On etcd an agent reads the sum that rank 0 made last, which may lack what this agent has given since."""
-    mine._ledger = Ledger(time.monotonic() - 10)  # sums that differ by less than their rounding are the same
+    mine._ledger = TimeLedger(time.monotonic() - 10)  # sums that differ by less than their rounding are the same
     mine.share_with(lambda spent: (job.share(spent), Shared(Spent(), 2))[1])
     mine.round_begins(None, 0, 1)
     before = mine.job()

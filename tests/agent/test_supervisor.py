@@ -12,7 +12,7 @@ import torch
 import elastic_ext
 from elastic_ext.agent.launch import start_line
 from elastic_ext.base import settings
-from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.checkpoints.choice.agreement import Resumption
 from tests.failures.test_sources import memory_group
 from tests.jobs import AGENT, EXT, SCRIPTS, TORCHRUN, Job, run, wait_gone
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import IDLE, LOST, PRODUCTIVE, STARTUP, HostRecord, Position, Spent, seconds_of
+from elastic_ext.base.goodput import IDLE, LOST, PRODUCTIVE, STARTUP, CheckpointPosition, HostRecord, Spent, seconds_of
 from elastic_ext.base.records import RecordError
 
 amounts = st.floats(0, 1e9)
@@ -15,7 +15,7 @@ some = st.builds(
     Spent,
     st.dictionaries(st.sampled_from(list(goodput.STATES)), amounts).map(seconds_of),
     *[st.integers(0, 10**6)] * 4,
-    st.lists(st.builds(Position, amounts, amounts)).map(goodput.newest_positions),
+    st.lists(st.builds(CheckpointPosition, amounts, amounts)).map(goodput.newest_positions),
 )
 
 
@@ -30,8 +30,8 @@ def test_sums_and_differences(one, more):
 
 
 def test_a_sum_knows_the_newest_checkpoints_of_both():
-    places = [Position(step, 100.0 * step) for step in range(6)]
-    both = Spent(positions=(*places[:3], Position(5, 1.0))).plus(Spent(positions=tuple(places[3:])))
+    places = [CheckpointPosition(step, 100.0 * step) for step in range(6)]
+    both = Spent(positions=(*places[:3], CheckpointPosition(5, 1.0))).plus(Spent(positions=tuple(places[3:])))
     assert both.positions == tuple(places[2:])  # the fifth was saved anew
 
 

@@ -161,12 +161,12 @@ def test_each_line_has_time_and_node(capsys, monkeypatch):
     log_records.say(f"elastic_ext: {HOSTILE}")
     log_records.set_node("n3")
     record = logging.LogRecord("elastic_ext.a.b", logging.WARNING, "", 0, "%s is lost", ("n4",), None)
-    ours = log_records.Lines().format(record)
+    ours = log_records.LineFormatter().format(record)
     record.name = "torch.somewhere"
     said = capsys.readouterr().err
     assert re.fullmatch(line_of("ERROR", r"elastic_ext: .*\n"), said), said
     assert re.fullmatch(line_of("WARNING", "n4 is lost", "n3"), ours), ours
-    assert log_records.Lines().format(record).endswith(" n3 WARNING torch.somewhere: n4 is lost")
+    assert log_records.LineFormatter().format(record).endswith(" n3 WARNING torch.somewhere: n4 is lost")
 
 
 @pytest.mark.seam

@@ -58,30 +58,23 @@ def test_stat(storage: Storage) -> None:
     assert storage.stat("step_1/a") is None
     storage.put("step_1/a", b"12")
     found, above = storage.stat("step_1/a"), storage.stat("step_1")
-    assert found is not None
-    assert (found.is_dir, found.size, found.path) == (False, 2, storage.path("step_1/a"))
-    assert above is not None
-    assert above.is_dir
+    assert (found.is_dir, found.size, found.path, above.is_dir) == (False, 2, storage.path("step_1/a"), True)
     assert storage.stat("step_1/a/b") is None
 
 
 @pytest.mark.seam("s3")
 def test_reading_what_is_not_there(storage: Storage) -> None:
     storage.put("there", b"1")
-    with pytest.raises(FileNotFoundError):
-        storage.read("nothing")
-    with pytest.raises(FileNotFoundError):
-        storage.remove("nothing")
-    with pytest.raises(FileNotFoundError):
-        storage.remove_tree("nothing")
+    for call in (storage.read, storage.remove, storage.remove_tree):
+        with pytest.raises(FileNotFoundError):
+            call("nothing")
 
 
 @pytest.mark.seam("s3")
 def test_of_all_who_create_a_name_one_succeeds(storage: Storage) -> None:
     ready = threading.Barrier(8)
 
-    def create(number: int) -> bool:
-        ready.wait()
+    def creates(number: int) -> bool:
         try:
             storage.create(".elastic_ext/generation-1", b"%d" % number)
         except FileExistsError:
@@ -89,21 +82,13 @@ def test_of_all_who_create_a_name_one_succeeds(storage: Storage) -> None:
         return True
 
     if "memory" in storage.address:  # checks and writes in two steps, and has one process only to serve
-        won = [number for number in range(8) if _creates(storage, number)]
+        created = [creates(number) for number in range(8)]
     else:
         with ThreadPoolExecutor(8) as pool:
-            won = [number for number, created in enumerate(pool.map(create, range(8))) if created]
-    assert len(won) == 1
-    assert storage.read(".elastic_ext/generation-1") == b"%d" % won[0]
+            created = list(pool.map(lambda number: (ready.wait(), creates(number))[1], range(8)))
+    assert created.count(True) == 1
+    assert storage.read(".elastic_ext/generation-1") == b"%d" % created.index(True)
     assert names(storage, ".elastic_ext") == [("generation-1", False, 1)]
-
-
-def _creates(storage: Storage, number: int) -> bool:
-    try:
-        storage.create(".elastic_ext/generation-1", b"%d" % number)
-    except FileExistsError:
-        return False
-    return True
 
 
 @pytest.mark.full("s3")
@@ -176,7 +161,6 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
     writer.start()
     found = poll(look, bool, time.monotonic() + 60)
     writer.join()
-    assert found is not None
     assert found.size == 2
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.cli import requests
 from elastic_ext.cli.main import main
+from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import EtcdClient, Put
-from elastic_ext.rendezvous import requests
-from elastic_ext.rendezvous.drains import Request
+from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.requests import DrainOutcome, Ending
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
@@ -274,7 +274,7 @@ def test_of_two_drains_at_once_one_is_refused(server):
                 with EtcdClient(server.endpoint) as own:
                     own.get(KEYS.header)
                     both.wait()
-                    return requests.drain(own, "job", Request(host, "", 600), LIMIT_S, lambda line: told.set())
+                    return requests.drain(own, "job", DrainRequest(host, "", 600), LIMIT_S, lambda line: told.set())
 
             asked = {host: pool.submit(ask, host) for host in ("n1", "n2")}
             assert told.wait(LIMIT_S)

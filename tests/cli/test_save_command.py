@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic_ext.cli import requests
+from elastic_ext.cli.requests import SaveOutcome, save, save_outcome
 from elastic_ext.etcd import Batch, EtcdClient, Put
-from elastic_ext.rendezvous import requests
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.requests import SaveOutcome, save, save_outcome
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
@@ -183,5 +183,5 @@ def refused(done: Finished, code: int, said: str) -> None:
 
 @pytest.mark.seam
 def test_the_command_needs_no_torch():
-    program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous import connect, requests"
+    program = "import sys; sys.modules['torch'] = None; import elastic_ext.cli.requests, elastic_ext.rendezvous.connect"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())

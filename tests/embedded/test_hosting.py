@@ -7,8 +7,8 @@ import pytest
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded import hosting
-from elastic_ext.embedded.hosting import DEFAULT_PORT, Endpoint
-from elastic_ext.embedded.plan import Plan
+from elastic_ext.embedded.hosting import DEFAULT_PORT, StoreEndpoint
+from elastic_ext.embedded.plan import StorePlan
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from elastic_ext.embedded.plan import Plan
 )
 def test_forms_of_an_endpoint(text, host, port, shown):
     endpoint = hosting.parse(text, None)
-    assert endpoint == Endpoint(host, port)
+    assert endpoint == StoreEndpoint(host, port)
     assert str(endpoint) == shown
     assert hosting.parse(str(endpoint), None) == endpoint
 
@@ -103,15 +103,15 @@ OWN = ["127.0.0.1", "10.0.0.1", "192.168.7.1", "::1", "fd00::1"]
     ],
 )
 def test_the_host_is_known_by_its_address(is_host, resolved, here, reason):
-    decided = hosting.decide(Endpoint("node1", 29400), is_host, resolved, OWN)
+    decided = hosting.decide(StoreEndpoint("node1", 29400), is_host, resolved, OWN)
     assert (decided.here, decided.reason) == (here, reason)
 
 
 def test_a_name_of_several_machines_is_refused():
     """As that of a headless Service: each of its pods would host a store of its own."""
     with pytest.raises(UsageError, match=r"names this host \(10.0.0.1\) and others \(10.0.0.2\).*is_host=1"):
-        hosting.decide(Endpoint("node1", 29400), None, ["10.0.0.2", "10.0.0.1"], OWN)
-    assert hosting.decide(Endpoint("node1", 29400), False, ["10.0.0.2", "10.0.0.1"], OWN).here is False
+        hosting.decide(StoreEndpoint("node1", 29400), None, ["10.0.0.2", "10.0.0.1"], OWN)
+    assert hosting.decide(StoreEndpoint("node1", 29400), False, ["10.0.0.2", "10.0.0.1"], OWN).here is False
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_a_key_of_torch_without_a_number(key, value):
     ("host", "address"), [("10.0.0.1", "10.0.0.1:29400"), ("::", "[::]:29400"), ("0.0.0.0", "0.0.0.0:29400")]
 )
 def test_a_plan_names_its_address(host, address):
-    assert Plan(host, 29400).address == address
+    assert StorePlan(host, 29400).address == address

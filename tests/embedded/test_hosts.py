@@ -343,7 +343,6 @@ def test_the_loopback_is_no_place_to_meet(tmp_path):
 )
 def test_a_port_that_is_taken_is_named(two, conf, said):
     with subprocess.Popen([*two.hosts[0].inside, sys.executable, "-c", OTHER_PROGRAM], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"listens\n"
         done = two.start(0, conf=conf).finish()
         other.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ext.embedded.keyspace import MAX_TTL_S, MIN_TTL_S, STEP, Keyspace, Limits, Refused, covers
+from elastic_ext.embedded.keyspace import MAX_TTL_S, MIN_TTL_S, STEP, Keyspace, KeyspaceLimits, Refused, covers
 from tests.embedded.asks import ask, compare, delete, get, grant, put, revoke, rpc, txn
 
 ALL = b"\0"  # as key and end: all keys
@@ -307,7 +307,7 @@ NEVER = compare(b"none", "NOT_EQUAL", version=0)
     ],
 )
 def test_a_refused_transaction_changes_nothing(request_, refused):
-    store = Keyspace(Limits(data_bytes=50, request_bytes=200, operations=4))
+    store = Keyspace(KeyspaceLimits(data_bytes=50, request_bytes=200, operations=4))
     store.grant(grant(7), 0)
     run(store, put(b"a", b"1", 7))
     before = state(store)
@@ -328,7 +328,7 @@ def test_a_refused_transaction_changes_nothing(request_, refused):
     ],
 )
 def test_limits_that_are_just_kept(request_):
-    store = Keyspace(Limits(data_bytes=49, request_bytes=200, operations=4))
+    store = Keyspace(KeyspaceLimits(data_bytes=49, request_bytes=200, operations=4))
     assert store.txn(request_).header.revision == store.revision
 
 
@@ -341,7 +341,7 @@ def test_a_transaction_in_another_is_refused(store):
 
 
 def test_space_is_free_again_after_deletes():
-    store = Keyspace(Limits(data_bytes=10))
+    store = Keyspace(KeyspaceLimits(data_bytes=10))
     run(store, put(b"a", b"123456789"))
     assert refusal(run, store, put(b"b")) == FULL
     assert run(store, get(b"a"), delete(b"b")).succeeded  # reads and deletes go on
@@ -352,7 +352,7 @@ def test_space_is_free_again_after_deletes():
 
 
 def test_a_shorter_value_frees_space():
-    store = Keyspace(Limits(data_bytes=10))
+    store = Keyspace(KeyspaceLimits(data_bytes=10))
     run(store, put(b"a", b"1234"))
     run(store, put(b"a", b"1"))
     assert store.size == 2
@@ -485,7 +485,7 @@ def test_a_kept_lease_keeps_its_key(store):
 @pytest.mark.parametrize("width", [1, 2, 3, 7])
 def test_history_is_forgotten_in_whole_revisions(width):
     """Of what is left, each revision is whole, and what is no longer there is said."""
-    store = Keyspace(Limits(changes=10))
+    store = Keyspace(KeyspaceLimits(changes=10))
     first, states = store.revision, {}
     for number in range(30):
         run(store, *(put(b"%d" % key, b"%d" % number) for key in range(width)))
@@ -501,7 +501,7 @@ def test_history_is_forgotten_in_whole_revisions(width):
 
 
 def test_one_transaction_may_be_all_history():
-    store = Keyspace(Limits(changes=3))
+    store = Keyspace(KeyspaceLimits(changes=3))
     run(store, *(put(b"%d" % key) for key in range(5)))
     assert store.compacted == store.revision
     assert len(content(store)) == 5
@@ -510,7 +510,7 @@ def test_one_transaction_may_be_all_history():
 
 
 def test_long_values_are_forgotten_sooner():
-    store = Keyspace(Limits(data_bytes=100))
+    store = Keyspace(KeyspaceLimits(data_bytes=100))
     first = store.revision
     for _ in range(4):
         run(store, put(b"a", b"v" * 24))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ext.embedded import process
-from elastic_ext.embedded.process import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_S, Lifetime, Situation
+from elastic_ext.embedded.process import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_S, Lifetime, StoreSituation
 
 
 def seen(**more):
@@ -20,7 +20,7 @@ def seen(**more):
         "over": False,
         "quiet": 100.0,
     }
-    return Situation(**{**usual, **more})
+    return StoreSituation(**{**usual, **more})
 
 
 def busy(**more):

@@ -16,7 +16,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.embedded import one_machine, snapshot
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.one_machine import JobFile, OneMachine, OneRound
-from elastic_ext.embedded.snapshot import Snapshot
+from elastic_ext.embedded.snapshot import SnapshotFile
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
@@ -188,6 +188,6 @@ def test_an_embedded_store_takes_the_file_over(path):
     fails(machine(path, budget_window=60))
     keyspace = Keyspace()
     warnings: list[str] = []
-    Snapshot(keyspace, "job", path, warnings.append).restore(0.0)
+    SnapshotFile(keyspace, "job", path, warnings.append).restore(0.0)
     assert not warnings
     assert {kv.decode().rpartition("/elastic_ext/job/")[2] for kv in keyspace._within(b"\0", b"\0")} == {"ledger", "charges/1"}

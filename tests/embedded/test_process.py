@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base.helper_process import Helper, HelperConnection, text_of
-from elastic_ext.embedded.plan import Plan, socket_of
+from elastic_ext.embedded.plan import StorePlan, socket_of
 from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, encode
@@ -32,7 +32,7 @@ KEYS = JobKeys("job")
 class Agent:
     """An agent's connection to the store of its host."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StorePlan) -> None:
         self.said: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         helper = Helper("the store", "elastic_ext.embedded.process", socket_of(plan.port), plan.dump(), job=plan.job)
         self.connection = HelperConnection(
@@ -41,7 +41,7 @@ class Agent:
 
 
 @contextmanager
-def agent(plan: Plan) -> Iterator[Agent]:
+def agent(plan: StorePlan) -> Iterator[Agent]:
     made = Agent(plan)
     try:
         yield made
@@ -50,11 +50,11 @@ def agent(plan: Plan) -> Iterator[Agent]:
 
 
 @pytest.fixture
-def plan() -> Plan:
-    return Plan("127.0.0.1", free_port(), run_id="job")
+def plan() -> StorePlan:
+    return StorePlan("127.0.0.1", free_port(), run_id="job")
 
 
-def birth(plan: Plan) -> int:
+def birth(plan: StorePlan) -> int:
     """The first revision of the store, by which two are told apart."""
     with EtcdClient(f"127.0.0.1:{plan.port}") as client:
         return client.revision("any") >> 32
@@ -68,7 +68,7 @@ os._exit(9)
 """
 
 
-def start_and_die(plan: Plan, job: str) -> None:
+def start_and_die(plan: StorePlan, job: str) -> None:
     """An agent that starts a store and is killed: the store waits for the next one."""
     subprocess.run([sys.executable, "-c", KILLED, str(plan.port), job], check=False, timeout=LIMIT_S)
 
@@ -116,7 +116,7 @@ def test_the_agent_of_another_user_is_refused(plan):
     assert done.stdout == "the store on this host is that of user 0: use another port, or wait for its end\n"
 
 
-def write(plan: Plan, **values: str) -> None:
+def write(plan: StorePlan, **values: str) -> None:
     with EtcdClient(f"127.0.0.1:{plan.port}") as client:
         lease = client.lease_grant(3600).lease_id
         client.txn([], [Put(getattr(KEYS, name), value, lease_id=lease) for name, value in values.items()])
@@ -131,7 +131,6 @@ def test_the_ledger_outlives_the_store(plan, tmp_path):
     until(lambda: not reachable(kept))
     with agent(kept), EtcdClient(f"127.0.0.1:{kept.port}") as client:
         found = client.get(KEYS.ledger).kv
-        assert found is not None
         assert found.value == b"what has failed"
         assert 3000 < client.lease_left_s(found.lease_id) <= 3600
         assert client.get(KEYS.last_node).kv is None
@@ -188,6 +187,6 @@ def test_a_node_that_is_cut_off_keeps_the_store(plan):
     until(lambda: not reachable(plan))
 
 
-def reachable(plan: Plan) -> bool:
+def reachable(plan: StorePlan) -> bool:
     """Whether a store listens: its name is in the kernel's table of Unix sockets."""
     return f"@{socket_of(plan.port)[1:]}\n" in Path("/proc/net/unix").read_text()

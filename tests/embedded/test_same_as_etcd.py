@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.embedded.keyspace import Keyspace, Limits, Refused
+from elastic_ext.embedded.keyspace import Keyspace, KeyspaceLimits, Refused
 from elastic_ext.embedded.service import Watches
 from tests.embedded.asks import ask, cancel, compare, delete, get, grant, put, revoke, rpc, txn, watch
 from tests.etcd_server import EtcdServer
@@ -77,7 +77,7 @@ def outer(said: dict[str, Any]) -> dict[str, Any]:
 class Ours:
     """A new store."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: KeyspaceLimits | None = None) -> None:
         self._store = Keyspace(limits)
         self._watches = Watches(self._store)
         self.base = self._store.revision
@@ -414,7 +414,7 @@ def test_answers_in_an_answer_have_headers(channel):
 @pytest.mark.parametrize("age", [-1, 0, 1])
 def test_a_past_that_is_forgotten(server, channel, age):
     """age: of a revision, from the newest one that is forgotten."""
-    ours = Ours(Limits(changes=10))
+    ours = Ours(KeyspaceLimits(changes=10))
     with Theirs(channel) as theirs:
         for number in range(11):
             change = txn(put(b"ab"[number % 2 :][:1], b"%d" % number))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.embedded.keyspace import Keyspace, Limits
+from elastic_ext.embedded.keyspace import Keyspace, KeyspaceLimits
 from elastic_ext.embedded.service import RESPONSE_BYTES, Watches
 from tests.embedded.asks import cancel, delete, grant, put, revoke, rpc, txn, watch
 
@@ -151,7 +151,7 @@ def test_a_number_that_is_taken_is_refused(store, watches):
 @pytest.mark.parametrize("behind", [0, 1, 3])
 def test_a_forgotten_past_ends_a_watch(behind):
     """The answer says where the history begins."""
-    store = Keyspace(Limits(changes=4))
+    store = Keyspace(KeyspaceLimits(changes=4))
     for _ in range(8):
         run(store, put(b"a"))
     assert store.compacted < store.revision
@@ -164,7 +164,7 @@ def test_a_forgotten_past_ends_a_watch(behind):
 
 
 def test_the_oldest_revision_left_can_be_watched():
-    store = Keyspace(Limits(changes=4))
+    store = Keyspace(KeyspaceLimits(changes=4))
     for number in range(8):
         run(store, put(b"a", b"%d" % number))
     _, rest = open_watch(Watches(store), b"a", start_revision=store.compacted + 1)
@@ -173,7 +173,7 @@ def test_the_oldest_revision_left_can_be_watched():
 
 
 def test_a_watch_that_lags_behind_ends():
-    store = Keyspace(Limits(changes=4))
+    store = Keyspace(KeyspaceLimits(changes=4))
     watches = Watches(store)
     open_watch(watches, b"a", watch_id=1)
     open_watch(watches, b"none", watch_id=2)
@@ -216,7 +216,7 @@ def test_only_quiet_watches_are_told_of_progress(store, watches):
 
 def test_nothing_is_lost_while_news_is_sent():
     """The store goes on, and forgets, while a stream waits until its client has taken a part."""
-    store = Keyspace(Limits(changes=8))
+    store = Keyspace(KeyspaceLimits(changes=8))
     watches = Watches(store)
     first, long = store.revision, b"v" * RESPONSE_BYTES
     open_watch(watches, b"a", start_revision=first + 1)
@@ -249,7 +249,7 @@ def test_watches_may_come_while_news_is_sent(store, watches):
 
 
 def test_a_watch_is_canceled_while_news_is_sent():
-    store = Keyspace(Limits(changes=4))
+    store = Keyspace(KeyspaceLimits(changes=4))
     watches = Watches(store)
     for watch_id in (1, 2):
         open_watch(watches, b"a", watch_id=watch_id)
@@ -287,7 +287,7 @@ STEPS = st.one_of(
 @given(steps=st.lists(STEPS, max_size=40), key=KEYS, changes=st.sampled_from([4, 100]))
 def test_each_change_is_sent_once(steps, key, changes):
     """In order, and whatever comes between; or the watch ends, just where a change since the last look is forgotten."""
-    store = Keyspace(Limits(changes=changes))
+    store = Keyspace(KeyspaceLimits(changes=changes))
     watches, wanted, looked = Watches(store), list[int](), store.revision
     open_watch(watches, key)
     for step, what in [*steps, ("due", None)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def take(watch: Watch, count: int, timeout_s: float = LIMIT_S) -> list[Event]:
         assert batch is not None, f"{len(events)} of {count} events after {timeout_s} s"
         events += batch.events
     return events
+
+
+def ends(thread: threading.Thread) -> bool:
+    thread.join(LIMIT_S)
+    return not thread.is_alive()
 
 
 @pytest.fixture(scope="session")

@@ -52,19 +52,15 @@ def nowhere() -> str:
 def test_put_get_delete(client: EtcdClient, prefix: str):
     written = client.put(prefix + "a", "1")
     reading = client.get(prefix + "a")
-    assert reading.kv is not None
     assert (reading.kv.key, reading.kv.value, reading.kv.version) == ((prefix + "a").encode(), b"1", 1)
     assert (reading.kv.create_revision, reading.kv.mod_revision, reading.revision) == (written.revision,) * 3
     assert client.revision(prefix) == written.revision
 
     again = client.put(prefix + "a", b"\0\xff")
     assert again.revision == written.revision + 1
-    new = client.get(prefix + "a")
-    assert new.kv is not None
-    assert (new.kv.value, new.kv.version) == (b"\0\xff", 2)
-    old = client.get(prefix + "a", revision=written.revision)
-    assert old.kv is not None
-    assert old.kv.value == b"1"
+    new = client.get(prefix + "a").kv
+    assert (new.value, new.version) == (b"\0\xff", 2)
+    assert client.get(prefix + "a", revision=written.revision).kv.value == b"1"
 
     assert client.delete(prefix + "a").deleted == 1
     assert client.get(prefix + "a").kv is None
@@ -210,9 +206,7 @@ def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
                 call()
         own_server.resume()
         # It was taken before the freeze ended it, or not: the reading decides.
-        value = client.get("a", timeout_s=LIMIT_S).kv
-        assert value is not None
-        assert value.value in (b"1", b"2")
+        assert client.get("a", timeout_s=LIMIT_S).kv.value in (b"1", b"2")
 
 
 @pytest.mark.seam
@@ -246,7 +240,6 @@ def test_a_slow_link(proxy: Proxy, prefix: str):
         client.put(prefix, "1")
         with client.watch(prefix, start_revision=1) as watch:
             batch = watch.get(LIMIT_S)
-    assert batch is not None
     assert batch.events[0].kv.value == b"1"
 
 
@@ -281,9 +274,7 @@ CALLS: dict[str, Callable[[EtcdClient, str], object]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.usefixtures("patient_grpc")
-def test_a_call_goes_over_to_the_spare_connection_of_the_only_endpoint(
-    proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
-):
+def test_a_call_moves_to_the_spare_connection(proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str):
     monkeypatch.setattr(race, "SPARE_SHARE", 0.05)  # the rest is for the spare; of a write, which does not race, it is a third
     with EtcdClient(proxy.endpoint, timeout_s=12) as client:
         client.put(prefix, "1")
@@ -293,9 +284,7 @@ def test_a_call_goes_over_to_the_spare_connection_of_the_only_endpoint(
         CALLS[call](client, prefix)
         assert client._endpoints.current() is not first
         proxy.release()
-        kv = client.get(prefix).kv
-        assert kv is not None
-        assert kv.version == (2 if call == "write" else 1)
+        assert client.get(prefix).kv.version == (2 if call == "write" else 1)
 
 
 @pytest.mark.full
@@ -357,7 +346,7 @@ def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
         first, silent = client._endpoints.current(), []
         client._endpoints.observe(silent.append)
         proxy.deaf()
-        with pytest.raises(Unavailable, match=r"answered within 1 s .*no answer in time"):
+        with pytest.raises(Unavailable, match=r"answered within [01][.\d]* s .*no answer in time"):
             client.get("a")
         assert silent == [first]
         assert client._endpoints.current() is not first
@@ -434,19 +423,10 @@ def test_closing_ends_calls_at_once(own_server: EtcdServer):
     client = EtcdClient(own_server.endpoint, timeout_s=300)
     client.get("a")
     own_server.pause()
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            client.get("a")
-        except EtcdError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    client.close()
-    waiting.join(LIMIT_S)
-    assert [type(error) for error in errors] == [ClientClosed]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.get, "a")
+        client.close()
+        assert isinstance(waiting.exception(LIMIT_S), ClientClosed)
     with pytest.raises(ClientClosed):
         client.get("a")
     with pytest.raises(ClientClosed):
@@ -500,22 +480,16 @@ def test_threads_share_a_client(client: EtcdClient, prefix: str):
     """A counter that 8 threads raise by compare-and-swap comes out right."""
     client.put(prefix, "0")
 
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(20):
-            while True:
+            succeeded = False
+            while not succeeded:
                 kv = client.get(prefix).kv
-                assert kv is not None
-                if client.txn([unchanged(prefix, kv.mod_revision)], [Put(prefix, str(int(kv.value) + 1))]).succeeded:
-                    break
+                succeeded = client.txn([unchanged(prefix, kv.mod_revision)], [Put(prefix, str(int(kv.value) + 1))]).succeeded
 
-    threads = [threading.Thread(target=count) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    kv = client.get(prefix).kv
-    assert kv is not None
-    assert kv.value == b"160"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(count, range(8)))
+    assert client.get(prefix).kv.value == b"160"
 
 
 @pytest.mark.seam

@@ -10,7 +10,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import ConfigError, UnsupportedVersion, errors
 from elastic_ext.etcd.calls import Tokens, User, pause_s
 from elastic_ext.etcd.endpoints import Endpoint, parse_endpoint, parse_endpoints
-from elastic_ext.etcd.errors import Kind
+from elastic_ext.etcd.errors import ErrorKind
 from elastic_ext.etcd.lease import LeaseState, plan
 from elastic_ext.etcd.values import range_of_prefix
 
@@ -80,39 +80,39 @@ _NOWHERE = "failed to connect to all addresses; last error: "
         (
             "UNAVAILABLE",
             _NOWHERE + "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused",
-            Kind.NOT_TAKEN,
+            ErrorKind.NOT_TAKEN,
             "Connection refused",
         ),
         (
             "UNAVAILABLE",
             _NOWHERE + "UNKNOWN: ipv6:%5B::1%5D:1: Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: OK",
-            Kind.TLS,
+            ErrorKind.TLS,
             "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED",
         ),
-        ("UNAVAILABLE", "etcdserver: no leader", Kind.NOT_TAKEN, "no leader"),
-        ("UNAVAILABLE", "etcdserver: request timed out", Kind.UNSURE, "request timed out"),
-        ("UNAVAILABLE", "Socket closed", Kind.UNSURE, "Socket closed"),
-        ("DEADLINE_EXCEEDED", "Deadline Exceeded", Kind.UNSURE, "no answer in time"),
-        ("UNAUTHENTICATED", "etcdserver: invalid auth token", Kind.TOKEN, "invalid auth token"),
-        ("INVALID_ARGUMENT", "etcdserver: revision of auth store is old", Kind.TOKEN, "revision of auth store is old"),
+        ("UNAVAILABLE", "etcdserver: no leader", ErrorKind.NOT_TAKEN, "no leader"),
+        ("UNAVAILABLE", "etcdserver: request timed out", ErrorKind.UNSURE, "request timed out"),
+        ("UNAVAILABLE", "Socket closed", ErrorKind.UNSURE, "Socket closed"),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", ErrorKind.UNSURE, "no answer in time"),
+        ("UNAUTHENTICATED", "etcdserver: invalid auth token", ErrorKind.TOKEN, "invalid auth token"),
+        ("INVALID_ARGUMENT", "etcdserver: revision of auth store is old", ErrorKind.TOKEN, "revision of auth store is old"),
         (
             "INVALID_ARGUMENT",
             "etcdserver: duplicate key given in txn request",
-            Kind.REFUSED,
+            ErrorKind.REFUSED,
             "duplicate key given in txn request",
         ),
-        ("PERMISSION_DENIED", "etcdserver: permission denied", Kind.AUTH, "permission denied"),
-        ("UNIMPLEMENTED", "", Kind.VERSION, "UNIMPLEMENTED"),
-        ("UNKNOWN", "anything\nat all", Kind.REFUSED, "anything at all"),
+        ("PERMISSION_DENIED", "etcdserver: permission denied", ErrorKind.AUTH, "permission denied"),
+        ("UNIMPLEMENTED", "", ErrorKind.VERSION, "UNIMPLEMENTED"),
+        ("UNKNOWN", "anything\nat all", ErrorKind.REFUSED, "anything at all"),
     ],
 )
-def test_kind_of_an_error(code: str, details: str, kind: Kind, text: str):
+def test_kind_of_an_error(code: str, details: str, kind: ErrorKind, text: str):
     failure = errors.classify(code, details, "etcd0:2379")
     assert (failure.kind, failure.text, failure.endpoint) == (kind, text, "etcd0:2379")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in errors.TRANSIENT])
-def test_each_error_is_one_line_that_says_what_to_do(kind: Kind):
+@pytest.mark.parametrize("kind", [kind for kind in ErrorKind if kind not in errors.TRANSIENT])
+def test_each_error_is_one_line_that_says_what_to_do(kind: ErrorKind):
     error = errors.fatal_error(errors.RpcFailure(kind, "etcd0:2379", "seen text"), "put /a", "ann")
     assert str(error).startswith("put /a: etcd at etcd0:2379 answered: seen text")
     assert "; " in str(error)

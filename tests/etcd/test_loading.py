@@ -22,7 +22,6 @@ def upstream() -> dict[str, descriptor_pb2.DescriptorProto]:
     for name in ("kv_pb2", "rpc_pb2"):
         path = importlib.metadata.distribution("etcd3").locate_file(f"etcd3/etcdrpc/{name}.py")
         text = re.search(r"serialized_pb=_b\(('.*?')\)\n", Path(str(path)).read_text(), re.DOTALL)
-        assert text is not None
         file = descriptor_pb2.FileDescriptorProto.FromString(ast.literal_eval(text[1]).encode("latin1"))
         found.update({message.name: message for message in file.message_type})
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -21,7 +22,7 @@ from elastic_ext.etcd import (
     Unavailable,
     Watch,
 )
-from tests.etcd.conftest import take
+from tests.etcd.conftest import ends, take
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
@@ -73,7 +74,6 @@ def test_one_transaction_is_one_batch(client: EtcdClient, prefix: str):
         until(lambda: watch.live)
         client.txn([], [Put(f"{prefix}{number:03d}", "") for number in range(128)])
         batch = watch.get(LIMIT_S)
-    assert batch is not None
     assert len(batch.events) == 128
 
 
@@ -85,8 +85,7 @@ def test_iterator_ends_when_another_thread_closes_it(client: EtcdClient, prefix:
     client.put(prefix, "1")
     until(lambda: seen)
     watch.close()
-    reader.join(LIMIT_S)
-    assert not reader.is_alive()
+    assert ends(reader)
     watch.close()
 
 
@@ -326,28 +325,15 @@ def test_closing_the_client_wakes_those_who_wait(server: EtcdServer):
     client = EtcdClient(server.endpoint)
     watch, mirror = client.watch("a"), client.watch_with_snapshot("a")
     assert isinstance(mirror.get(), Snapshot)
-    ended: list[EtcdError] = []
-
-    def wait(item: Watch | SnapshotWatch) -> None:
-        try:
-            item.get()
-        except EtcdError as error:
-            ended.append(error)
-
-    waiting = [threading.Thread(target=wait, args=(item,)) for item in (watch, mirror)]
-    for thread in waiting:
-        thread.start()
-    client.close()
-    for thread in waiting:
-        thread.join(LIMIT_S)
-    assert [type(error) for error in ended] == [ClientClosed, ClientClosed]
-    assert client.watches._thread is not None
-    client.watches._thread.join(LIMIT_S)
-    assert not client.watches._thread.is_alive()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(item.get) for item in (watch, mirror)]
+        client.close()
+        assert [type(each.exception(LIMIT_S)) for each in waiting] == [ClientClosed, ClientClosed]
+    assert ends(client.watches._thread)
 
 
 @pytest.mark.parametrize("how", ["stop", "deaf"])
-def test_closing_does_not_wait_for_a_server_that_is_gone(server: EtcdServer, how: str):
+def test_closing_waits_for_no_server_that_left(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy:
         client = EtcdClient(proxy.endpoint, timeout_s=300)
         watch = client.watch("a")
@@ -355,11 +341,8 @@ def test_closing_does_not_wait_for_a_server_that_is_gone(server: EtcdServer, how
         getattr(proxy, how)()
         closing = threading.Thread(target=client.close)
         closing.start()
-        closing.join(LIMIT_S)
-        assert not closing.is_alive()
-        assert client.watches._thread is not None
-        client.watches._thread.join(LIMIT_S)
-        assert not client.watches._thread.is_alive()
+        assert ends(closing)
+        assert ends(client.watches._thread)
 
 
 def test_a_stream_thread_that_fails_tells_all_watches(

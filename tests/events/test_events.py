@@ -22,7 +22,7 @@ import elastic_ext
 from elastic_ext.agent.journal import ended, shown_settings
 from elastic_ext.base.settings import Settings
 from elastic_ext.events import event_table
-from elastic_ext.events.event_table import EVENTS, Moment, Source
+from elastic_ext.events.event_table import EVENTS, EventTime, Source
 from elastic_ext.events.output import Events
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, run
 from tests.until import LIMIT_S, until
@@ -70,7 +70,7 @@ def handled(events: Events) -> threading.Semaphore:
 
 def test_the_schema_is_one_and_refuses_what_is_no_event():
     jsonschema.Draft202012Validator.check_schema(event_table.schema())
-    line = event_table.record("node_refused", SOURCE, Moment(0.5, 1.0, 3), {"reason": "r"})
+    line = event_table.record("node_refused", SOURCE, EventTime(0.5, 1.0, 3), {"reason": "r"})
     assert line["time"] == "1970-01-01T00:00:00.500000Z"
     VALIDATOR.validate(line)
     VALIDATOR.validate({**line, "event": "of a newer version", "more": 1})
@@ -82,7 +82,7 @@ def test_the_schema_is_one_and_refuses_what_is_no_event():
 @pytest.mark.parametrize(("name", "own"), [("no_event", {}), ("node_refused", {}), ("node_refused", {"reason": "r", "more": 1})])
 def test_unknown_and_missing_fields_are_errors(name, own):
     with pytest.raises(ValueError):
-        event_table.record(name, SOURCE, Moment(0.0, 0.0, 0), own)
+        event_table.record(name, SOURCE, EventTime(0.0, 0.0, 0), own)
 
 
 def test_the_package_emits_what_the_table_says():
@@ -108,7 +108,7 @@ def test_secrets_and_forged_lines_do_not_get_in():
         "max_restarts": 1,
         "settings": shown,
     }
-    line = json.dumps(event_table.record("agent_started", SOURCE, Moment(0.0, 0.0, 0), own))
+    line = json.dumps(event_table.record("agent_started", SOURCE, EventTime(0.0, 0.0, 0), own))
     assert "hunter" not in line
     assert r"\n" not in line.replace(r"\\n", "")
     assert "***@bucket" in line
@@ -117,7 +117,7 @@ def test_secrets_and_forged_lines_do_not_get_in():
 @pytest.mark.parametrize("length", range(event_table.MAX_TEXT - 20, event_table.MAX_TEXT))
 def test_a_secret_that_the_limit_cuts_does_not_get_in(length):
     reason = "x" * (length - 1) + " https://user:hunter44@host/x"
-    line = json.dumps(event_table.record("node_refused", SOURCE, Moment(0.0, 0.0, 0), {"reason": reason}))
+    line = json.dumps(event_table.record("node_refused", SOURCE, EventTime(0.0, 0.0, 0), {"reason": reason}))
     assert "hunter" not in line
     assert "user:" not in line
 

@@ -10,7 +10,7 @@ import pytest
 from elastic_ext.events import output
 from elastic_ext.events.event_table import Source
 from elastic_ext.events.output import Outbox
-from elastic_ext.events.recovery import Cause, Phase, Recovery, RecoveryTrace
+from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryPhase, RecoveryTrace
 
 CRASH, AGAIN = Cause("crash", "restart", "it crashed"), Cause("hang", "restart", "it hung")
 
@@ -32,8 +32,13 @@ def test_phases_follow_without_gaps():
     trace.entered("rendezvous", 1, 11.0)
     trace.entered("start", 2, 13.0)
     trace.ran(14.0)
-    phases = (Phase("stop", 10, 11), Phase("rendezvous", 11, 13), Phase("start", 13, 14), Phase("first_step", 14, 16))
-    assert trace.first_steps(16.0) == Recovery(CRASH, 1, phases, True)
+    phases = (
+        RecoveryPhase("stop", 10, 11),
+        RecoveryPhase("rendezvous", 11, 13),
+        RecoveryPhase("start", 13, 14),
+        RecoveryPhase("first_step", 14, 16),
+    )
+    assert trace.first_steps(16.0) == PastRecovery(CRASH, 1, phases, True)
     assert trace.first_steps(17.0) is None
 
 
@@ -66,10 +71,10 @@ def test_a_verdict_says_more_than_the_end_of_a_round():
 def test_an_agent_that_ends():
     assert RecoveryTrace().given_up(1.0) is None
     stopped = crashed().given_up(12.0)
-    assert stopped == Recovery(CRASH, 1, (Phase("stop", 10, 12),), False)
+    assert stopped == PastRecovery(CRASH, 1, (RecoveryPhase("stop", 10, 12),), False)
     trace = crashed()
     trace.ran(12.0)
-    assert trace.given_up(100.0) == Recovery(CRASH, 1, (Phase("stop", 10, 12),), None)
+    assert trace.given_up(100.0) == PastRecovery(CRASH, 1, (RecoveryPhase("stop", 10, 12),), None)
     done = RecoveryTrace()
     done.ran(1.0)
     done.entered("stop", 1, 2.0)
@@ -103,7 +108,7 @@ def test_spans_in_the_users_own_provider():
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     cause = Cause("crash", "restart", "in https://me:hunter22@host")
-    recovery = Recovery(cause, 4, (Phase("stop", 1.0, 2.0), Phase("start", 2.0, 4.0)), False)
+    recovery = PastRecovery(cause, 4, (RecoveryPhase("stop", 1.0, 2.0), RecoveryPhase("start", 2.0, 4.0)), False)
     output.emit(provider.get_tracer("test"), recovery, Source("job", "n1", 7), 1000.0)
     stop, start, whole = kept.get_finished_spans()
     assert [each.name for each in (stop, start, whole)] == ["stop", "start", "recovery"]

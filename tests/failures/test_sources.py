@@ -524,11 +524,11 @@ def test_a_slurm_that_does_not_answer_is_not_known(tmp_path):
 
 def test_the_environment_of_slurm(tmp_path):
     environ = {"SLURM_JOB_ID": "42", "SLURM_JOB_END_TIME": "1000", "PATH": str(tmp_path)}
-    assert slurm.read_environment(environ) == slurm.Job("42", 1000)
+    assert slurm.read_environment(environ) == slurm.SlurmJob("42", 1000)
     assert detect(environ) == Platform("slurm", "DUE TO TIME LIMIT")  # 1970
     assert detect({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}) == Platform("slurm")
-    assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.Job("7")
-    assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.Job("7", None, 2)
+    assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.SlurmJob("7")
+    assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.SlurmJob("7", None, 2)
     assert slurm.notices({}) == ()
     assert slurm.notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
 

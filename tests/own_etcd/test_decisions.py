@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.own_etcd import decisions, folder
-from elastic_ext.own_etcd.decisions import HostRecord, KnownMember, Replacement, Situation
+from elastic_ext.own_etcd.decisions import KeeperRecord, KnownMember, Replacement, Situation
 from elastic_ext.own_etcd.endpoint import early_options, is_job, make_plan, port_of
 from elastic_ext.own_etcd.job import Program, parse_version
 
@@ -123,8 +123,8 @@ def test_a_member_begins_anew_after_a_minute_without_a_majority(seen, members, n
     assert decisions.begins_anew(seen, members, now) is anew
 
 
-def host(number: int, member: bool = True) -> HostRecord:
-    return HostRecord(f"peer{number}", f"client{number}", member, 1)
+def host(number: int, member: bool = True) -> KeeperRecord:
+    return KeeperRecord(f"peer{number}", f"client{number}", member, 1)
 
 
 def known(number: int, started: bool = True, seen: bool = True) -> KnownMember:
@@ -151,10 +151,10 @@ ORDER = ("h1", "h2", "h3", "h4", "h5")
         # Called, and it has turned out that it cannot run one: the next host is.
         (
             [*ALL[:2], known(4, False, False)],
-            {"h1": host(1), "h2": host(2), "h4": HostRecord("", "", False, 1), "h5": host(5, False)},
+            {"h1": host(1), "h2": host(2), "h4": KeeperRecord("", "", False, 1), "h5": host(5, False)},
             (4, ""),
         ),
-        (ALL, {"h1": host(1), "h2": host(2), "h4": HostRecord("", "", False, 1)}, None),  # the only other host has no etcd
+        (ALL, {"h1": host(1), "h2": host(2), "h4": KeeperRecord("", "", False, 1)}, None),  # the only other host has no etcd
         # A new machine under the old name.
         (ALL, {"h1": host(1), "h2": host(2), "h3": host(3, False)}, (3, "")),
     ],

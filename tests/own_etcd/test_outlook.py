@@ -14,7 +14,7 @@ import pytest
 from elastic_ext.base import helper_process, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import HelperFailed
-from elastic_ext.own_etcd import bring, certificates, endpoint, job
+from elastic_ext.own_etcd import certificates, endpoint, job, launch
 from elastic_ext.rendezvous import address
 from tests.jobs import run
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of
@@ -53,12 +53,12 @@ def test_a_secret_that_is_none_is_refused(tmp_path, content, mode, said):
 def test_without_a_secret_only_the_loopback():
     known = settings.read({}, {})
     with pytest.raises(UsageError, match=r"needs a secret.*job_secret_file=PATH.*ELASTIC_EXT_JOB_SECRET"):
-        bring.attach("job:10.213.1.2,10.213.2.2", "r", "10.213.1.2", known, os.environ)
+        launch.attach("job:10.213.1.2,10.213.2.2", "r", "10.213.1.2", known, os.environ)
 
 
 def test_certificates_of_the_user_have_no_place_here(tmp_path):
     with pytest.raises(UsageError, match="etcd_ca has no effect with --rdzv-endpoint=job:"):
-        bring.attach("job:localhost", "r", None, settings.read({"etcd_ca": "x"}, {}), os.environ)
+        launch.attach("job:localhost", "r", None, settings.read({"etcd_ca": "x"}, {}), os.environ)
 
 
 def script(folder: Path, text: str) -> Path:
@@ -114,14 +114,14 @@ def test_a_host_without_a_member_needs_no_safe_etcd(monkeypatch, first):
     """Its agent must not end with 78, which would end a job of which the others ask for a requeue: it just gets no member."""
     monkeypatch.setattr(job, "find_program", lambda environ: job.Program("etcd", (3, 5, 1), "PATH"))
     monkeypatch.setattr(job, "own_host", lambda plan, environ, fallback: job.Host("a" if first else "d", "10.0.0.1"))
-    monkeypatch.setattr(bring, "address_towards", lambda host: "10.0.0.1")
+    monkeypatch.setattr(launch, "address_towards", lambda host: "10.0.0.1")
     known = settings.read({"job_secret_file": "x"}, {})
     if first:
         with pytest.raises(UsageError, match="a member that is killed may lose writes"):
-            bring.outlook("job:a,b,c", known, {})
+            launch.outlook("job:a,b,c", known, {})
     else:
-        assert bring.outlook("job:a,b,c", known, {})[0] is None
-        assert bring.outlook("job:a,b,c", settings.read({"job_secret_file": "x", "unsafe_etcd": "1"}, {}), {})[0] is not None
+        assert launch.outlook("job:a,b,c", known, {})[0] is None
+        assert launch.outlook("job:a,b,c", settings.read({"job_secret_file": "x", "unsafe_etcd": "1"}, {}), {})[0] is not None
 
 
 def test_neither_is_told_with_both_remedies(monkeypatch):
@@ -158,9 +158,9 @@ def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
 def test_a_keeper_that_nobody_can_start_is_an_error_at_once(laptop, monkeypatch):
     monkeypatch.setattr(helper_process.isolated, "command", lambda program: ["false"])
     with pytest.raises(HelperFailed, match="cannot be started: exit code 1"):
-        bring.attach(laptop.endpoint, laptop.run_id, None, settings.read({}, {}), os.environ)
+        launch.attach(laptop.endpoint, laptop.run_id, None, settings.read({}, {}), os.environ)
     for each in laptop.folders():
-        bring.folder.remove(each)
+        launch.folder.remove(each)
 
 
 def test_the_address_of_an_interface_or_a_network():

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ext.base import settings
 from elastic_ext.etcd import Delete, LeaseSession, Put, Tls
-from elastic_ext.own_etcd import bring, keys, saved_keys
+from elastic_ext.own_etcd import keys, launch, saved_keys
 from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
 from tests.jobs import wait_gone
@@ -37,7 +37,7 @@ def test_the_budget_of_a_job_outlives_its_etcd_and_goes_with_the_job(tmp_path):
             os.kill(pid, signal.SIGKILL)
         assert wait_gone([agent.process.pid, *first.keepers()]) == []
         for each in first.folders():
-            bring.folder.remove(each)  # another host does not have it
+            launch.folder.remove(each)  # another host does not have it
         assert len(files(shared)) == 1
         first.hosts = ["127.0.0.1"]
         again = first.start("1", ELASTIC, "exit3:0", "exit3:1", name="b", **options)
@@ -67,7 +67,7 @@ class Etcd:
         job = OwnEtcdJob(folder, stack, [host], Path())
         known = settings.read({"etcd_data_dir": str(shared)}, {})
         environ = {**os.environ, "SLURM_RESTART_COUNT": str(number)}
-        self.attachment = bring.attach(job.endpoint, job.run_id, None, known, environ)
+        self.attachment = launch.attach(job.endpoint, job.run_id, None, known, environ)
         access = self.attachment.await_access(60)
         self.client = stack.enter_context(
             EtcdClient(access.endpoints, tls=Tls(access.files.ca, access.files.cert, access.files.key))
@@ -132,7 +132,7 @@ def test_a_member_is_seen_from_the_moment_on_that_its_host_says_it_has_one(tmp_p
     with ExitStack() as stack:
         job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
         known = settings.read({}, {})
-        attachment = bring.attach(job.endpoint, job.run_id, None, known, os.environ)
+        attachment = launch.attach(job.endpoint, job.run_id, None, known, os.environ)
         stack.callback(attachment.close)
         access = attachment.await_access(60)
         with EtcdClient(access.endpoints, tls=Tls(access.files.ca, access.files.cert, access.files.key)) as client:

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ext.base import settings
 from elastic_ext.etcd import EtcdError, Put, Tls
-from elastic_ext.own_etcd import bring, certificates
+from elastic_ext.own_etcd import certificates, launch
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates
 from tests.own_etcd.hosts import OwnEtcdJob
@@ -30,7 +30,7 @@ def attached(tmp_path_factory):
         folder = tmp_path_factory.mktemp("job")
         job = OwnEtcdJob(folder, stack, ["localhost"], Path())
         known = settings.read({"job_secret": SECRET}, {})
-        attachment = bring.attach(job.endpoint, job.run_id, None, known, os.environ)
+        attachment = launch.attach(job.endpoint, job.run_id, None, known, os.environ)
         stack.callback(attachment.close)
         yield job, attachment.await_access(60)
     assert job.folders() == []

@@ -8,12 +8,13 @@ from dataclasses import replace
 from enum import Enum
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.cli import requests
 from elastic_ext.embedded.keyspace import Change
 from elastic_ext.etcd import Delete, Event, Put
 from elastic_ext.failures.judgement import judge
 from elastic_ext.failures.ledger import MAX_VERDICTS, Ledger, encode_ledger, encode_report, encode_verdict
-from elastic_ext.rendezvous import drains, requests, rounds
-from elastic_ext.rendezvous.drains import Request
+from elastic_ext.rendezvous import drains, rounds
+from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.judging import Judgement, RoundReports, ledger_of
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Header, State, decode
@@ -340,7 +341,7 @@ class Job:
         if agent := self.one():
             self.note(f"{agent.name} is drained")
             self._drained.add(agent.name)
-            request = Request(agent.name, "", 60, self.random.random() < 0.3)
+            request = DrainRequest(agent.name, "", 60, self.random.random() < 0.3)
             try:
                 requests._Job(self._operator, "job").ask(request, 5.0)
             except ElasticExtError as error:

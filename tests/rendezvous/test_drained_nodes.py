@@ -9,11 +9,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from elastic_ext.rendezvous import drains, requests
-from elastic_ext.rendezvous.drains import Request
+from elastic_ext.cli import requests
+from elastic_ext.cli.requests import DrainOutcome, Ending
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.participant import Participant
-from elastic_ext.rendezvous.requests import DrainOutcome, Ending
 from elastic_ext.rendezvous.round_records import Header, Node, State
 from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, NodeConfig
@@ -63,7 +64,7 @@ def await_nodes(client: EtcdClient, count: int) -> None:
 
 def ask(pool: ThreadPoolExecutor, client: EtcdClient, member: Member) -> Future[DrainOutcome]:
     """Have a node drained, and return once it knows."""
-    told, request = threading.Event(), Request(member.id, "fan", 600)
+    told, request = threading.Event(), DrainRequest(member.id, "fan", 600)
     asking = pool.submit(lambda: requests.drain(client, "job", request, NEWS_S, lambda line: told.set()))
     assert told.wait(NEWS_S)
     member.until(lambda header: drains.of_node(header, member.id) is not None)

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from elastic_ext.agent.leaving import DrainFacts, DrainPlan, SaveResult, Step, plan_drain
-from elastic_ext.rendezvous import drains, requests
-from elastic_ext.rendezvous.drains import Answer, Request, admit
-from elastic_ext.rendezvous.requests import DrainAsked, Ending, drain_outcome
+from elastic_ext.cli import requests
+from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
 
 NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")
@@ -40,7 +41,7 @@ def drained(*ids: str, **more: object) -> Header:
     ],
 )
 def test_who_may_be_drained(name, header, refused, min_nodes, answer, said):
-    found = admit(Request(name, "fan", 60), header, THERE, refused, min_nodes)
+    found = admit(DrainRequest(name, "fan", 60), header, THERE, refused, min_nodes)
     assert found.answer is answer
     assert said in found.reason
     assert (found.header == header) is (answer is not Answer.ADMITTED)
@@ -50,23 +51,23 @@ def test_who_may_be_drained(name, header, refused, min_nodes, answer, said):
 def test_one_of_two_machines_of_one_name(name):
     """Both would leave, and neither could come back. Two agents of one machine are no such case; nor is one that does not say."""
     nodes = {id_: Node(2, 1, "w", f"10.0.0.{number}", 1, machine=f"boot{number}") for number, id_ in enumerate(NODES)}
-    found = admit(Request(name, "fan", 60), HEADER, nodes, {}, 1)
+    found = admit(DrainRequest(name, "fan", 60), HEADER, nodes, {}, 1)
     assert (found.answer, found.header, found.nodes) == (Answer.AMBIGUOUS, HEADER, ())
     assert "several machines of the job are called n1 (10.0.0.0, 10.0.0.1)" in found.reason
-    assert admit(Request("n2", "fan", 60), HEADER, nodes, {}, 1).answer is Answer.ADMITTED
+    assert admit(DrainRequest("n2", "fan", 60), HEADER, nodes, {}, 1).answer is Answer.ADMITTED
     for machine in ("boot0", ""):
         nodes[NODES[1]] = dataclasses.replace(nodes[NODES[1]], machine=machine)
-        assert admit(Request(name, "fan", 60), HEADER, nodes, {}, 1).answer is Answer.ADMITTED
+        assert admit(DrainRequest(name, "fan", 60), HEADER, nodes, {}, 1).answer is Answer.ADMITTED
 
 
 def test_what_is_written():
-    found = admit(Request("n1", "", 60), HEADER, THERE, {}, 1).header
+    found = admit(DrainRequest("n1", "", 60), HEADER, THERE, {}, 1).header
     assert [(each.node, each.host, each.number, each.reason) for each in found.drains] == [
         ("n1-10-aaaaaa", "n1", 1, drains.NO_REASON),
         ("n1-11-bbbbbb", "n1", 1, drains.NO_REASON),
     ]
     assert found.drains_made == 1
-    hastened = admit(Request("n1", "again", 60, now=True), found, THERE, {}, 1).header
+    hastened = admit(DrainRequest("n1", "again", 60, now=True), found, THERE, {}, 1).header
     assert [(each.number, each.reason, each.now) for each in hastened.drains] == [(1, drains.NO_REASON, True)] * 2
     assert drains.withdrawn(hastened, "n1") == dataclasses.replace(HEADER, drains_made=3)
     released = drains.release(hastened, ["n1-10-aaaaaa", "n1-11-bbbbbb"], {})

@@ -13,7 +13,7 @@ from elastic_ext.etcd import Delete, Put
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import LEDGER_TTL_S
 from elastic_ext.rendezvous.round_records import Header, encode
-from elastic_ext.rendezvous.shared_goodput import EtcdGoodput, OtherJob, Position
+from elastic_ext.rendezvous.shared_goodput import AgentPosition, EtcdGoodput, OtherJob
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
@@ -35,7 +35,7 @@ def begin_job(client: EtcdClient, name: str) -> None:
 
 
 def agent(client: EtcdClient, host: str, rank: int = 0, job: str = "first", round_: int = 1) -> EtcdGoodput:
-    return EtcdGoodput(client, KEYS, host, lambda: Position(job, rank, round_))
+    return EtcdGoodput(client, KEYS, host, lambda: AgentPosition(job, rank, round_))
 
 
 def productive(client: EtcdClient) -> dict[str, float]:

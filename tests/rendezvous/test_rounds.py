@@ -513,7 +513,7 @@ class Job(RuleBasedStateMachine):
     @rule(id_=IDS, now=st.booleans())
     def drain(self, id_, now):
         """An operator has a node leave. It reads the nodes as they are."""
-        asked = drains.Request(id_, "fan", 60, now)
+        asked = drains.DrainRequest(id_, "fan", 60, now)
         self.header = drains.admit(asked, self.header, self.store, {}, self.limits.min_nodes).header
 
     @rule(id_=IDS)

@@ -18,16 +18,17 @@ from elastic_ext.agent.verdicts import Verdicts, for_others
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
+from elastic_ext.cli import requests
+from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger
-from elastic_ext.rendezvous import drains, requests
+from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.contract import JobDone
-from elastic_ext.rendezvous.drains import Request
+from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
-from elastic_ext.rendezvous.requests import DrainOutcome, Ending
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
@@ -825,7 +826,7 @@ class Drained:
 
     def drain(self, meanwhile: Callable[[], object]) -> DrainOutcome:
         """Ask for it, do something, and wait for the end."""
-        request = Request(self.agents[1].name, "fan", 600)
+        request = DrainRequest(self.agents[1].name, "fan", 600)
         return requests.drain(Operator(self.world), "job", request, 60.0, lambda line: meanwhile())
 
 

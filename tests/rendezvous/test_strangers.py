@@ -28,14 +28,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.resolution import Place
+from elastic_ext.checkpoints.choice import agreement
+from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_store import serve
-from tests.checkpoints.choice.test_resolution import exchanges_of, save
+from tests.checkpoints.choice.test_agreement import exchanges_of, save
 from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
@@ -312,14 +312,14 @@ def test_a_choice_that_is_none(tmp_path, text):
     zero, one = exchanges_of(2)
     zero.publish(text)
     with pytest.raises(UsageError):
-        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, Place(1, 2))
+        agreement.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
 
 
 def test_an_error_of_node_0_is_shown_as_one_line(tmp_path):
     zero, one = exchanges_of(2)
     zero.publish(json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1}))
     with pytest.raises(BadCheckpoints) as raised:
-        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, Place(1, 2))
+        agreement.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 3000
 
@@ -331,11 +331,11 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path):
     path = save(there, 5)
     settings = Settings(checkpoint_dir=str(here), resume_from=str(path))
     zero, one, two = exchanges_of(3)
-    said = resolution.agree(settings, "run", zero, Place(0, 3))
+    said = agreement.agree(settings, "run", zero, NodeInRound(0, 3))
     assert (said.path, said.step) == (str(path), 5)
-    assert resolution.agree(settings, "run", one, Place(1, 3)) == said
+    assert agreement.agree(settings, "run", one, NodeInRound(1, 3)) == said
     with pytest.raises(UsageError, match="the same resume_from"):
-        resolution.agree(Settings(checkpoint_dir=str(here)), "run", two, Place(2, 3))
+        agreement.agree(Settings(checkpoint_dir=str(here)), "run", two, NodeInRound(2, 3))
 
 
 def started(work: Callable[[], object]) -> Future:

@@ -42,13 +42,12 @@ from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part, saver
-from elastic_ext.checkpoints.memory import saver as copies
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing import retention, saving
-from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, Event
+from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
 from tests.scripts import chaos_training
 from tests.scripts.memory_job import kill_when
@@ -145,15 +144,14 @@ def at_write(count: int, number: int) -> None:
 def train(rank: int, world: int, args: dict) -> dict:
     """Load, check, and save step after step. `told`: gets a line for each save that this rank was told is committed."""
     training = Training(rank, world, args.get("elements", 600))
-    events: list[Event] = []
+    events: list[SaveEvent] = []
 
-    def note(event: Event) -> None:
+    def note(event: SaveEvent) -> None:
         events.append(event)
         if event.kind == "saved" and "told" in args:
             with open(f"{args['told']}.{rank}", "a") as file:
                 file.write(f"{event.step}\n")
 
-    saving.FIRST_PAUSE_S = args.get("pause_s", saving.FIRST_PAUSE_S)
     checkpointer = training.checkpointer(args["directory"], on_event=note, **args.get("options", {}))
     position = checkpointer.load()
     if rank == 0:
@@ -390,7 +388,7 @@ def late_generation(rank: int, world: int, args: dict) -> dict:
     def away(*_: Any) -> Any:
         raise TimeoutError("away")
 
-    retention.open_generation, saving.save_to = away, lambda *_: saving.Outcome(SaveFailure(FailureKind.FULL, "no space"))
+    retention.open_generation, saving.save_to = away, lambda *_: saving.AttemptOutcome(SaveFailure(FailureKind.FULL, "no space"))
     checkpointer = training.checkpointer(args["directory"], memory_every=args.get("every", 1))
     step = checkpointer.load().step
     checkpointer.snapshot(step + 1)
@@ -452,7 +450,7 @@ def at_copy(count: int, number: int) -> None:
 
     for owner, name in ((Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")):
         between(owner, name)
-    between(copies, "_put")
+    between(saver, "_put")
     between(Ranks, "all_gather")
 
 
@@ -507,7 +505,7 @@ def go_back(rank: int, world: int, args: dict) -> dict:
 def wrong_steps(rank: int, world: int, args: dict) -> dict:
     """Some ranks save with a step that is none, and go on; then all save twice."""
     training = Training(rank, world)
-    events: list[Event] = []
+    events: list[SaveEvent] = []
     checkpointer = training.checkpointer(args["directory"], timeout=timedelta(seconds=60), on_event=events.append)
     checkpointer.load()
     raised = ""
@@ -530,7 +528,7 @@ def calls(rank: int, world: int, args: dict) -> dict:
     "after": goes on once each other rank has asked whether the save that it is at has been left out.
     """
     training = Training(rank, world)
-    events: list[Event] = []
+    events: list[SaveEvent] = []
     options = {"memory_every": 1, "timeout": timedelta(seconds=60), "on_event": events.append}
     checkpointer = training.checkpointer(args["directory"], **options)
     loaded = []
@@ -651,8 +649,8 @@ def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
     ranks, told = Ranks(timedelta(seconds=60)), []
     for manifest in (b"{", encode(Manifest(1, 1, ()))):
         file = StoredFile(f"rank_{rank:05d}.mem", 0, "")
-        report = copies.Report("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
-        outcome = copies.commit(tier, "", report, ranks)
+        report = saver.RankReport("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
+        outcome = saver.commit(tier, "", report, ranks)
         told.append([outcome.committed, outcome.failure.reason if outcome.failure else ""])
     return {"told": told}
 

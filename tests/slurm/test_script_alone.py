@@ -133,6 +133,17 @@ def test_the_last_agent_waits_until_slurm_has_seen_the_loss(alone: Alone, said: 
     assert len([each for each in ran.calls if each.startswith(QUEUE)]) == 3
 
 
+def test_a_requeue_does_not_wait_until_slurm_has_seen_the_loss(alone: Alone) -> None:
+    """Slurm waits by itself, and frees the nodes that are left; the others answered none of three looks. (With 75 the script of
+    n1, which lives on here, would act as well.)
+    """
+    (alone.state / "code.0.n3").unlink()
+    ran = alone.run("exit 69", lost=True, answers={HOSTNAMES: ["printf 'n1\\nn2\\nn3\\n'"]})
+    assert "n2 acts in its place" in ran.out
+    assert "train.sbatch: requeued (run 1)" in ran.out
+    assert len([each for each in ran.calls if each.startswith(QUEUE)]) == 3
+
+
 @pytest.mark.parametrize("names", ["n1 n2", "n2 n3"], ids=["script", "agent"])
 def test_another_node_that_lives_ends_the_job(alone: Alone, names: str) -> None:
     """That of the script, or one whose agent has not ended."""

@@ -11,30 +11,30 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.status import trainjob_posts
-from elastic_ext.status.trainjob import MAX_GAUGES, State, TrainerStatus, Training, status_of
+from elastic_ext.status.trainjob import MAX_GAUGES, TrainerStatus, Training, TrainJobState, status_of
 from elastic_ext.status.trainjob_posts import Poster, target_of
 from tests.status.trainer_server import PATH, TrainerServer, make_certificates, wrong
 from tests.until import LIMIT_S, until
 
 NOW = 1_763_800_000.7
 SECRET = "eyJhbGciOi.payload.signature"
-STATUS = status_of(Training(1, 10, 1.0, 0), State.TRAINING, NOW, {})
+STATUS = status_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, {})
 
 
 @pytest.mark.parametrize(
     ("training", "state", "percentage", "remaining_s"),
     [
-        pytest.param(Training(45, 100, 2.0, 0), State.TRAINING, 45, 110, id="known"),
-        pytest.param(Training(45, None, 2.0, 0), State.TRAINING, None, None, id="no-total"),
-        pytest.param(Training(1, 1000, None, 0), State.TRAINING, 0, None, id="first-step"),
-        pytest.param(Training(999, 1000, 0.1, 0), State.TRAINING, 99, 1, id="rounded-up"),
-        pytest.param(Training(100, 100, 2.0, 0), State.TRAINING, 99, 0, id="not-yet-done"),
-        pytest.param(Training(120, 100, 2.0, 0), State.TRAINING, 99, None, id="beyond-its-total"),
-        pytest.param(Training(45, 100, 2.0, 3), State.STOPPED, 45, None, id="between-rounds"),
-        pytest.param(Training(45, 100, 2.0, 3), State.DONE, 100, 0, id="done-early"),
-        pytest.param(Training(45, None, None, 0), State.DONE, 100, 0, id="done-without-total"),
-        pytest.param(Training(1, 10**12, 1e3, 0), State.TRAINING, 0, None, id="longer-than-int32"),
-        pytest.param(Training(2, 4, float(2**30), 0), State.TRAINING, 50, None, id="just-longer-than-int32"),
+        pytest.param(Training(45, 100, 2.0, 0), TrainJobState.TRAINING, 45, 110, id="known"),
+        pytest.param(Training(45, None, 2.0, 0), TrainJobState.TRAINING, None, None, id="no-total"),
+        pytest.param(Training(1, 1000, None, 0), TrainJobState.TRAINING, 0, None, id="first-step"),
+        pytest.param(Training(999, 1000, 0.1, 0), TrainJobState.TRAINING, 99, 1, id="rounded-up"),
+        pytest.param(Training(100, 100, 2.0, 0), TrainJobState.TRAINING, 99, 0, id="not-yet-done"),
+        pytest.param(Training(120, 100, 2.0, 0), TrainJobState.TRAINING, 99, None, id="beyond-its-total"),
+        pytest.param(Training(45, 100, 2.0, 3), TrainJobState.STOPPED, 45, None, id="between-rounds"),
+        pytest.param(Training(45, 100, 2.0, 3), TrainJobState.DONE, 100, 0, id="done-early"),
+        pytest.param(Training(45, None, None, 0), TrainJobState.DONE, 100, 0, id="done-without-total"),
+        pytest.param(Training(1, 10**12, 1e3, 0), TrainJobState.TRAINING, 0, None, id="longer-than-int32"),
+        pytest.param(Training(2, 4, float(2**30), 0), TrainJobState.TRAINING, 50, None, id="just-longer-than-int32"),
     ],
 )
 def test_what_is_known_is_in_the_status_and_nothing_else(training, state, percentage, remaining_s):
@@ -64,7 +64,7 @@ def test_what_the_controller_refuses_is_seen():
 
 def test_the_gauges_of_the_script_are_bounded_and_ours_win():
     gauges = {"restarts": 7.0, "x" * 65: 1.0, "loss": 0.123456789, "worst": math.nan, **{f"g{n}": float(n) for n in range(300)}}
-    shown = status_of(Training(1, 10, 1.0, 0), State.TRAINING, NOW, gauges).metrics
+    shown = status_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, gauges).metrics
     assert len(shown) == 4 + MAX_GAUGES
     assert [name for name, _ in shown[:6]] == ["current_step", "total_steps", "step_seconds", "restarts", "loss", "worst"]
     assert [value for _, value in shown[3:7]] == ["0", "0.123457", "nan", "0"]

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from elastic_ext.etcd import Unavailable
-from elastic_ext.telemetry.collectors import EtcdHealth, Outage, OutageWatch, VerdictMetrics
+from elastic_ext.telemetry.collectors import EtcdHealth, OutageChange, OutageWatch, VerdictMetrics
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
@@ -173,16 +173,16 @@ def test_an_outage_is_told_of_once_it_has_lasted_and_once_at_its_end():
     assert watch.called(5.9, 6.0, True, "b") is None
     assert watch.called(12.0, 12.5, False, "a") is None
     assert watch.called(12.5, 16.9, False, "b") is None
-    assert watch.called(17.0, 17.5, False, "a") == Outage(False, "a", 5.5)
+    assert watch.called(17.0, 17.5, False, "a") == OutageChange(False, "a", 5.5)
     assert watch.called(18.0, 30.0, False, "b") is None
-    assert watch.called(30.0, 32.0, True, "b") == Outage(True, "b", 20.0)
+    assert watch.called(30.0, 32.0, True, "b") == OutageChange(True, "b", 20.0)
     assert watch.called(29.0, 34.0, False, "a") is None  # late
     assert watch.called(34.0, 35.0, True, "b") is None
 
 
 @pytest.mark.full
 def test_the_client_tells_of_lost_connections(server):
-    outages: list[Outage] = []
+    outages: list[OutageChange] = []
     health = EtcdHealth(0.1, outages.append)
     values = Values(health)
     with EtcdClient(server.endpoint) as client:

@@ -9,9 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import DETECTION, HANG, LOST, PRODUCTIVE, SAVE, STARTUP, STOPPING, Position, Spent, seconds_of
+from elastic_ext.base.goodput import (
+    DETECTION,
+    HANG,
+    LOST,
+    PRODUCTIVE,
+    SAVE,
+    STARTUP,
+    STOPPING,
+    CheckpointPosition,
+    Spent,
+    seconds_of,
+)
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.goodput import Ledger, WorkerTime, advised_interval, position_of
+from elastic_ext.telemetry.goodput import TimeLedger, WorkerTime, advised_interval, position_of
 from elastic_ext.workers import progress_layout as layout
 
 RUNNING = families.RUNNING
@@ -21,7 +32,7 @@ class Training:
     """Workers that settle their time as real ones do, on a clock of the test."""
 
     def __init__(self, workers: int = 1) -> None:
-        self.now, self.ledger = 100.0, Ledger(100.0)
+        self.now, self.ledger = 100.0, TimeLedger(100.0)
         self.workers, self.state = workers, "rendezvous"
         self.rows = [self.new_row() for _ in range(workers)]
 
@@ -88,7 +99,7 @@ class Training:
         step_s = stepping_s / (steps - 1) if steps > 1 else math.inf
         finished = layout.PHASES[row[layout.PHASE]] == "exit"
         failed_at, began_at = row[layout.ENDED_AT_NS] / 1e9, row[layout.BEGAN_NS] / 1e9
-        saved = Position(row[layout.SAVED_STEP] - 1, row[layout.SAVED_AFTER]) if row[layout.SAVED_STEP] else None
+        saved = CheckpointPosition(row[layout.SAVED_STEP] - 1, row[layout.SAVED_AFTER]) if row[layout.SAVED_STEP] else None
         return WorkerTime(began_at, spent, layout.ACCOUNTS[account], steps, step_s, finished, failed_at, saved=saved)
 
     def seconds(self) -> dict[str, float]:
@@ -203,14 +214,19 @@ def test_a_checkpoint_before_the_last_one_is_known_too():
     job.run(resumed=7)
     job.step(1.0, count=50)
     assert job.seconds()[LOST] == 29  # of 30, the first is part of the start
-    other = Ledger(0)
+    other = TimeLedger(0)
     other.learn(job.ledger.at(job.now, job.times()).spent)  # an agent that takes over
     assert other.resume(8) == job.rows[0][layout.STEPS] - 30
 
 
 @pytest.mark.parametrize(
     ("step", "known", "at"),
-    [(0, [], 0), (7, [], 7), (0, [Position(0, 99)], 99), (3, [Position(2, 200), Position(9, 1000)], 300)],
+    [
+        (0, [], 0),
+        (7, [], 7),
+        (0, [CheckpointPosition(0, 99)], 99),
+        (3, [CheckpointPosition(2, 200), CheckpointPosition(9, 1000)], 300),
+    ],
 )
 def test_what_a_number_stands_for(step, known, at):
     """An epoch that counts from 0, too."""
@@ -337,7 +353,7 @@ def test_a_job_that_ends_well():
 
 
 def test_without_the_bootstrap_workers_are_productive():
-    ledger = Ledger(0)
+    ledger = TimeLedger(0)
     ledger.enter(RUNNING, 1)
     assert ledger.at(5).unsettled_s == 4
     ledger.enter("stop", 11)
@@ -345,7 +361,7 @@ def test_without_the_bootstrap_workers_are_productive():
 
 
 def test_a_long_rendezvous_waits_for_nodes():
-    ledger = Ledger(0)
+    ledger = TimeLedger(0)
     ledger.enter(families.STARTING, 10)
     ledger.enter(families.BACKOFF, 11)
     found = ledger.at(15).spent.by_state

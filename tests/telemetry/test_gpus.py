@@ -35,7 +35,7 @@ def test_those_of_this_host():
     assert all(each.startswith("GPU-") for each in agent_metrics.gpu_uuids())
 
 
-def test_a_driver_that_does_not_answer_holds_up_nobody():
+def test_a_silent_driver_holds_up_nobody():
     answers = threading.Event()
 
     def ask():
@@ -46,15 +46,13 @@ def test_a_driver_that_does_not_answer_holds_up_nobody():
     assert asked.answer() == ()
     assert asked.answer() == ()
     answers.set()
-    assert asked._thread is not None
     asked._thread.join(60)
     assert asked.answer() == ["GPU-1"]
 
 
-def test_a_driver_that_is_too_old_names_no_gpu(caplog):
+def test_a_driver_too_old_names_no_gpu(caplog):
     asked = agent_metrics.GpuQuery(lambda: ctypes.CDLL(None).nvmlInit_v2())
     asked.answer()
-    assert asked._thread is not None
     asked._thread.join(60)
     assert asked.answer() == ()
     assert "no GPU is named" in caplog.text

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from elastic_ext.base.kinds import KINDS
-from elastic_ext.events.recovery import Cause, Phase, Recovery
+from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryPhase
 from elastic_ext.http import pages
 from elastic_ext.http import server as server_module
 from elastic_ext.http.server import MetricsServer
@@ -141,8 +141,12 @@ def test_what_the_supervisor_tells_is_shown() -> None:
 
 def test_the_last_recovery_is_shown() -> None:
     began, metrics, now = time.time(), agent(), time.monotonic()
-    phases = (Phase("stop", now - 1, now), Phase("start", now, now + 1), Phase("first_step", now + 1, now + 4))
-    metrics.recovered(Recovery(Cause(), 1, phases, True), load_s=0.5)
+    phases = (
+        RecoveryPhase("stop", now - 1, now),
+        RecoveryPhase("start", now, now + 1),
+        RecoveryPhase("first_step", now + 1, now + 4),
+    )
+    metrics.recovered(PastRecovery(Cause(), 1, phases, True), load_s=0.5)
     found = read(metrics)
     assert found["elastic_ext_last_recovery_seconds", ()] == 5
     assert began - CLOCK_S < found["elastic_ext_last_recovery_timestamp_seconds", ()] - 4 < time.time() + CLOCK_S
@@ -210,16 +214,11 @@ def test_a_clock_that_is_set_moves_the_times_once(monkeypatch: pytest.MonkeyPatc
     assert clock.at(5.0) == 4595
 
 
-def test_copies_are_counted_and_the_lag_is_the_last_one() -> None:
+def test_copies_are_counted_with_the_last_lag() -> None:
     began, metrics = time.time(), agent()
     metrics.copied(1000, None, 2.5, complete=False, failed=True)
-    since, last = (
-        ("elastic_ext_checkpoint_uncopied_since_timestamp_seconds", ()),
-        (
-            "elastic_ext_checkpoint_last_copy_timestamp_seconds",
-            (),
-        ),
-    )
+    since = ("elastic_ext_checkpoint_uncopied_since_timestamp_seconds", ())
+    last = ("elastic_ext_checkpoint_last_copy_timestamp_seconds", ())
     lag = ("elastic_ext_checkpoint_copy_lag_steps", ())
     found = read(metrics)
     assert lag not in found  # nothing is there yet: no number would be true
@@ -422,11 +421,14 @@ def test_numbers_of_other_types_are_kept() -> None:
 
 
 def test_the_bridge_ends_with_an_exception_too() -> None:
-    user = Recorder()
+    user, later = Recorder(), Recorder()
     torchelastic.configure(user, "torchelastic")
     with pytest.raises(RuntimeError), bridge_torchelastic(agent()):
         raise RuntimeError
     assert torchelastic.getStream("torchelastic").handler is user
+    with bridge_torchelastic(agent()):
+        torchelastic.configure(later, "torchelastic")
+    assert torchelastic.getStream("torchelastic").handler is later  # as it was configured meanwhile
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
@@ -444,13 +446,6 @@ def test_bridges_of_two_agents_end_in_any_order(first_to_end: int) -> None:
     assert torchelastic.getStream("torchelastic").handler is user
     assert (last_value(agents[first_to_end], "x"), last_value(agents[1 - first_to_end], "x")) == (1, 2)
     assert user.seen == [("x", 1), ("x", 2), ("x", 3)]
-
-
-def test_a_handler_configured_meanwhile_stays() -> None:
-    user = Recorder()
-    with bridge_torchelastic(agent()):
-        torchelastic.configure(user, "torchelastic")
-    assert torchelastic.getStream("torchelastic").handler is user
 
 
 def test_names_without_end_are_cut_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -502,16 +497,6 @@ def test_pages(serve: Any) -> None:
 
 
 @pytest.mark.seam
-def test_where_it_listens_is_logged(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    server = serve(agent())
-    assert server.url == f"http://127.0.0.1:{server.port}"
-    assert [each.getMessage() for each in caplog.records if each.name == server_module.__name__] == [
-        f"metrics: serving {server.url}/metrics (bound to 127.0.0.1)"
-    ]
-
-
-@pytest.mark.seam
 def test_two_servers_of_one_process(serve: Any) -> None:
     servers = [serve(agent(run_id=f"job{number}")) for number in range(2)]
     for number, server in enumerate(servers):
@@ -519,9 +504,10 @@ def test_two_servers_of_one_process(serve: Any) -> None:
 
 
 @pytest.mark.seam
-def test_a_port_that_is_taken(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("by", ["another program", "another agent"])
+def test_a_port_that_is_taken(serve: Any, caplog: pytest.LogCaptureFixture, by: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+        port = taken.getsockname()[1] if by == "another program" else serve(agent()).port
         server = serve(agent(), port=port)
         assert server.port not in (None, port)
         assert get(f"{server.url}/metrics")[0] == 200
@@ -531,45 +517,34 @@ def test_a_port_that_is_taken(serve: Any, caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.seam
-def test_the_second_agent_of_a_machine_gets_another_port(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    first = serve(agent())
-    second = serve(agent(), port=first.port)
-    assert first.port != second.port
-    assert len(warnings(caplog)) == 1
-
-
-@pytest.mark.seam
-@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", ""])  # 192.0.2.0/24 is nobody's: RFC 5737
-def test_a_host_that_cannot_be_bound(serve: Any, caplog: pytest.LogCaptureFixture, host: str) -> None:
-    server = serve(agent(), host)
+@pytest.mark.parametrize(
+    "where",
+    [{"host": "192.0.2.1"}, {"host": "no such host"}, {"host": ""}, {"port": 70000}],  # 192.0.2.0/24 is nobody's: RFC 5737
+)
+def test_where_it_cannot_listen(serve: Any, caplog: pytest.LogCaptureFixture, where: dict[str, Any]) -> None:
+    server = serve(agent(), **where)
     assert server.url == f"http://127.0.0.1:{server.port}"
     assert get(f"{server.url}/metrics")[0] == 200
     assert len(warnings(caplog)) == 1
 
 
 @pytest.mark.seam
-def test_a_port_out_of_range(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert get(f"{serve(agent(), port=70000).url}/metrics")[0] == 200
-    assert len(warnings(caplog)) == 1
-
-
-@pytest.mark.seam
-def test_all_addresses(serve: Any) -> None:
-    server = serve(agent(), "0.0.0.0")
-    assert server.url == f"http://127.0.0.1:{server.port}"
-    assert get(f"{server.url}/metrics")[0] == 200
-
-
-@pytest.mark.seam
-@pytest.mark.parametrize("host", ["::1", "::"])
-def test_ipv6(serve: Any, host: str) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"this machine has no IPv6: {error}")
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
+)
+def test_where_it_listens(serve: Any, caplog: pytest.LogCaptureFixture, host: str, shown: str) -> None:
+    caplog.set_level(logging.INFO)
+    if ":" in host:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError as error:
+            pytest.skip(f"this machine has no IPv6: {error}")
     server = serve(agent(), host)
-    assert server.url == f"http://[::1]:{server.port}"
+    assert server.url == f"http://{shown}:{server.port}"
     assert get(f"{server.url}/metrics")[0] == 200
+    logged = [each for each in caplog.records if each.name == server_module.__name__ and each.levelno == logging.INFO]
+    assert [each.getMessage() for each in logged] == [f"metrics: serving {server.url}/metrics (bound to {host})"]
 
 
 @pytest.mark.seam

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -37,19 +38,24 @@ def read(agent: ScriptMetrics) -> Samples:
     """All samples by name and label values; both formats hold the same."""
     registry = CollectorRegistry()
     registry.register(agent)
-    found = [
+    texts = (parse_text(generate_latest(registry).decode()), parse_openmetrics(generate_openmetrics(registry).decode()))
+    found, same = (
         {
             (each.name, *(value for _, value in sorted(each.labels.items()))): each.value
-            for family in families
+            for family in text
             for each in family.samples
         }
-        for families in (
-            [*parse_text(generate_latest(registry).decode())],
-            [*parse_openmetrics(generate_openmetrics(registry).decode())],
-        )
-    ]
-    assert str(found[0]) == str(found[1])  # a NaN does not equal itself
-    return found[0]
+        for text in texts
+    )
+    assert str(found) == str(same)  # a NaN does not equal itself
+    return found
+
+
+def observed(at_most_1: int = 0, at_most_10: int = 0, more: int = 0, total: float = 0.0) -> Samples:
+    """The samples of the workers' histogram."""
+    count = at_most_1 + at_most_10 + more
+    buckets = {("h_bucket", "1.0"): at_most_1, ("h_bucket", "10.0"): at_most_1 + at_most_10, ("h_bucket", "+Inf"): count}
+    return {**buckets, ("h_count",): count, ("h_sum",): total}
 
 
 class Worker:
@@ -76,8 +82,6 @@ for line in sys.stdin:
         )
 
     def do(self, line: str) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
@@ -112,40 +116,12 @@ def files(agent: ScriptMetrics) -> list[str]:
 def test_counters_are_summed_and_gauges_are_the_workers(agent, start):
     one, other = start(1, 0, 2), start(1, 1, 3)
     one.do("c.labels('a').inc(2); h.observe(5); g.set(7)")
-    assert read(agent) == {
-        ("c_total", "a"): 2,
-        ("g", "0", "2"): 7,
-        ("h_bucket", "1.0"): 0,
-        ("h_bucket", "10.0"): 1,
-        ("h_bucket", "+Inf"): 1,
-        ("h_count",): 1,
-        ("h_sum",): 5,
-    }
+    assert read(agent) == {("c_total", "a"): 2, ("g", "0", "2"): 7, **observed(at_most_10=1, total=5)}
     other.do("c.labels('a').inc(); c.labels('b').inc(4); h.observe(100); g.set(float('nan'))")
-    found = without_nan(agent)
-    assert found == {
-        ("c_total", "a"): 3,
-        ("c_total", "b"): 4,
-        ("g", "0", "2"): 7,
-        ("h_bucket", "1.0"): 0,
-        ("h_bucket", "10.0"): 1,
-        ("h_bucket", "+Inf"): 2,
-        ("h_count",): 2,
-        ("h_sum",): 105,
-    }
-
-
-def without_nan(agent: ScriptMetrics) -> Samples:
-    registry = CollectorRegistry()
-    registry.register(agent)
-    families = parse_text(generate_latest(registry).decode())
-    every = [each for family in families for each in family.samples]
-    assert [each.labels for each in every if each.value != each.value] == [{"local_rank": "1", "rank": "3"}]
-    return {
-        (each.name, *(value for _, value in sorted(each.labels.items()))): each.value
-        for each in every
-        if each.value == each.value
-    }
+    found = read(agent)
+    assert math.isnan(found.pop(("g", "1", "3")))
+    counted = {("c_total", "a"): 3, ("c_total", "b"): 4}
+    assert found == {**counted, ("g", "0", "2"): 7, **observed(at_most_10=1, more=1, total=105)}
 
 
 @pytest.mark.seam
@@ -159,15 +135,7 @@ def test_what_ended_processes_have_counted_stays(agent, start):
     agent.round_ended()
     second = start(2, 0, 1)  # another rank
     second.do("c.labels('a').inc(1); h.observe(0.5); g.set(8)")
-    assert read(agent) == {
-        ("c_total", "a"): 3,
-        ("g", "0", "1"): 8,
-        ("h_bucket", "1.0"): 1,
-        ("h_bucket", "10.0"): 2,
-        ("h_bucket", "+Inf"): 2,
-        ("h_count",): 2,
-        ("h_sum",): 5.5,
-    }
+    assert read(agent) == {("c_total", "a"): 3, ("g", "0", "1"): 8, **observed(at_most_1=1, at_most_10=1, total=5.5)}
     agent.round_ended()  # though this process, a child of the worker, say, runs on
     assert read(agent)["c_total", "a"] == 3
     assert ("g", "0", "1") not in read(agent)
@@ -287,10 +255,7 @@ def test_other_files_are_left_alone(agent, start, tmp_path):
     os.mkfifo(directory / f"{gone}.pipe")
     (directory / "note.txt").write_text("")
     (directory / f"1.0.0.{'9' * 30}.1.x").write_text("")
-    assert read(agent) == {("c_total", "a"): 1, ("h_bucket", "1.0"): 0, ("h_bucket", "10.0"): 0, ("h_bucket", "+Inf"): 0} | {
-        ("h_count",): 0,
-        ("h_sum",): 0,
-    }
+    assert read(agent) == {("c_total", "a"): 1, **observed()}
     assert outside.read_bytes() == b"mine"
     assert (directory / "note.txt").exists()
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from elastic_ext.events import event_table
-from elastic_ext.events.event_table import EVENTS, Moment, Source
+from elastic_ext.events.event_table import EVENTS, EventTime, Source
 from elastic_ext.status.status_records import RoundSpan
 from elastic_ext.timeline import builder, events, model
-from elastic_ext.timeline.events import Event
+from elastic_ext.timeline.events import TimelineEvent
 from elastic_ext.timeline.model import (
     BACKOFF,
     BETWEEN,
@@ -42,7 +42,7 @@ class Agent:
     def at(self, when: float, name: str, /, **own: object) -> None:
         self.round = int(own.pop("round_", self.round))  # type: ignore[arg-type]
         blank = {each.name: None if each.optional else BLANK[each.type.split(" of ")[0]] for each in EVENTS[name].fields}
-        moment = Moment(1.8e9 + when + self.ahead, when + self.booted, self.round)
+        moment = EventTime(1.8e9 + when + self.ahead, when + self.booted, self.round)
         self.text += json.dumps(event_table.record(name, self.source, moment, {**blank, **own})) + "\n"  # type: ignore[arg-type]
 
     def joins(self, seconds: float, round_: int, rank: int, nodes: int = 2) -> None:
@@ -52,7 +52,7 @@ class Agent:
         self.at(seconds + 0.75, "first_step", seconds=0.25)
 
 
-def read(*agents: Agent) -> list[Event]:
+def read(*agents: Agent) -> list[TimelineEvent]:
     found, faults = events.parse("".join(each.text for each in agents), "events")
     assert faults == []
     return found

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.training import lightning
 from tests.jobs import AGENT, SCRIPTS, Finished, Job
 
@@ -58,7 +58,7 @@ def test_it_saves_before_it_leaves_and_resumes_where_the_agent_says(tmp_path, pa
         done = running.finish(SLOW_S)
     assert done.returncode == 75, done.all
     assert "checkpoint before leaving: saved" in done.err
-    newest = discovery.newest_complete(str(tmp_path / "checkpoints")).resume
+    newest = listing.newest_complete(str(tmp_path / "checkpoints")).resume
     assert newest is not None
     saved = newest.step
     assert saved

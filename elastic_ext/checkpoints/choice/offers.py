@@ -31,7 +31,7 @@ NEEDED = "each node needs a tmpfs at /dev/shm, and the same memory_every and mem
 
 
 @dataclass(frozen=True)
-class Saved:
+class NewestSaved:
     """The newest checkpoint that a node knows of.
 
     Attributes:
@@ -43,7 +43,7 @@ class Saved:
     step: int = 0
 
 
-NONE_SAVED = Saved()
+NONE_SAVED = NewestSaved()
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Offers:
     peer: NameOrEmpty = ""
     domain: str = ""
     has_memory: bool = False
-    saved: Saved | None = None
+    saved: NewestSaved | None = None
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerExchange:
     """How the nodes of a round exchange parts of copies in memory.
 
     Attributes:
@@ -132,7 +132,7 @@ class Agreement:
     local: bool = False
     memory: bool = False
     asked_for: bool = False
-    peers: Peers | None = None
+    peers: PeerExchange | None = None
     error: str = ""
     bad: bool = False
     away: bool = False
@@ -181,7 +181,7 @@ def read_agreement(text: str) -> Agreement:
     return found
 
 
-def _is_sound(peers: Peers) -> bool:
+def _is_sound(peers: PeerExchange) -> bool:
     """Return whether all nodes that it names exist."""
     count = len(peers.addresses)
     named = (*peers.keepers, *(node for move in peers.moves for node in (move.source, move.target)))
@@ -296,12 +296,12 @@ class PeerPlan:
     fetch: tuple[tuple[int, str], ...] = ()
 
 
-def arrange(nodes: Sequence[Offers], resumed: MemoryChoice | None) -> Peers | None:
+def arrange(nodes: Sequence[Offers], resumed: MemoryChoice | None) -> PeerExchange | None:
     """Return what node 0 publishes to all; None if not all of them can be sent parts. resumed: what the round resumes from."""
     if len(nodes) < 2 or not all(each.peer for each in nodes):
         return None
     offer = resumed.offer if resumed is not None else None
-    return Peers(
+    return PeerExchange(
         key=secrets.token_hex(32),
         addresses=tuple(each.peer for each in nodes),
         keepers=keepers([each.domain for each in nodes]),
@@ -310,7 +310,7 @@ def arrange(nodes: Sequence[Offers], resumed: MemoryChoice | None) -> Peers | No
     )
 
 
-def plan_of(peers: Peers | None, node: int) -> PeerPlan | None:
+def plan_of(peers: PeerExchange | None, node: int) -> PeerPlan | None:
     """Return one node's part of it; None if nothing is sent."""
     if peers is None or node >= len(peers.addresses):
         return None

@@ -22,10 +22,10 @@ from functools import cached_property
 from elastic_ext.base.errors import BadCheckpoints
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, offers
-from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
+from elastic_ext.checkpoints.choice import listing, offers
+from elastic_ext.checkpoints.choice.listing import NONE, Wanted
 from elastic_ext.checkpoints.choice.offers import Agreement, MemoryChoice, Offers
-from elastic_ext.checkpoints.choice.selection import Choice, Resume
+from elastic_ext.checkpoints.choice.ordering import Choice, Resume
 from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect, names
@@ -93,7 +93,7 @@ class RemoteTier:
         """List the directory; return the error if the storage is away. Raises UsageError; OSError for other errors."""
         try:
             quarantined = marks.quarantined_names(self.storage)
-            self._entries = discovery.list_entries(self.storage)
+            self._entries = listing.list_entries(self.storage)
         except OSError as error:
             if not is_away(error):
                 raise
@@ -122,7 +122,7 @@ class RemoteTier:
     def _may_have_newer(self, upper: Agreement) -> bool:
         """Return whether there may be something newer, by the names. A script's own saves show their step only when opened."""
         order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
-        found = [each.name for each in discovery.candidates(self._entries, pattern)]
+        found = [each.name for each in listing.candidates(self._entries, pattern)]
         return any(order_of(name) is None or order_or_oldest(name) > order for name in found)
 
     def _has_newer(self, upper: Agreement) -> bool:
@@ -144,11 +144,11 @@ class RemoteTier:
         if choice.all_bad:
             raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
         reason = f"no complete checkpoint in {self._checkpoint_dir}"[: offers.MAX_TEXT // 2]
-        seen = choice.question or discovery.seen_in(self.storage, self._settings.checkpoint_pattern)
+        seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
         if choice.passed_over:
             reason += f", {len(choice.passed_over)} passed over; a script that knows its own may resume from one"
         if seen:
-            reason = f"{reason}; {seen}; {discovery.FROM_SCRATCH}"[: offers.MAX_TEXT]
+            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: offers.MAX_TEXT]
         return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
 
     def _agreement(self, resume: Resume) -> Agreement:
@@ -160,9 +160,9 @@ class RemoteTier:
         resume_from = self._settings.resume_from
         wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)
         if not resume_from:
-            return discovery.newest_in(self.storage, wanted)
-        own = discovery.newest_in(self.storage, replace(wanted, since=run_began_at(self.storage, self._run_id, resume_from)))
-        return own if own.resume is not None else discovery.newest_in(self.storage, replace(wanted, resume_from=resume_from))
+            return listing.newest_in(self.storage, wanted)
+        own = listing.newest_in(self.storage, replace(wanted, since=run_began_at(self.storage, self._run_id, resume_from)))
+        return own if own.resume is not None else listing.newest_in(self.storage, replace(wanted, resume_from=resume_from))
 
 
 def newer(one: Agreement, other: Agreement) -> Agreement:
@@ -233,7 +233,7 @@ def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str)
 
 
 def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
-    found = discovery.newest_in(remote, Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
+    found = listing.newest_in(remote, Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
     return split_path(found.path)[1] if found is not None else ""
 
 

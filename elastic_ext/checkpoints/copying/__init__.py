@@ -32,7 +32,7 @@ UNFINISHED = 3
 
 
 @dataclass(frozen=True)
-class Report:
+class CopyState:
     """The state after a turn.
 
     Attributes:
@@ -65,18 +65,18 @@ class Pulse:
     pulse: int
 
 
-def made_progress(report: Report, before: Report) -> bool:
+def made_progress(report: CopyState, before: CopyState) -> bool:
     """Return whether there was progress since `before`, on this node or another. Pure."""
     now, then = ((each.waiting, each.complete, each.others) for each in (report, before))
     return bool(report.sent) or now != then
 
 
-def encode(message: Report | Pulse) -> str:
+def encode(message: CopyState | Pulse) -> str:
     """Return the line without the newline."""
     return json.dumps({"schema": SCHEMA, **asdict(message)})
 
 
-def decode(line: bytes) -> Report | Pulse:
+def decode(line: bytes) -> CopyState | Pulse:
     """Parse a line. Raises OtherSchema if another version wrote it, RecordError if it is not a message."""
     fields = records.parse(line, "a line of the copier", SCHEMA)
-    return records.build(Pulse, fields, "a line") if "pulse" in fields else records.build(Report, fields, "a line")
+    return records.build(Pulse, fields, "a line") if "pulse" in fields else records.build(CopyState, fields, "a line")

@@ -18,7 +18,17 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import OtherSchema, RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import milliseconds
-from elastic_ext.checkpoints.copying import FINISH, LOOK, TOKEN_ENV, UNFINISHED, Pulse, Report, decode, made_progress, replicate
+from elastic_ext.checkpoints.copying import (
+    FINISH,
+    LOOK,
+    TOKEN_ENV,
+    UNFINISHED,
+    CopyState,
+    Pulse,
+    decode,
+    made_progress,
+    replicate,
+)
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
@@ -86,7 +96,7 @@ class Child:
         self._output.close()
 
 
-class Progress:
+class CopyProgress:
     """Bytes sent by this node or another, and checkpoints that became complete, by the process's messages.
 
     Pure: callers pass the time in monotonic seconds.
@@ -99,7 +109,7 @@ class Progress:
     """
 
     def __init__(self, now: float) -> None:
-        self.last: Report | None = None
+        self.last: CopyState | None = None
         self.working = True
         self.heard_at = self.progress_at = now
         self._pulsed = 0  # bytes of this turn that are already counted
@@ -113,7 +123,7 @@ class Progress:
         if not self.working:
             self.working, self.heard_at = True, now
 
-    def heard(self, message: Report | Pulse, now: float) -> int:
+    def heard(self, message: CopyState | Pulse, now: float) -> int:
         """Process a message; return the bytes sent since the previous one."""
         self.heard_at = now
         if isinstance(message, Pulse):
@@ -131,7 +141,7 @@ class CopyMetrics(Protocol):
     """Receiver of the metrics. A thread calls its methods, so they must be quick."""
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool, /) -> None:
-        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `Report`.
+        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `CopyState`.
 
         complete: whether a checkpoint has become complete.
         """
@@ -168,14 +178,14 @@ class RestartedChild:
         self._stage = Stage.COPYING
         self._ended = self.done = False  # _ended: the thread has ended
         self._child: Child | None = None
-        self._progress = Progress(time.monotonic())
+        self._progress = CopyProgress(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="elastic_ext-copier", daemon=True)
         self._thread.start()
 
     @property
-    def last(self) -> Report:
+    def last(self) -> CopyState:
         """The last report, or an empty one before the first."""
-        return self._progress.last or Report()
+        return self._progress.last or CopyState()
 
     def order(self, order: str) -> None:
         """Send LOOK or FINISH."""
@@ -323,8 +333,8 @@ class RestartedChild:
         with self._changed:
             before = self._progress.last
             sent = self._progress.heard(message, time.monotonic())
-        if isinstance(message, Report):
-            _log(message, before or Report(), self._target)
+        if isinstance(message, CopyState):
+            _log(message, before or CopyState(), self._target)
             complete = before is not None and message.complete not in ("", before.complete)
             self._metrics.copied(sent, message.lag_steps, message.lag_s, complete, bool(message.failures))
             if message.copy_s is not None:
@@ -333,7 +343,7 @@ class RestartedChild:
             self._metrics.copied(sent, before.lag_steps, before.lag_s, False, False)
 
 
-def _log(report: Report, before: Report, target: str) -> None:
+def _log(report: CopyState, before: CopyState, target: str) -> None:
     """Log what changed."""
     failures, reason = report.failures, report.reason
     if failures == ALARM_AFTER:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.base import log_records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.copying import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
+from elastic_ext.checkpoints.copying import FINISH, UNFINISHED, CopyState, Pulse, encode, made_progress
 from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
@@ -189,7 +189,7 @@ class Replicator:
         self._seen_at: dict[str, float] = {}  # when each pending checkpoint was first seen
         self._failures = 0
 
-    def turn(self) -> Report:
+    def turn(self) -> CopyState:
         """Copy, commit and prune. Does not raise: storage errors go into the report."""
         self._throttle.begin_turn()
         reason, newest_remote, copy_s = "", None, None
@@ -305,14 +305,14 @@ class Replicator:
                     pruning.delete(self._local, name)
                     logger.info("removed %s: newer ones are complete", self._local.path(name))
 
-    def _report(self, pending: Sequence[LocalCheckpoint], newest_remote: Order | None, reason: str) -> Report:
+    def _report(self, pending: Sequence[LocalCheckpoint], newest_remote: Order | None, reason: str) -> CopyState:
         now = time.monotonic()
         names = tuple(each.name for each in pending)
         self._seen_at = {name: self._seen_at.get(name, now) for name in names}
         lag: int | None = 0
         if pending:
             lag = max(0, pending[-1].manifest.step - newest_remote[1]) if newest_remote is not None else None
-        return Report(
+        return CopyState(
             sent=self._throttle.sent,
             lag_steps=lag,
             lag_s=max((now - since for since in self._seen_at.values()), default=0.0),
@@ -357,9 +357,9 @@ class _Orders:
             return ordered
 
 
-def run(replicator: Replicator, orders: _Orders, tell: Callable[[Report], None]) -> int:
+def run(replicator: Replicator, orders: _Orders, tell: Callable[[CopyState], None]) -> int:
     """Take turns until everything is copied after `finish`, or given up. Return the exit code."""
-    pause, progress_at, last = FIRST_PAUSE_S, time.monotonic(), Report()
+    pause, progress_at, last = FIRST_PAUSE_S, time.monotonic(), CopyState()
     while True:
         finish = orders.finish  # read before the turn, so that the turn sees what was saved before that order
         report = replicator.turn()
@@ -379,7 +379,7 @@ def run(replicator: Replicator, orders: _Orders, tell: Callable[[Report], None])
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _send(message: Report | Pulse) -> None:
+def _send(message: CopyState | Pulse) -> None:
     print(encode(message), flush=True)
 
 

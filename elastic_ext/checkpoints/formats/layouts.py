@@ -87,7 +87,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TreeParts:
     """What the parts of a whole tree say.
 
     Attributes:
@@ -131,7 +131,7 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
     return Tree(entry.name, files, frozenset(folders))
 
 
-def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> Parts:
+def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> TreeParts:
     """Check all parts. states: paths of JSON files to read, where they exist. Raises TornCheckpoint, OSError."""
     read = {path: read_json(storage, tree, path) for path in states if path in tree.files}
     _check_indices(storage, tree)
@@ -141,7 +141,7 @@ def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> Par
     files = _check_files(storage, tree)
     told = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
     times = [tree.files[path].mtime for path in [*paths, *tree.shard_files]]
-    return Parts(
+    return TreeParts(
         written_at=max((time for time in times if time is not None), default=None),
         size=sum(each.size for each in tree.files.values()),
         training=_training(tree, [*shards, *files]),
@@ -283,7 +283,7 @@ class Layout:
     signs: tuple[str, ...]
     name: str = ""
     needs: tuple[str, str] | None = None
-    missing: Callable[[Tree, Parts], str] = lambda tree, parts: _tracked(tree)
+    missing: Callable[[Tree, TreeParts], str] = lambda tree, parts: _tracked(tree)
 
     def claims(self, name: str, top: Iterable[str]) -> bool:
         """Return whether the tool wrote a directory with these names directly in it, complete or not."""
@@ -292,7 +292,7 @@ class Layout:
         return fits and all(any(re.fullmatch(sign, each) for each in names) for sign in self.signs)
 
 
-def _trainer(tree: Tree, parts: Parts) -> str:
+def _trainer(tree: Tree, parts: TreeParts) -> str:
     """The Trainer writes weights, optimizer, scheduler, states of random numbers and STATE, in this order (`_save_checkpoint` in
     transformers/trainer.py, 4.40 to 5.24). Ranks do not wait for each other at the end, so every part must be checked.
 
@@ -426,7 +426,7 @@ def _check_folders(tree: Tree) -> None:
             raise TornCheckpoint(f"{folder} is empty, the save did not finish")
 
 
-def _numbers(parts: Parts) -> tuple[int | None, int | None]:
+def _numbers(parts: TreeParts) -> tuple[int | None, int | None]:
     """Return step and epoch by the first JSON file that gives them."""
     for path, keys in _STATES.items():
         if path in parts.states:

@@ -56,7 +56,7 @@ SCHEMA = 1
 MARGIN_S = 2.0  # for the agent's answer
 
 
-class NoAgent(ElasticExtError):
+class AgentGone(ElasticExtError):
     """The worker's own agent does not answer: as a rule it has been killed, and the node is about to go."""
 
 
@@ -94,7 +94,7 @@ def send(path: str, wanted: Send) -> str:
             with sock.makefile("rb") as reader:
                 return records.read(Sent, reader.readline(MAX_LINE), "the answer of the agent", SCHEMA).reason
     except (OSError, RecordError) as error:
-        raise NoAgent(f"the agent does not answer: {error}") from error
+        raise AgentGone(f"the agent does not answer: {error}") from error
 
 
 def encode(message: Send | Sent) -> bytes:

@@ -20,9 +20,9 @@ from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, checksum_of
 from elastic_ext.checkpoints.local_tier import LocalTier, Parts, PieceExchange, Range, merge_ranges
 from elastic_ext.checkpoints.memory import part
-from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, Place, open_mapped
+from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped
 from elastic_ext.checkpoints.ranks import Ranks
-from elastic_ext.checkpoints.state.capture import Saved, StateDict
+from elastic_ext.checkpoints.state.capture import StateDict, UnshardedState
 from elastic_ext.checkpoints.storage import Storage
 
 
@@ -48,9 +48,9 @@ class MemoryCopy:
             elif buffer.size != file.size:
                 raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
 
-    def saved(self, wanted: Iterable[int]) -> Saved:
+    def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks of this node. Only after all ranks have made this."""
-        return Saved(self._index(self._ranks.rank).shared, {rank: self._index(rank).own for rank in wanted})
+        return UnshardedState(self._index(self._ranks.rank).shared, {rank: self._index(rank).own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:
         """Copy the tensors into those of `template`; return it with the other values. Raises PartError if they do not fit."""
@@ -134,7 +134,7 @@ class Piece:
 
     file: str
     box: Box
-    place: Place
+    place: TensorPlace
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,10 @@ class ReshardedCopy:
                 found[file.name] = part.read_index(buffer.bytes)
         return found
 
-    def saved(self, wanted: Iterable[int]) -> Saved:
+    def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks."""
         indexes = [self._indexes[memory_file(rank)] for rank in range(self._manifest.world_size)]
-        return Saved(indexes[0].shared, {rank: indexes[rank].own for rank in wanted})
+        return UnshardedState(indexes[0].shared, {rank: indexes[rank].own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:
         """Copy the tensors into those of `template`; return it with the other values. Collective.

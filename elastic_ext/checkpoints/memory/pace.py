@@ -161,7 +161,7 @@ class StepTimes:
         return Timing(step_s, stall_s, max(self._commits, default=None), wait_s)
 
 
-class Trouble:
+class CopyTrouble:
     """Why copies fail, logged when that begins, when it changes, and when it is over."""
 
     def __init__(self, speaks: bool) -> None:

@@ -52,7 +52,7 @@ class PartError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor is in the buffer."""
 
     offset: int
@@ -88,7 +88,7 @@ class Index:
         own: this rank's own.
     """
 
-    tensors: Mapping[Path, Place]
+    tensors: Mapping[Path, TensorPlace]
     boxes: Mapping[Path, Box]
     values: Mapping[Path, Any]
     shared: StateDict
@@ -106,7 +106,7 @@ class Planned:
     """
 
     tensors: Mapping[Path, Tensor]
-    places: Mapping[Path, Place]
+    places: Mapping[Path, TensorPlace]
     index: bytes
     common: Sequence[Common] = ()
 
@@ -141,7 +141,7 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     mine = {path: local_part(tensor) for path, tensor in tensors.items() if path not in elsewhere}
     places, offset = {}, ALIGNMENT
     for path, tensor in mine.items():
-        places[path] = Place(offset, tensor.dtype, tuple(tensor.shape))
+        places[path] = TensorPlace(offset, tensor.dtype, tuple(tensor.shape))
         offset += -(-places[path].size // ALIGNMENT) * ALIGNMENT
     boxes = {path: box for path in mine if (box := box_of(tensors[path])) is not None}
     index = Index(places, boxes, values, captured.shared, captured.own)
@@ -217,7 +217,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def view(memory: Tensor, place: Place) -> Tensor:
+def view(memory: Tensor, place: TensorPlace) -> Tensor:
     """Return the tensor at a place in a buffer. memory: its bytes."""
     return memory[place.offset : place.offset + place.size].view(place.dtype).view(place.shape)
 

@@ -32,7 +32,7 @@ from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, decode, order_of
 from elastic_ext.checkpoints.memory import contract, wire
 from elastic_ext.checkpoints.memory.contract import Send, Sent
-from elastic_ext.checkpoints.memory.wire import GET, PUT, Answer, Connection, Pace, PeerError, Request
+from elastic_ext.checkpoints.memory.wire import GET, PUT, PartAnswer, PartRequest, PeerError, SendPace, TimedConnection
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -238,13 +238,13 @@ class Circle:
     limit: int
 
 
-class Outbox:
+class PartOutbox:
     """Sends parts to the peer of one round. After a failure it sends none for a while, so that training is not held up again.
 
     The threads of all workers share it.
     """
 
-    def __init__(self, storage: Storage, circle: Circle, pace: Pace, metrics: PeerMetrics) -> None:
+    def __init__(self, storage: Storage, circle: Circle, pace: SendPace, metrics: PeerMetrics) -> None:
         self._storage, self._circle, self._pace, self._metrics = storage, circle, pace, metrics
         self._lock = threading.Lock()
         self._paused_until, self._pause_s = 0.0, 0.0
@@ -272,12 +272,12 @@ class Outbox:
 
     def _put(self, wanted: Send, deadline: float) -> None:
         checked_rank(wanted.name, wanted.file)
-        asked = Request(PUT, wanted.name, wanted.file, wanted.size, wanted.checksum, wanted.kept)
+        asked = PartRequest(PUT, wanted.name, wanted.file, wanted.size, wanted.checksum, wanted.kept)
         path = self._storage.path(f"{wanted.name}/{wanted.file}")
         with open(path, "rb") as file, wire.connected(self._circle.peer, deadline) as connection:
             wire.ask(connection, self._circle.key, asked, ADOPT_S)
             connection.send_file(file, wanted.size, self._pace)
-            wire.refuse(connection.hear(Answer))
+            wire.refuse(connection.hear(PartAnswer))
 
     def _note(self, reason: str) -> None:
         """Pause after a failure; log when failures begin, and when they are over."""
@@ -367,7 +367,7 @@ def fetch(
         deadline += file.size / LEAST_RATE
         part = Part(name, file.name, file.size, file.checksum)
         with wire.connected(source, deadline, over) as connection:
-            size = wire.ask(connection, key, Request(GET, name, file.name), ADOPT_S).size
+            size = wire.ask(connection, key, PartRequest(GET, name, file.name), ADOPT_S).size
             if size != part.size:
                 raise PeerError(f"{file.name} has {size} bytes there, expected {part.size}")
             receive(storage, part, connection.receive)
@@ -378,7 +378,7 @@ def _manifest(
     key: str, name: str, digest: str, source: tuple[str, int], deadline: float, over: Callable[[], bool]
 ) -> tuple[Manifest, bytes]:
     with wire.connected(source, deadline, over) as connection:
-        size = wire.ask(connection, key, Request(GET, name, MANIFEST), ADOPT_S).size
+        size = wire.ask(connection, key, PartRequest(GET, name, MANIFEST), ADOPT_S).size
         if not 0 < size <= MAX_MANIFEST:
             raise PeerError(f"the manifest of {name} has {size} bytes there")
         data = bytearray(size)
@@ -393,14 +393,14 @@ UNPROVEN = 64  # callers that may be anybody; they do not count among the above
 RETRY_S = 1.0
 SERVE_S = 600.0  # limit for a request of another node, which has its own, too
 
-Sign = Callable[[Answer], Answer]
+Sign = Callable[[PartAnswer], PartAnswer]
 
 
 @dataclass(frozen=True)
 class _Round:
     circle: Circle
     kept: Kept
-    outbox: Outbox
+    outbox: PartOutbox
 
 
 class PeerService:
@@ -448,7 +448,7 @@ class PeerService:
         found = None
         if circle is not None:
             kept = Kept(self._storage, circle.limit, circle.own)
-            found = _Round(circle, kept, Outbox(self._storage, circle, self._pace, self._metrics))
+            found = _Round(circle, kept, PartOutbox(self._storage, circle, self._pace, self._metrics))
         with self._adopted:
             self._round = found
             self._adopted.notify_all()
@@ -514,7 +514,7 @@ class PeerService:
         sock.sendall(contract.encode(Sent(now.outbox.send(wanted) if now is not None else "this node is in no round")))
 
     def _serve_agent(self, sock: socket.socket) -> None:
-        with Connection(sock, time.monotonic() + SERVE_S) as connection:
+        with TimedConnection(sock, time.monotonic() + SERVE_S) as connection:
             try:
                 with self._callers.entered(sock):
                     asked, sign = wire.greet(connection, lambda key_id: self._of(key_id, sock).circle.key)
@@ -524,7 +524,7 @@ class PeerService:
                 with self._slot():
                     serve(connection, asked, sign)
             except (PeerError, RecordError, FileNotFoundError) as error:
-                connection.say(Answer(str(error)[: wire.MAX_REASON]))
+                connection.say(PartAnswer(str(error)[: wire.MAX_REASON]))
                 raise
 
     @contextmanager
@@ -556,20 +556,20 @@ class PeerService:
             raise PeerError("this node is not in that round")
         return now
 
-    def _take(self, connection: Connection, asked: Request, sign: Sign) -> None:
+    def _take(self, connection: TimedConnection, asked: PartRequest, sign: Sign) -> None:
         """Keep a part of another node."""
 
         def fill(memory: memoryview) -> str:
-            connection.say(sign(Answer()))
+            connection.say(sign(PartAnswer()))
             return connection.receive(memory)
 
         self._of(asked.key_id).kept.receive(Part(asked.name, asked.file, asked.size, asked.checksum), asked.kept, fill)
-        connection.say(Answer())
+        connection.say(PartAnswer())
 
-    def _give(self, connection: Connection, asked: Request, sign: Sign) -> None:
+    def _give(self, connection: TimedConnection, asked: PartRequest, sign: Sign) -> None:
         """Send a file of a copy to a node that lacks it, as fast as it goes: its workers wait, and so do all others."""
         check_readable(asked.name, asked.file)
         with open(self._storage.path(f"{asked.name}/{asked.file}"), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            connection.say(sign(Answer(size=size)))
+            connection.say(sign(PartAnswer(size=size)))
             connection.send_file(file, size)

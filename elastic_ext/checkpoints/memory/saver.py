@@ -25,7 +25,7 @@ from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import contract, pace, part
 from elastic_ext.checkpoints.memory.contract import Room, Send
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
-from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Timing, Trouble
+from elastic_ext.checkpoints.memory.pace import CopyTrouble, Schedule, StepTimes, Timing
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What one rank reports to the others of its part.
 
     Attributes:
@@ -60,7 +60,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CopyOutcome:
     """How it ended, the same on all ranks. failure: may be None although nothing was committed: a buffer was made first.
 
     apart: the last step of which a rank has made a copy, if they are not all of the same step; else None.
@@ -72,7 +72,7 @@ class Outcome:
     apart: int | None = None
 
 
-def commit(tier: LocalTier, kept: str, report: Report, ranks: Ranks) -> Outcome:
+def commit(tier: LocalTier, kept: str, report: RankReport, ranks: Ranks) -> CopyOutcome:
     """Commit a copy if every rank has written its part of it. kept: name of the copy before it, which stays.
 
     A rank that has left it out may be at a load, and meets the others here by `none_in_progress`.
@@ -80,19 +80,19 @@ def commit(tier: LocalTier, kept: str, report: Report, ranks: Ranks) -> Outcome:
     When this returns, every rank knows whether the manifest is on every node. Raises RuntimeError if the ranks cannot
     communicate.
     """
-    gathered: list[Report | None] = ranks.all_gather(report)
+    gathered: list[RankReport | None] = ranks.all_gather(report)
     reports = [each for each in gathered if each is not None]
     if len(reports) < len(gathered):
         away = SaveFailure(FailureKind.OTHER, "it is at a load and has not made this copy", gathered.index(None))
-        return Outcome(False, tuple(each.timing for each in reports), away)
+        return CopyOutcome(False, tuple(each.timing for each in reports), away)
     timings = tuple(each.timing for each in reports)
     failures = [each.failure for each in reports if each.failure] or [*_apart(reports), *_differing(reports, tier.nodes)]
     files = tuple(each.file for each in reports if each.file is not None)
     if failures or len(files) < len(reports):
-        return Outcome(False, timings, failures[0] if failures else None, _last_of_several(reports))
+        return CopyOutcome(False, timings, failures[0] if failures else None, _last_of_several(reports))
     failure = _put(tier, reports[0], kept, files, ranks.rank) if tier.first else None
     failures = [each for each in ranks.all_gather(failure) if each]
-    return Outcome(not failures, timings, failures[0] if failures else None)
+    return CopyOutcome(not failures, timings, failures[0] if failures else None)
 
 
 def none_in_progress(ranks: Ranks) -> None:
@@ -113,23 +113,23 @@ def remove_others(tier: LocalTier, name: str, ranks: Ranks) -> None:
     ranks.all_gather(None)
 
 
-def _last_of_several(reports: Sequence[Report]) -> int | None:
+def _last_of_several(reports: Sequence[RankReport]) -> int | None:
     steps = {step for each in reports for _, step in [order_or_oldest(each.name)]}
     return max(steps) if len(steps) > 1 else None
 
 
-def _apart(reports: Sequence[Report]) -> Iterator[SaveFailure]:
+def _apart(reports: Sequence[RankReport]) -> Iterator[SaveFailure]:
     """Yield a failure if the ranks have not copied the same step. The step of each is that of its own script."""
     for rank, each in enumerate(reports):
         if (each.name, each.accumulation) != (reports[0].name, reports[0].accumulation):
             yield SaveFailure(FailureKind.OTHER, f"it has copied {_told(each)}, rank 0 {_told(reports[0])}", rank)
 
 
-def _told(report: Report) -> str:
+def _told(report: RankReport) -> str:
     return f"{report.name}, micro-step {report.accumulation}" if report.accumulation else report.name
 
 
-def _differing(reports: Sequence[Report], nodes: Sequence[int]) -> Iterator[SaveFailure]:
+def _differing(reports: Sequence[RankReport], nodes: Sequence[int]) -> Iterator[SaveFailure]:
     """Yield a failure for each node whose ranks do not have the same tensors to share: some would be in no part."""
     for node in range(len(nodes)):
         ranks = tiers.ranks_of(nodes, node)
@@ -139,7 +139,7 @@ def _differing(reports: Sequence[Report], nodes: Sequence[int]) -> Iterator[Save
             yield SaveFailure(FailureKind.OTHER, reason, ranks[0])
 
 
-def _put(tier: LocalTier, first: Report, kept: str, files: tuple[StoredFile, ...], rank: int) -> SaveFailure | None:
+def _put(tier: LocalTier, first: RankReport, kept: str, files: tuple[StoredFile, ...], rank: int) -> SaveFailure | None:
     """Write the manifest, after removing what is left of older copies: all ranks have moved their buffers out of them.
 
     Never raises, because the other ranks wait for the result. first: rank 0's report.
@@ -193,7 +193,7 @@ class MemorySaver:
         self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
         self._copying = Copying(objects.optimizers)
         self._times = StepTimes()
-        self._trouble = Trouble(ranks.rank == 0)
+        self._trouble = CopyTrouble(ranks.rank == 0)
         self._attempt: Attempt | None = None  # the last one
         self._schedule = Schedule(every, ranks.rank == 0)
         self._next: int | None = None  # the step at which a copy is due; None: none will be
@@ -307,9 +307,9 @@ class MemorySaver:
                 self._times.copied(time.monotonic() - began + before_s)
         except Exception as error:  # noqa: BLE001  (training continues; the thread notifies all ranks)
             failure = failure_of(error, self._ranks.rank)
-        self._start(Report(name, encoded, self._times.timing(), failure=failure, accumulation=accumulation), planned, buffer)
+        self._start(RankReport(name, encoded, self._times.timing(), failure=failure, accumulation=accumulation), planned, buffer)
 
-    def _start(self, report: Report, planned: Planned | None, buffer: Buffer | None) -> None:
+    def _start(self, report: RankReport, planned: Planned | None, buffer: Buffer | None) -> None:
         self._times.made_buffers = buffer is None  # until all ranks have said so
         limit_s = pace.BUFFERS_HOLD_S if buffer is None else pace.HOLD_S
         self._attempt = Attempt(lambda: self._run(report, planned, buffer), order_or_oldest(report.name)[1], limit_s)
@@ -336,7 +336,7 @@ class MemorySaver:
 
     # In the thread.
 
-    def _run(self, report: Report, planned: Planned | None, buffer: Buffer | None) -> None:
+    def _run(self, report: RankReport, planned: Planned | None, buffer: Buffer | None) -> None:
         began = time.monotonic()
         report = self._completed(report, planned, buffer)
         try:
@@ -371,7 +371,7 @@ class MemorySaver:
         except OSError as error:
             logger.debug("no second buffer: %s", error)
 
-    def _completed(self, report: Report, planned: Planned | None, buffer: Buffer | None) -> Report:
+    def _completed(self, report: RankReport, planned: Planned | None, buffer: Buffer | None) -> RankReport:
         """Return the report with this rank's part, or with the reason why there is none. Makes the buffers that are missing."""
         if report.failure is not None or planned is None:
             return report

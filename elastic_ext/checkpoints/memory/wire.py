@@ -43,14 +43,14 @@ MAX_REASON = 500  # characters
 
 Size = Annotated[int, Within(0, 2**62)]
 
-T = TypeVar("T", bound="Hello | Request | Answer")
+T = TypeVar("T", bound="ServerHello | PartRequest | PartAnswer")
 
 
 class PeerError(ElasticExtError):
     """The other node refuses, or is not who it should be."""
 
 
-class Pace(Protocol):
+class SendPace(Protocol):
     """How fast a file may be sent, in blocks of so many bytes."""
 
     block: int
@@ -60,14 +60,14 @@ class Pace(Protocol):
 
 
 @dataclass(frozen=True)
-class Hello:
+class ServerHello:
     """The server's first message."""
 
     nonce: Name
 
 
 @dataclass(frozen=True)
-class Request:
+class PartRequest:
     """What the client wants.
 
     Attributes:
@@ -91,7 +91,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PartAnswer:
     """What the server says. reason: why not; "" for yes. size: of the file that follows (GET)."""
 
     reason: str = ""
@@ -104,15 +104,15 @@ def key_id(key: str) -> str:
     return hashlib.sha256(b"id " + key.encode()).hexdigest()[:16]
 
 
-def connected(address: tuple[str, int], deadline: float, over: Callable[[], bool] = lambda: False) -> Connection:
+def connected(address: tuple[str, int], deadline: float, over: Callable[[], bool] = lambda: False) -> TimedConnection:
     """Connect to another agent; see `Connection`. Raises OSError."""
     left = deadline - time.monotonic()
     sock = socket.create_connection(address, timeout=max(0.001, min(CONNECT_S, left)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(sock, deadline, over)
+    return TimedConnection(sock, deadline, over)
 
 
-class Connection:
+class TimedConnection:
     """A socket with a deadline for all that happens on it. Its methods raise OSError, RecordError or PeerError."""
 
     def __init__(self, sock: socket.socket, deadline: float, over: Callable[[], bool] = lambda: False) -> None:
@@ -121,14 +121,14 @@ class Connection:
         self._look_at = time.monotonic() + LOOK_S
         self._reader = sock.makefile("rb", buffering=MAX_LINE)  # more than that is read into its place at once
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> TimedConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
         self._sock.close()
 
-    def say(self, message: Hello | Request | Answer) -> None:
+    def say(self, message: ServerHello | PartRequest | PartAnswer) -> None:
         self._limit()
         self._sock.sendall(json.dumps({"schema": SCHEMA, **records.plain(message)}).encode() + b"\n")
 
@@ -146,7 +146,7 @@ class Connection:
                 raise ConnectionError("a message is too long")
         return records.read(kind, line, "a message of another agent", SCHEMA)
 
-    def send_file(self, file: IO[bytes], size: int, pace: Pace | None = None) -> None:
+    def send_file(self, file: IO[bytes], size: int, pace: SendPace | None = None) -> None:
         """Send a file from its beginning. pace: None: as fast as it goes."""
         block = pace.block if pace is not None else BLOCK
         for offset in range(0, size, block):
@@ -204,45 +204,45 @@ class Connection:
         self._sock.settimeout(left)
 
 
-def ask(connection: Connection, key: str, request: Request, wait_s: float = 0.0) -> Answer:
+def ask(connection: TimedConnection, key: str, request: PartRequest, wait_s: float = 0.0) -> PartAnswer:
     """Make a request; return the answer once the server has proved itself. wait_s: see `hear`. Raises PeerError if it refuses."""
-    hello = connection.hear(Hello)
+    hello = connection.hear(ServerHello)
     request = replace(request, key_id=key_id(key), nonce=secrets.token_hex(16), proof="")
     connection.say(replace(request, proof=_proof(key, hello.nonce, request)))
-    answer = connection.hear(Answer, wait_s)
+    answer = connection.hear(PartAnswer, wait_s)
     refuse(answer)  # first: a server that does not know the key cannot prove it
     if not _proves(answer, key, request.nonce):
         raise PeerError("the other node does not have the key of this round")
     return answer
 
 
-def refuse(answer: Answer) -> None:
+def refuse(answer: PartAnswer) -> None:
     """Raise PeerError if the answer is no."""
     if answer.reason:
         raise PeerError(f"the other node refuses: {printable(answer.reason[:MAX_REASON])}")
 
 
-def greet(connection: Connection, key_of: Callable[[str], str]) -> tuple[Request, Callable[[Answer], Answer]]:
+def greet(connection: TimedConnection, key_of: Callable[[str], str]) -> tuple[PartRequest, Callable[[PartAnswer], PartAnswer]]:
     """Return what a client wants, once it has proved itself, and what signs the answer to it.
 
     key_of: the key with this id; raises PeerError if there is none.
     """
-    hello = Hello(secrets.token_hex(16))
+    hello = ServerHello(secrets.token_hex(16))
     connection.say(hello)
-    request = connection.hear(Request)
+    request = connection.hear(PartRequest)
     key = key_of(request.key_id)
     if not _proves(request, key, hello.nonce):
         raise PeerError("wrong proof of the key")
     return request, lambda answer: replace(answer, proof=_proof(key, request.nonce, answer))
 
 
-def _proves(message: Request | Answer, key: str, nonce: str) -> bool:
+def _proves(message: PartRequest | PartAnswer, key: str, nonce: str) -> bool:
     """Return whether the proof in a message is right. Its sender may have written anything there."""
     right = _proof(key, nonce, replace(message, proof=""))
     return hmac.compare_digest(message.proof.encode(errors="replace"), right.encode())
 
 
-def _proof(key: str, nonce: str, message: Request | Answer) -> str:
+def _proof(key: str, nonce: str, message: PartRequest | PartAnswer) -> str:
     """Return the proof of a message that has none yet. nonce: the other side's."""
     text = json.dumps([type(message).__name__, nonce, records.plain(message)], sort_keys=True)
     return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()

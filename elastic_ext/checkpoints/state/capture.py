@@ -66,7 +66,7 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class Saved:
+class UnshardedState:
     """The parts of a checkpoint's state that are not sharded.
 
     Attributes:
@@ -126,7 +126,7 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
     return Capture(tensors, shared, own)
 
 
-def template(objects: Objects, saved: Saved) -> StateDict:
+def template(objects: Objects, saved: UnshardedState) -> StateDict:
     """Return the tensors to load into, in the layout that this world size and these wrappers need. Raises UsageError."""
     shared = saved.shared
     tensors: StateDict = {"model": get_model_state_dict(objects.model)}
@@ -159,7 +159,7 @@ def _place_extra(objects: Objects, shared: StateDict, tensors: StateDict) -> Non
     tensors[EXTRA] = extra.template(forms, present, objects.model)
 
 
-def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
+def restore(objects: Objects, tensors: StateDict, saved: UnshardedState) -> None:
     """Restore all but the data loader and the random generators. Raises UsageError if the state does not fit."""
     shared = saved.shared
     set_model_state_dict(objects.model, tensors["model"])

@@ -38,13 +38,13 @@ from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.state.capture import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving
-from elastic_ext.checkpoints.writing.loading import Loader, Position, Reshard
-from elastic_ext.checkpoints.writing.retention import Fence, Retention
-from elastic_ext.checkpoints.writing.saving import BackgroundSaver, Destination, Event, Results, Save, Stager
+from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
+from elastic_ext.checkpoints.writing.retention import GenerationFence, Retention
+from elastic_ext.checkpoints.writing.saving import BackgroundSaver, Destination, Results, Save, SaveEvent, Stager
 from elastic_ext.training import saves
 from elastic_ext.training.progress import doing
 
-__all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
+__all__ = ["Checkpointer", "Reshard", "SaveEvent", "Stateful", "TrainingPosition"]
 
 
 class Checkpointer:
@@ -74,7 +74,7 @@ class Checkpointer:
         verify: bool = True,
         reshard_dataloader: Reshard | None = None,
         requested: Callable[[int], bool] | None = None,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[SaveEvent], None] | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         """Open the directory. Collective. Raises UsageError.
@@ -117,7 +117,7 @@ class Checkpointer:
         self._ranks = Ranks(timeout)
         room = given_room()
         directories = open_directories(remote, local_dir, room.directory if room is not None else "", self._ranks)
-        self._fence = Fence(remote, self._ranks)
+        self._fence = GenerationFence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)
         self._resume_from = os.environ.get(RESUME_FROM)  # "": start from nothing; None: no choice by an agent
         self._stager = Stager(objects, self._ranks.rank)
@@ -144,7 +144,7 @@ class Checkpointer:
         return self._results.last_saved
 
     @doing("checkpoint_load")
-    def load(self) -> Position:
+    def load(self) -> TrainingPosition:
         """Load a checkpoint: the agent's choice, else the newest complete one. Without any, return the zero position.
 
         The agent's choice applies to the first load. Later loads, to go back, take the newest complete one. From here on only
@@ -162,9 +162,9 @@ class Checkpointer:
         position = self._load(chosen) if chosen != "" else None
         if self._memory is not None:
             self._memory.begin(self._fence.generation, self._loader.copy)
-        return position or Position()
+        return position or TrainingPosition()
 
-    def _load(self, chosen: str | None) -> Position | None:
+    def _load(self, chosen: str | None) -> TrainingPosition | None:
         began = time.monotonic()
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded

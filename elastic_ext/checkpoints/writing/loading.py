@@ -218,7 +218,7 @@ Reshard = Callable[[Sequence[Any], int, int], Any]
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainingPosition:
     """The position of training.
 
     Attributes:
@@ -258,7 +258,7 @@ class Loader:
         self.loaded: str | None = None
         self.copy = ""
 
-    def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> Position | None:
+    def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> TrainingPosition | None:
         """Load the newest complete, undamaged checkpoint; return None without one. Collective. Raises StorageFailed, OSError.
 
         refused: names not to load, by the address of their directory.
@@ -277,7 +277,7 @@ class Loader:
             return self._put_in_place(checked)
         return None
 
-    def load_chosen(self, path: str) -> Position:
+    def load_chosen(self, path: str) -> TrainingPosition:
         """Load the checkpoint that the agent chose. Collective. Raises CheckpointError, OSError.
 
         If a checkpoint in the local tier is gone or damaged by now, load the newest other one: its remote copy or an older one.
@@ -297,7 +297,7 @@ class Loader:
                 raise  # starting from nothing would lose the work
             return position
 
-    def _load_from_memory(self, memory: LocalTier, name: str) -> Position:
+    def _load_from_memory(self, memory: LocalTier, name: str) -> TrainingPosition:
         """Load a copy in memory; if it cannot be loaded, the older one or the newest of the lower tiers, whatever is newer."""
         refused: set[str] = set()
         while True:
@@ -330,7 +330,7 @@ class Loader:
             return False
         return lower is not None and order_or_oldest(lower[1]) >= order_or_oldest(copy)
 
-    def _put_copy_in_place(self, memory: LocalTier, name: str) -> Position:
+    def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
         with saves.timed_check():
             manifest, parts = self._selection.parts(memory, name)
             copy: MemoryCopy | ReshardedCopy
@@ -346,7 +346,7 @@ class Loader:
         with saves.timed_check():
             return self._selection.checked(storage, name)
 
-    def _put_in_place(self, checked: Checked) -> Position:
+    def _put_in_place(self, checked: Checked) -> TrainingPosition:
         tier, manifest, name, ranks = self._directories.tier_of(checked.storage), checked.manifest, checked.name, self._ranks
         if tier is None or checked.parts is None:
             return self._restore_files(checked.storage, name, manifest, None)
@@ -357,10 +357,10 @@ class Loader:
         with exchange.with_files(file for file in manifest.files if file.name in small) as storage:
             return self._restore_files(storage, name, manifest, exchange)
 
-    def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> Position:
-        def saved(wanted: Iterable[int]) -> capture.Saved:
+    def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> TrainingPosition:
+        def saved(wanted: Iterable[int]) -> capture.UnshardedState:
             shared = read_objects(storage, name, SHARED_FILE)
-            return capture.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
+            return capture.UnshardedState(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
 
         def fill(tensors: capture.StateDict) -> capture.StateDict:
             read_tensors(storage, name, tensors, self._ranks, exchange)
@@ -374,10 +374,10 @@ class Loader:
         storage: Storage,
         name: str,
         manifest: Manifest,
-        read_saved: Callable[[Iterable[int]], capture.Saved],
+        read_saved: Callable[[Iterable[int]], capture.UnshardedState],
         fill: Callable[[capture.StateDict], capture.StateDict],
         remote: Storage | None = None,
-    ) -> Position:
+    ) -> TrainingPosition:
         """Restore the state on all ranks.
 
         Args:
@@ -388,7 +388,7 @@ class Loader:
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
-        def read() -> tuple[capture.Saved, capture.StateDict]:
+        def read() -> tuple[capture.UnshardedState, capture.StateDict]:
             saved = read_saved((ranks.rank,) if same else range(manifest.world_size))
             return saved, capture.template(objects, saved)
 
@@ -407,7 +407,7 @@ class Loader:
             capture.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded, self.copy = name if storage in self._directories else None, ""
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
-        return Position(
+        return TrainingPosition(
             step=manifest.step,
             epoch=manifest.epoch,
             accumulation=manifest.accumulation,

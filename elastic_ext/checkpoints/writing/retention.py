@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 LAUNCH_ENV = "ELASTIC_EXT_LAUNCH"
 
 
-class Fence:
+class GenerationFence:
     """The generation that this group of workers opened in the remote directory. Only the newest one may write there.
 
     Attributes:
@@ -67,7 +67,7 @@ class Retention:
         in_use: name of the loaded checkpoint; never removed, because other ranks may still be loading it.
     """
 
-    def __init__(self, directories: Directories, fence: Fence, keep_last: int, keep_every: int | None) -> None:
+    def __init__(self, directories: Directories, fence: GenerationFence, keep_last: int, keep_every: int | None) -> None:
         """keep_last: number of newest complete ones to keep. keep_every: also keep those whose step is a multiple of this."""
         self._directories, self._fence = directories, fence
         self._keep_last, self._keep_every = keep_last, keep_every or 0

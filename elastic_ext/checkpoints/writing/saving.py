@@ -38,7 +38,7 @@ from elastic_ext.checkpoints.state.capture import EXTRA, Objects, StateDict, cap
 from elastic_ext.checkpoints.state.extra import digests
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
-from elastic_ext.checkpoints.writing.retention import Fence, Retention, remove
+from elastic_ext.checkpoints.writing.retention import GenerationFence, Retention, remove
 from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ ALARM_AFTER = 3  # failed saves in a row
 
 
 @dataclass(frozen=True)
-class Event:
+class SaveEvent:
     """The argument of `on_event`, which the writing thread calls.
 
     Attributes:
@@ -79,7 +79,7 @@ class Results:
         ended: any other reason why no further save is possible, else "".
     """
 
-    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+    def __init__(self, on_event: Callable[[SaveEvent], None] | None) -> None:
         self._on_event = on_event
         self.last_error: str | None = None
         self.failures = 0
@@ -98,7 +98,7 @@ class Results:
         self.last_error, self.failures, self.last_saved = None, 0, step
         self._saved.add(step)
         saves.report_saved(step, seconds)
-        self.emit(Event("saved", step, name, seconds, size))
+        self.emit(SaveEvent("saved", step, name, seconds, size))
 
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
         """Record a failed save."""
@@ -106,14 +106,14 @@ class Results:
         self.last_error = f"step {step} was not saved: rank {failure.rank}: {failure.kind.value}: {failure.reason}"
         logger.warning("%s; training continues", self.last_error)
         saves.report_save_failed()
-        self.emit(Event("failed", step, name, reason=self.last_error))
+        self.emit(SaveEvent("failed", step, name, reason=self.last_error))
         if failure.kind is FailureKind.STALE:
             self.stale = StaleGroup(failure.reason)
         elif failure.kind is FailureKind.GROUP:
             self.ended = self.last_error
         elif self.failures >= ALARM_AFTER:
             logger.error("%s saves failed in a row; the last saved step is %s", self.failures, self.last_saved)
-            self.emit(Event("alarm", step, name, reason=self.last_error))
+            self.emit(SaveEvent("alarm", step, name, reason=self.last_error))
 
     def skip(self, step: int) -> bool:
         """Return whether this step need not or cannot be saved, and if so notify the agent. Raises StaleGroup."""
@@ -129,7 +129,7 @@ class Results:
             return False
         return True
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: SaveEvent) -> None:
         """Call `on_event` and log its exceptions."""
         if self._on_event is not None:
             try:
@@ -150,7 +150,7 @@ def rank_file(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended, the same on all ranks. failure: None if it is committed. size: bytes of the checkpoint."""
 
     failure: SaveFailure | None
@@ -188,37 +188,37 @@ def _told(at: At) -> str:
     return f"step {step}, micro-step {accumulation}" if accumulation else f"step {step}"
 
 
-def save_to(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
+def save_to(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> AttemptOutcome:
     """Write and commit one checkpoint, after `what_prevents`. Collective. manifest: without files; rank 0's is used.
 
     Raises torch's RuntimeError if the ranks cannot communicate.
     """
     complete = _written(storage, name, staged, manifest, ranks)
     if isinstance(complete, SaveFailure):
-        return Outcome(complete)
-    return ranks.broadcast(commit(storage, name, complete) if ranks.rank == 0 else Outcome(None))
+        return AttemptOutcome(complete)
+    return ranks.broadcast(commit(storage, name, complete) if ranks.rank == 0 else AttemptOutcome(None))
 
 
-def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
+def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> AttemptOutcome:
     """Do as `save`, but write to each node's own disk. The checkpoint is committed once rank 0's node has the manifest.
 
     fence: the remote directory, which shows whether there is a newer group.
     """
     complete = _written(tier.storage, name, staged, replace(manifest, nodes=tier.nodes), ranks)
     if isinstance(complete, SaveFailure):
-        return Outcome(complete)
+        return AttemptOutcome(complete)
     try:
         common = ranks.from_rank_0(lambda: _common(tier.storage, fence, name, complete))
     except (ElasticExtError, OSError) as error:
-        return Outcome(failure_of(error, 0))
+        return AttemptOutcome(failure_of(error, 0))
     for leads in (False, True):  # rank 0's node last: it copies the manifest to the remote directory
         failure = None
         if tier.first and (ranks.rank == 0) is leads:
             failure = _put_common(tier.storage, name, {MANIFEST: common[MANIFEST]} if leads else common, ranks.rank)
         failures = [failure for failure in ranks.all_gather(failure) if failure]
         if failures:
-            return Outcome(failures[0])
-    return Outcome(None, complete.size)
+            return AttemptOutcome(failures[0])
+    return AttemptOutcome(None, complete.size)
 
 
 def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Manifest | SaveFailure:
@@ -259,15 +259,15 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
     return writer.failure
 
 
-def commit(storage: Storage, name: str, manifest: Manifest) -> Outcome:
+def commit(storage: Storage, name: str, manifest: Manifest) -> AttemptOutcome:
     """Write the manifest, unless a newer group has taken over."""
     try:
         refuse_stale(storage, manifest.generation)
         storage.put(f"{name}/{MANIFEST}", encode(manifest))
     except Exception as error:
         logger.debug("committing %s failed", name, exc_info=True)
-        return Outcome(failure_of(error, 0))
-    return Outcome(None, manifest.size)
+        return AttemptOutcome(failure_of(error, 0))
+    return AttemptOutcome(None, manifest.size)
 
 
 def _common(local: Storage, fence: Storage, name: str, manifest: Manifest) -> dict[str, bytes]:
@@ -395,7 +395,9 @@ class Destination:
         agreed: set once all ranks have made the save in progress.
     """
 
-    def __init__(self, directories: Directories, fence: Fence, ranks: Ranks, on_generation: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, directories: Directories, fence: GenerationFence, ranks: Ranks, on_generation: Callable[[int], None] | None
+    ) -> None:
         """on_generation: called on all ranks, with the generation, before each attempt. Collective."""
         self._directories, self._fence, self._ranks, self._on_generation = directories, fence, ranks, on_generation
         self.agreed = threading.Event()
@@ -407,7 +409,7 @@ class Destination:
         tier = self._directories.local
         return tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
 
-    def write(self, save: Save) -> tuple[str, Outcome]:
+    def write(self, save: Save) -> tuple[str, AttemptOutcome]:
         """Make one attempt; return the outcome and the checkpoint's name, "" if it got none. Collective.
 
         Raises StaleGroup on all ranks; torch's RuntimeError if the ranks cannot communicate.
@@ -416,11 +418,11 @@ class Destination:
         failure = what_prevents(save.at, staged, self._ranks)
         self.agreed.set()
         if failure is not None:
-            return "", Outcome(failure)
+            return "", AttemptOutcome(failure)
         try:
             generation = self._fence.open()
         except OSError as error:
-            return "", Outcome(failure_of(error, 0))
+            return "", AttemptOutcome(failure_of(error, 0))
         if self._on_generation is not None:
             self._on_generation(generation)
         manifest = replace(save.manifest, generation=generation)
@@ -488,11 +490,11 @@ class BackgroundSaver:
         try:
             name, outcome = self._write(save)
         except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
-            name, outcome = "", Outcome(failure_of(error, 0))
+            name, outcome = "", AttemptOutcome(failure_of(error, 0))
         except Exception as error:  # the top of a thread
             failure = group_failure(error, self._ranks.rank, self._ranks.lost)
             logger.exception("no more checkpoints will be saved: %s", failure.reason)
-            name, outcome = "", Outcome(failure)
+            name, outcome = "", AttemptOutcome(failure)
         self._destination.agreed.set()  # or it has failed
         if outcome.failure is None:
             self._committed(name, step, outcome.size, time.monotonic() - save.called)
@@ -501,7 +503,7 @@ class BackgroundSaver:
         if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
             self._retention.discard(name)  # the disk may be full
 
-    def _write(self, save: Save) -> tuple[str, Outcome]:
+    def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
         """Write the save, retrying while the storage asks to retry later."""
         attempt = 0
         while True:
@@ -528,6 +530,6 @@ class BackgroundSaver:
         if self._ranks.rank == 0:
             try:
                 for removed in self._retention.prune(name):
-                    self._results.emit(Event("pruned", step, removed.name, reason=removed.reason))
+                    self._results.emit(SaveEvent("pruned", step, removed.name, reason=removed.reason))
             except (OSError, StaleGroup) as error:  # not a reason to stop training
                 logger.warning("pruning old checkpoints failed: %s; the next save tries again", error)

@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 
-from elastic_ext.base.contracts import LastWill
+from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.reaper import reaper
 
@@ -39,7 +39,7 @@ class Reaper:
         self._run_dir = run_dir
         self._inherited = inherited
         self._workers: list[int] = []
-        self._will: LastWill | None = None
+        self._will: LeaseRevocation | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None
         self._cannot_start = False  # logged once
@@ -68,7 +68,7 @@ class Reaper:
         os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent
         return process
 
-    def watch(self, pids: Iterable[int], will: LastWill | None = None) -> None:
+    def watch(self, pids: Iterable[int], will: LeaseRevocation | None = None) -> None:
         """Send the workers of this round to the reaper.
 
         will: how to take this node out of the rendezvous if the agent is killed; None: nothing to do.

@@ -8,7 +8,7 @@ TOKEN is in the environment of every process that the agent starts for its job; 
 Wire protocol, version 1: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
 
     workers PID PID ...    the workers of this round; replaces the previous list (a forked worker may not carry the token)
-    will JSON              how to take this node out of the rendezvous: the keys of `base.contracts.LastWill`
+    will JSON              how to take this node out of the rendezvous: the keys of `base.contracts.LeaseRevocation`
     end clean              the agent ends well: it left on purpose what is still alive
     end                    the agent ends in any other way: nothing that it started may stay
 
@@ -236,7 +236,7 @@ def kill_marked(token: bytes) -> "set[int]":
 
 
 def _revoke_lease(text: str) -> None:
-    """Revoke the lease through etcd's JSON gateway (3.4 and later), since this process has no gRPC. text: a LastWill as JSON."""
+    """Revoke the lease through etcd's JSON gateway (3.4 and later): this process has no gRPC. text: a LeaseRevocation as JSON."""
     import json
     import ssl
     import urllib.request

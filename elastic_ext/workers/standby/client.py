@@ -5,7 +5,6 @@ Only one thread at a time may use an object of this module.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -17,7 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +113,7 @@ class ServerProcess:
     Attributes:
         pidfd: readable when it has ended.
         importing: it was asked to import and has not answered yet.
+        hurried: it was told that torch is enough, since it was asked.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: str, cwd: str | None = None) -> None:
@@ -125,7 +125,7 @@ class ServerProcess:
             output: file for what imports print.
             cwd: the workers' directory; None: the agent's.
         """
-        self.importing = False
+        self.importing = self.hurried = False
         self._lowered = False
         self._output = output
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -163,11 +163,17 @@ class ServerProcess:
 
     def preload(self, path: str) -> None:
         """Ask it to import. path: a file that holds a `server.PreloadRequest`. `receive_ready` returns when that is done."""
-        self.importing = True
-        try:
+        self.importing, self.hurried = True, False
+        with suppress(OSError):  # it has ended; `receive_ready` reports that
             self._send({"preload": path})
-        except OSError:
-            pass  # it has ended; `receive_ready` reports that
+
+    def hurry(self) -> None:
+        """Have it answer as soon as it has torch, which all workers would import again; the rest is to be asked for later."""
+        if self.importing and not self.hurried:
+            self.hurried = True
+            self._use_full_priority()
+            with suppress(OSError):
+                self._send({"enough": True})
 
     def receive_ready(self) -> Ready | None:
         """Wait for its answer to `preload`; return None if it has ended. Raises OSError if no descriptor is left."""
@@ -183,9 +189,7 @@ class ServerProcess:
             file.seek(0)
             ready: Ready = json.load(file)
         self.importing = False
-        if self._lowered:
-            self._renice(0)
-            self._lowered = False
+        self._use_full_priority()
         return ready
 
     def park(self, count: int) -> list[Standby]:
@@ -213,6 +217,11 @@ class ServerProcess:
         if self.importing and not self._lowered:
             self._lowered = True
             self._renice(NICE)
+
+    def _use_full_priority(self) -> None:
+        if self._lowered:
+            self._renice(0)
+            self._lowered = False
 
     def _renice(self, more: int) -> None:
         """Set its niceness to this process's plus `more`. Not SCHED_IDLE, which gets nothing at all on a busy host."""
@@ -274,10 +283,10 @@ def _reap_group(server: int) -> None:
     standby leaves it and only then dies.
     """
     deadline = time.monotonic() + END_S
-    with contextlib.suppress(ChildProcessError):  # nothing of it is our child
+    with suppress(ChildProcessError):  # nothing of it is our child
         while time.monotonic() < deadline:
             if os.waitid(os.P_PGID, server, os.WEXITED | os.WNOHANG) is None:
-                with contextlib.suppress(ProcessLookupError):  # the last one has just left it
+                with suppress(ProcessLookupError):  # the last one has just left it
                     os.killpg(server, signal.SIGKILL)
                 time.sleep(REAP_S)
 

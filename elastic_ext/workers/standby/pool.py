@@ -1,8 +1,8 @@
 """The warm standbys of one agent. A thread keeps them ready, new workers take them, and the thread replaces them.
 
 If none is ready, or if a standby would differ from a newly started process, the worker starts cold, and the reason is counted and
-logged once. A start waits for a standby only where another round has ended while the server still imports: it has begun with what
-all workers would have to import again.
+logged once. A start waits for a standby only where another round has ended while the server still imports, and only until it has
+torch, which all workers would have to import again. It imports the rest once they run.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ class Arrival:
 
     def __init__(self) -> None:
         self.asked = 0  # questions so far
+        self.hurries = False  # the last one cannot wait for more than torch
         self._answered = 0  # those that a step has seen from its beginning
         self._coming = False  # the last answer
         self._changed = threading.Condition()
 
-    def wait(self, wake: Callable[[], None], timeout_s: float) -> bool:
+    def wait(self, wake: Callable[[], None], timeout_s: float, hurries: bool) -> bool:
         """Wait until a step that begins now says that none is coming; return False if that takes longer than timeout_s.
 
         wake: makes the thread begin a step.
         """
         with self._changed:
             self.asked = asked = self.asked + 1
+            self.hurries = hurries
             wake()
             return self._changed.wait_for(lambda: self._answered >= asked and not self._coming, timeout_s)
 
@@ -105,10 +107,13 @@ class PoolThread:
         self._cold.retry_within(REFILL_AFTER_S)
         self.wake()
 
-    def await_standbys(self, timeout_s: float) -> bool:
-        """Wait while missing standbys are on their way; return False if they still are after timeout_s."""
+    def await_standbys(self, timeout_s: float, hurries: bool = False) -> bool:
+        """Wait while missing standbys are on their way; return False if they still are after timeout_s.
+
+        hurries: those do that have torch and not yet all else.
+        """
         self._busy, self._refill_at = False, 0.0
-        return self._arrival.wait(self.wake, timeout_s)
+        return self._arrival.wait(self.wake, timeout_s, hurries)
 
     def wake(self) -> None:
         """Make the thread look at `modules` and `waiting` again."""
@@ -148,12 +153,14 @@ class PoolThread:
         if self._waiting.take_stale():
             self._end_all()
         if self._server is not None:
-            if self._busy:
-                self._server.yield_to_workers()
-            if self._modules.can_choose and not self._server.importing:
-                if self._modules.choose():  # else the waiting ones are good until better ones replace them
+            if not self._server.importing and (self._busy if self._server.hurried else self._modules.can_choose):
+                if self._modules.can_choose and self._modules.choose():  # else the waiting ones are good until better ones come
                     self._waiting.end()
                 self._server.preload(self._modules.write_request())
+            if self._busy:
+                self._server.yield_to_workers()
+            elif self._arrival.hurries:
+                self._server.hurry()
         if self._server is None and self._cold.off is None:
             self._start_server()
         refill_s = self._refill_due()
@@ -500,7 +507,9 @@ class StandbyPool:
     def _await(self) -> bool:
         """Wait for standbys if they come sooner than a cold worker would. Return whether any has come."""
         if self.workers_import_torch and self._patient:
-            self._patient = self._thread.await_standbys(AWAIT_S)
+            # What the workers import themselves beyond torch takes no longer, where each has a processor.
+            hurries = self._spec.workers <= len(os.sched_getaffinity(0))
+            self._patient = self._thread.await_standbys(AWAIT_S, hurries)
         return bool(len(self._waiting))
 
     def await_first(self) -> None:

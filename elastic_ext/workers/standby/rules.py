@@ -15,12 +15,14 @@ from importlib.machinery import all_suffixes
 
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 
-# All but the first are imported by DDP, FSDP2, torch.compile and checkpoints at their first use, about 3 s in total.
+# All but the first are imported by DDP, FSDP2, torch.compile and checkpoints at their first use, about 3 s in total. A server
+# that is hurried (see `pool`) ends between two of them: half of what torch._dynamo would import is here before it.
 DEFAULT_MODULES = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes",
     "torch.distributed.fsdp",
+    "torch._dynamo",
     "torch.nn.parallel",
     "torch.optim",
     "torch.distributed.checkpoint",

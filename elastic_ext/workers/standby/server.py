@@ -14,6 +14,7 @@ Wire protocol, version 1. The agent starts the server (`python -u server.py CONT
 and folder of the workers) and talks to it over the socket CONTROL (SOCK_SEQPACKET). Each message from the agent is a JSON object:
 
     {"version": 1, "preload": PATH}         import what the file at PATH names: a `PreloadRequest` as JSON
+    {"version": 1, "enough": true}          if it imports: answer now, once torch is there; a round waits for standbys
     {"version": 1, "park": AGENT} + socket  fork a standby that waits at that socket; AGENT is the pid of the agent
     end of file                             the agent is gone or no longer needs the server: end
 
@@ -161,7 +162,7 @@ class StandbyServer:
                     request: PreloadRequest = json.load(file)
                 self._preload(request)
             else:
-                if not descriptors:  # none could be received: the agent notices that no standby started and asks again
+                if not descriptors:  # "enough", too late; or none could be received: the agent notices, and asks again
                     continue
                 waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
                 if waiting is not None:
@@ -177,6 +178,8 @@ class StandbyServer:
         script_dir = request["script_dir"]
         with _as_if_it_ran(request["program"]):
             for name in [*request["modules"], *request["wanted"]] if "" not in self._unsafe else ():
+                if "torch" in sys.modules and self._is_enough():
+                    break
                 if name in sys.modules or name in self._unsafe:
                     continue
                 checks.before()
@@ -191,6 +194,14 @@ class StandbyServer:
         gc.collect()
         gc.freeze()  # the collector must not write to shared pages
         self._answer(self._ready(time.monotonic() - began, script_dir))
+
+    def _is_enough(self) -> bool:
+        """Return whether there is a message: while this server imports, none but "enough" comes, or the end of the agent."""
+        try:
+            self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
 
     def _import(self, name: str, folder: "str | None") -> None:
         if folder is not None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
-from elastic_ext.checkpoints.choice.resolution import Place, Resumption
-from elastic_ext.checkpoints.choice.selection import Resume
+from elastic_ext.checkpoints.choice import agreement
+from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
+from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.ordering import Resume
 
 T0 = 1_700_000_000
 
@@ -110,10 +110,10 @@ def step_in(directory: Path | str, **wanted: Any) -> int | None:
     return found and found[1]
 
 
-def resumed(directory: Path, run_id: str = "run", place: Place | None = None, **settings: str) -> Resumption:
+def resumed(directory: Path, run_id: str = "run", place: NodeInRound | None = None, **settings: str) -> Resumption:
     """What the only node of a job resumes from, with these settings."""
     chosen = Settings(checkpoint_dir=str(directory), **settings)
-    return resolution.agree(chosen, run_id, SingleNode(), place or Place())
+    return agreement.agree(chosen, run_id, SingleNode(), place or NodeInRound())
 
 
 def reasons(directory: Path | str, **wanted: Any) -> dict[str, str]:

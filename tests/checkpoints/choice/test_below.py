@@ -10,8 +10,8 @@ import pytest
 
 from elastic_ext.agent.launch import start_line
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.agreement import Resumption
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
@@ -19,7 +19,7 @@ from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, half, reasons, re
 
 
 def said(directory: Path) -> str:
-    return discovery.seen_in(open_storage(str(directory)))
+    return listing.seen_in(open_storage(str(directory)))
 
 
 def test_where_lightning_puts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_torn_ones_are_not_further_down(tmp_path: Path) -> None:
 
 
 def test_a_deep_and_wide_directory_costs_a_bounded_time(tmp_path: Path) -> None:
-    for number in range(discovery.MAX_FOLDERS + 50):
+    for number in range(listing.MAX_FOLDERS + 50):
         (tmp_path / f"sample{number}").mkdir()
     deep = tmp_path.joinpath(*"abcdefg")
     saved(deep / "step_3.pt")

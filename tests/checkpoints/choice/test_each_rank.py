@@ -9,8 +9,8 @@ import pytest
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import offers, resolution, sources
-from elastic_ext.checkpoints.choice.resolution import Place
+from elastic_ext.checkpoints.choice import agreement, offers, sources
+from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import resumed
@@ -50,7 +50,7 @@ def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
     ranks(tmp_path, "s_2_rank{}.pt", 4)
     sent = offers.read_agreement(offers.encode(offers.Agreement("s_2_rank*.pt", 2, "newest")))
     settings = Settings(checkpoint_dir=str(tmp_path))
-    node = resolution._Resolution(settings, str(tmp_path), "run", Place(1, 2))
+    node = agreement._NodeSide(settings, str(tmp_path), "run", NodeInRound(1, 2))
     assert node.seen(sent, 0.0).files[3] == str(tmp_path / "s_2_rank3.pt")
 
 

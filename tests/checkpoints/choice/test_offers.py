@@ -8,8 +8,8 @@ import pytest
 from elastic_ext.checkpoints.choice.offers import (
     MemoryChoice,
     Move,
+    NewestSaved,
     Offers,
-    Saved,
     keepers,
     needs_no_storage,
     newest_whole,
@@ -22,7 +22,7 @@ def offer(step: int, *ranks: int, generation: int = 1, nodes: int = 2, world: in
     return Offer(directory_name(step, generation), digest or f"digest {step}", step, nodes, world, ranks)
 
 
-def holder(workers: int, *held: Offer, saved: Saved | None = None) -> Offers:
+def holder(workers: int, *held: Offer, saved: NewestSaved | None = None) -> Offers:
     return Offers(memory=held, workers=workers, has_memory=True, saved=saved)
 
 
@@ -66,7 +66,7 @@ ALL = offer(7, 0, 1, 2, 3)
         (on([ALL], [], []), 7, [], {}),
     ],
 )
-def test_the_newest_of_which_each_part_is_on_some_node(nodes, step, moves, lost):
+def test_the_newest_copy_whose_parts_all_exist(nodes, step, moves, lost):
     """moves: rank, from which node, to which one. lost: the first rank whose part is on no node, by step."""
     found = newest_whole(nodes)
     assert (found.offer.step if found.offer else None) == step
@@ -96,24 +96,24 @@ def test_none_can_be_loaded_if_a_node_has_no_memory():
     assert [reason.partition(":")[0] for _, reason in found.lost] == ["node 1 has no memory for copies"]
 
 
-COPY, FRESH = offer(7, 0, world=1, nodes=1), Saved()
+COPY, FRESH = offer(7, 0, world=1, nodes=1), NewestSaved()
 
 
 @pytest.mark.parametrize(
     ("nodes", "enough"),
     [
-        ([holder(1, COPY, saved=Saved(3, 7))], True),  # the last round resumed from it, or has saved this step
-        ([holder(1, COPY, saved=Saved(3, 0))], True),  # nothing was ever saved
-        ([holder(1, COPY, saved=Saved(3, 8))], False),
+        ([holder(1, COPY, saved=NewestSaved(3, 7))], True),  # the last round resumed from it, or has saved this step
+        ([holder(1, COPY, saved=NewestSaved(3, 0))], True),  # nothing was ever saved
+        ([holder(1, COPY, saved=NewestSaved(3, 8))], False),
         ([holder(1, COPY, saved=None)], False),  # its workers do not report
-        ([holder(1, saved=FRESH), holder(1, COPY, saved=Saved(3, 6))], True),  # a replacement, which knows of nothing
-        ([holder(1, COPY, saved=Saved(3, 6)), holder(1, COPY, saved=Saved(3, 8))], False),
+        ([holder(1, saved=FRESH), holder(1, COPY, saved=NewestSaved(3, 6))], True),  # a replacement, which knows of nothing
+        ([holder(1, COPY, saved=NewestSaved(3, 6)), holder(1, COPY, saved=NewestSaved(3, 8))], False),
         (
-            [holder(1, COPY, saved=Saved(3, 6)), holder(1, saved=Saved(2, 8))],
+            [holder(1, COPY, saved=NewestSaved(3, 6)), holder(1, saved=NewestSaved(2, 8))],
             True,
         ),  # in round 3 the job went back to an older one
         (
-            [holder(1, COPY, saved=Saved(2, 6)), holder(1, saved=Saved(3, 5))],
+            [holder(1, COPY, saved=NewestSaved(2, 6)), holder(1, saved=NewestSaved(3, 5))],
             False,
         ),  # its workers are not those of the last round
     ],
@@ -124,7 +124,7 @@ def test_whether_a_copy_needs_no_storage(nodes, enough):
 
 
 def test_what_is_newer_on_the_local_disks_is_known_of():
-    nodes = [holder(1, COPY, saved=Saved(3, 6))]
+    nodes = [holder(1, COPY, saved=NewestSaved(3, 6))]
     assert needs_no_storage(COPY, offer(7), nodes)
     assert not needs_no_storage(COPY, offer(8), nodes)
     assert not needs_no_storage(COPY, offer(5, generation=2), nodes)

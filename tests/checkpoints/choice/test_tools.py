@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.choice.discovery import list_checkpoints, newest_complete, newest_in
+from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete, newest_in
 from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.names import files_by_rank
 from elastic_ext.checkpoints.storage import open_storage
@@ -88,7 +88,7 @@ def test_the_newest_of_each_tool(tmp_path: Path, tool: tuple[str, Make, str, str
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, half, lambda path: path.write_bytes(b"")], ids=["gone", "half", "empty"])
-def test_a_torn_one_of_each_tool_is_passed_over(
+def test_a_torn_checkpoint_of_each_tool(
     tmp_path: Path, tool: tuple[str, Make, str, str], damage: Callable[[Path], object]
 ) -> None:
     name, make, _, part = tool
@@ -135,7 +135,7 @@ def test_what_is_said_of_torn_ones(tmp_path: Path) -> None:
         ("last_checkpoint", "/elsewhere/run/{name}", "epoch_{}", lambda path, step: saved(path / "a.pt")),
     ],
 )
-def test_what_is_newer_than_its_tracker_is_not_whole(tmp_path: Path, tracker: str, names: str, name: str, make: Make) -> None:
+def test_what_is_newer_than_its_tracker_is_torn(tmp_path: Path, tracker: str, names: str, name: str, make: Make) -> None:
     for step in (100, 200, 300):
         make(tmp_path / name.format(step), step)
     text(tmp_path / tracker, names.format(name=name.format(200), step=200) + "\n")
@@ -448,7 +448,7 @@ def shards_with_others(directory: Path) -> None:
         *(totals_in_names, files_with_tracker, shards_with_others),
     ],
 )
-def test_a_job_that_has_shrunk_resumes_from_its_newest(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_shrunk_job_resumes_from_its_newest(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path)
     assert step_in(tmp_path) == 200, reasons(tmp_path)
     rows = {row.step: row for row in list_checkpoints(open_storage(str(tmp_path)))}
@@ -464,7 +464,7 @@ def of_stage_3(path: Path, step: int, count: int) -> Path:
 
 @pytest.mark.parametrize(("name", "make"), [("checkpoint-{}", scenes.trainer_of_deepspeed), ("global_step{}", of_stage_3)])
 @pytest.mark.parametrize("count", [2, 8])
-def test_the_last_rank_whose_file_only_others_beside_it_show(
+def test_a_last_rank_that_only_other_files_show(
     tmp_path: Path, name: str, make: Callable[[Path, int, int], Path], count: int
 ) -> None:
     for step in (100, 200):
@@ -523,7 +523,7 @@ def zero_3(path: Path) -> Path:
 
 @pytest.mark.parametrize("make", [with_extra, in_parts, by_ranks, zero_3])
 @pytest.mark.parametrize("damage", [Path.unlink, half], ids=["gone", "half"])
-def test_a_part_that_only_the_one_before_it_shows(
+def test_a_part_that_only_the_previous_checkpoint_shows(
     tmp_path: Path, make: Callable[[Path], Path], damage: Callable[[Path], object]
 ) -> None:
     for step in (100, 200):
@@ -630,7 +630,7 @@ def test_what_is_no_checkpoint_by_its_name_gives_way(tmp_path: Path, aside: str)
 
 
 @pytest.mark.parametrize("name", ["s_5_tp_rank_{}.pt", "s_5_mp_rank_{:02}.pt", "s_5_local_rank{}.pt", "s_5_dp_rank{}.pt"])
-def test_a_rank_within_a_group_is_not_the_global_one(tmp_path: Path, name: str) -> None:
+def test_a_rank_within_a_group_is_not_global(tmp_path: Path, name: str) -> None:
     ranks(tmp_path, name, 2)
     name, _ = chosen(tmp_path)
     assert files_by_rank(open_storage(str(tmp_path)), name) == {}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
-from elastic_ext.checkpoints.choice.selection import Choice
+from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.ordering import Choice
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.manifest import directory_name
@@ -30,7 +30,7 @@ def chosen(directory: str, **wanted: Any) -> str:
 
 
 @pytest.mark.full("s3")
-def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> None:
+def test_quarantined_ones_are_passed_over_until_lifted(directory: str) -> None:
     held = open_storage(directory)
     names = [save_own(held, step) for step in (1, 2, 3)]
     assert chosen(directory) == names[2]
@@ -95,7 +95,7 @@ def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.full("s3")
-def test_a_damaged_one_is_found_before_it_is_chosen(directory: str) -> None:
+def test_damage_is_found_before_the_choice(directory: str) -> None:
     held = open_storage(directory)
     names = [save_own(held, step) for step in (1, 2)]
     data = bytearray(held.read(f"{names[1]}/__1_0.distcp"))

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base.records import OtherSchema, RecordError
-from elastic_ext.checkpoints.copying import SCHEMA, Pulse, Report, copier, decode, encode
-from elastic_ext.checkpoints.copying.copier import Copier, Progress
+from elastic_ext.checkpoints.copying import SCHEMA, CopyState, Pulse, copier, decode, encode
+from elastic_ext.checkpoints.copying.copier import Copier, CopyProgress
 from tests.checkpoints.copying.test_replicate import complete, save
 from tests.checkpoints.directory.test_tiers import copiers
 from tests.jobs import AGENT, Job
 from tests.until import LIMIT_S, until
 
-BUSY = Report(7, None, 1.5, ("step_00000004.g0001",), "step_00000002.g0001", 1, "OSError: a\nb", "2 []")
+BUSY = CopyState(7, None, 1.5, ("step_00000004.g0001",), "step_00000002.g0001", 1, "OSError: a\nb", "2 []")
 
 
-@pytest.mark.parametrize("message", [BUSY, Report(), Pulse(5)])
+@pytest.mark.parametrize("message", [BUSY, CopyState(), Pulse(5)])
 def test_a_message_is_one_line_and_comes_back(message):
     line = encode(message)
     assert "\n" not in line
@@ -45,23 +45,23 @@ def test_a_print_of_a_library_is_no_message(line):
 
 
 def test_bytes_are_counted_once():
-    progress = Progress(0.0)
+    progress = CopyProgress(0.0)
     assert [progress.heard(Pulse(sent), 1.0) for sent in (10, 30)] == [10, 20]
-    assert progress.heard(Report(sent=35), 2.0) == 5
+    assert progress.heard(CopyState(sent=35), 2.0) == 5
     assert progress.heard(Pulse(4), 3.0) == 4
     progress.started(4.0)  # another process, which counts from 0 again
     assert progress.heard(Pulse(6), 5.0) == 6
 
 
 def test_what_counts_as_progress():
-    progress = Progress(0.0)
-    waiting = Report(waiting=("a",), complete="b", others="2 []")
+    progress = CopyProgress(0.0)
+    waiting = CopyState(waiting=("a",), complete="b", others="2 []")
     progress.heard(waiting, 1.0)
     progress.heard(waiting, 2.0)
     assert (progress.progress_at, progress.heard_at, progress.working) == (1.0, 2.0, True)
-    progress.heard(Report(waiting=("a",), complete="b", others="1 []"), 3.0)  # another node has sent something
+    progress.heard(CopyState(waiting=("a",), complete="b", others="1 []"), 3.0)  # another node has sent something
     assert progress.progress_at == 3.0
-    progress.heard(Report(complete="a"), 4.0)
+    progress.heard(CopyState(complete="a"), 4.0)
     assert (progress.progress_at, progress.working) == (4.0, False)
     progress.ordered(5.0)
     assert (progress.heard_at, progress.working) == (5.0, True)
@@ -224,33 +224,34 @@ print("after", pinned(look=0), flush=True)  # once it is not
 """
 
 
+def job(tmp_path: Path, script: str, conf: str, *options: str, **variables: str) -> Job:
+    """With checkpoints in `remote` and the local directory `disk`."""
+    (tmp_path / "job.py").write_text(script)
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'remote'},{conf}"
+    command = [*AGENT, "--nproc-per-node=1", *options, conf, str(tmp_path / "job.py"), str(tmp_path / "remote")]
+    return Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk"), **variables)
+
+
 def test_the_agent_pins_what_its_workers_load(tmp_path):
     """From its choice until a worker has made a step."""
-    script = tmp_path / "job.py"
-    script.write_text(PINNED)
-    conf = f"checkpoint_dir={tmp_path / 'remote'},backoff=0"
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", str(script), str(tmp_path / "remote")]
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
-        done = job.finish()
+    with job(tmp_path, PINNED, "backoff=0", "--max-restarts=1") as pinning:
+        done = pinning.finish()
     assert done.returncode == 0, done.err
     assert "before True\nafter False" in done.out
 
 
-def test_a_job_whose_last_checkpoint_is_on_one_node_only_has_not_ended_well(tmp_path):
+def test_a_last_checkpoint_that_is_not_copied_fails(tmp_path):
     """All ranks are done; the copies fail. Exit code 75, a verdict, the name; started again where the storage works: 0."""
-    script, remote = tmp_path / "job.py", tmp_path / "remote"
-    script.write_text(SCRIPT)
+    remote, conf = tmp_path / "remote", f"verdict_file={tmp_path}/verdict"
     (remote / ".elastic_ext" / "copying").mkdir(parents=True)  # where a file is to be
-    conf = f"checkpoint_dir={remote},verdict_file={tmp_path}/verdict"
-    command = [*AGENT, "--nproc-per-node=1", f"--rdzv-conf={conf}", str(script), str(remote)]
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk"), ELASTIC_EXT_COPY_STALL="2") as job:
-        done = job.finish()
+    with job(tmp_path, SCRIPT, conf, ELASTIC_EXT_COPY_STALL="2") as failing:
+        done = failing.finish()
     (name,) = [path.name for path in (tmp_path / "disk").glob("step_*")]
     assert done.returncode == 75, done.err
     assert f"training is done, but {name} could not be copied" in done.err
     verdict = json.loads((tmp_path / "verdict").read_text())
     assert "not-copied" in json.dumps(verdict)
     (remote / ".elastic_ext" / "copying").rmdir()
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
-        assert job.finish().returncode == 0
+    with job(tmp_path, SCRIPT, conf) as working:
+        assert working.finish().returncode == 0
     assert complete(remote, name)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.discovery import list_checkpoints, newest_complete
+from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete
 from elastic_ext.checkpoints.directory import pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
 from elastic_ext.checkpoints.directory.transfer import CopyError, copy
@@ -467,7 +467,7 @@ def test_prune_keeps_what_a_job_without_the_pattern_resumes_from(tmp_path: Path)
     assert pruned(tmp_path, "--keep-last=1", "--pattern=run_{step}_*.pt") == ["run_1_300.pt", "run_2_100.pt"]
 
 
-def test_what_is_resumed_from_stays_with_all_of_its_step() -> None:
+def test_the_whole_step_that_is_resumed_from_stays() -> None:
     """Whatever else is known of them."""
     rows = [PruneCandidate(f"{name}_{step}", name, step, "x", True) for name in "ab" for step in (3, 2, 1)]
     plan = plan_prune(rows, 1, resumed=("a_2",))

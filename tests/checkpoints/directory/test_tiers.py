@@ -6,19 +6,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.copying.replicate import Replicator
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.choice.scenes import flip
+from tests.checkpoints.copying.test_replicate import copier_of
 from tests.checkpoints.rank_groups import RankGroups
+from tests.checkpoints.writing.test_checkpointer import small_disk
 from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
 from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job
 from tests.until import until
@@ -146,16 +146,15 @@ def test_parts_are_loaded_whoever_has_them(saved, disks):
 
 @WITH_SAVED
 @pytest.mark.parametrize("how", ["gone", "damaged"])
-def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
-    remote = open_storage(str(saved.remote))
-    copiers = [Replicator(open_storage(str(saved.disk(name))), remote, TokenBucket(0.0)) for name in "ab"]
+def test_what_a_disk_has_lost_is_loaded_remotely(saved, how):
+    copiers = [copier_of(saved.disk(name), saved.remote) for name in "ab"]
     assert [copiers[turn].turn().complete for turn in (0, 1, 0)][-1] == STEP_4
     path = saved.disk("b") / STEP_4
     if how == "gone":
         shutil.rmtree(path)
     else:
         (shard,) = path.glob("*.distcp")
-        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+        flip(shard, -1)
     for lines in saved.run("ab", "again", "--steps=4", resume_from=STEP_4):
         assert "resumed 4 0" in lines
     assert saved.groups.stderr.read_text().count(f"loaded {saved.remote / STEP_4}") == 2
@@ -245,26 +244,31 @@ def copiers(agent: int) -> list[int]:
     return found
 
 
-def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes):
+def alone(nodes: Nodes, lines: str, *options: str) -> Job:
+    """A job of one node, whose script is `lines` with a checkpointer."""
+    script = nodes.tmp_path / "script.py"
+    made = f"checkpointer = elastic_ext.Checkpointer({nodes.remote!r}, model=torch.nn.Linear(3, 3))"
+    script.write_text(f"import os, signal, elastic_ext, torch\n{made}\n{lines}")
+    conf = f"--rdzv-conf=checkpoint_dir={nodes.remote},backoff=0"
+    command = [*AGENT, "--nproc-per-node=1", conf, *options, str(script)]
+    return Job(command, nodes.tmp_path, ELASTIC_EXT_LOCAL_DIR=str(nodes.local("a")))
+
+
+SAVE_AND_DIE = """
+position = checkpointer.load()
+if position.step == 0:
+    checkpointer.save(5, wait=True)
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+print("resumed", position.step, position.path, flush=True)
+"""
+
+
+def test_workers_and_agent_die_right_after_a_save(nodes):
     """Nobody is left who could tell of the save: the copier goes with its agent, and the next agent's one looks."""
-    script = nodes.tmp_path / "save_and_die.py"
-    script.write_text(
-        "import os, signal\n"
-        "from torch import nn\n"
-        "from elastic_ext import Checkpointer\n"
-        f"checkpointer = Checkpointer({nodes.remote!r}, model=nn.Linear(3, 3))\n"
-        "position = checkpointer.load()\n"
-        "if position.step == 0:\n"
-        "    checkpointer.save(5, wait=True)\n"
-        "    os.kill(os.getppid(), signal.SIGKILL)\n"
-        "    signal.pause()\n"
-        "print('resumed', position.step, position.path, flush=True)\n"
-    )
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=3", f"--rdzv-conf=checkpoint_dir={nodes.remote},backoff=0", script]
-    env = {"ELASTIC_EXT_LOCAL_DIR": str(nodes.local("a"))}
-    with Job([str(part) for part in command], nodes.tmp_path, **env) as job:
+    with alone(nodes, SAVE_AND_DIE, "--max-restarts=3") as job:
         assert job.finish().returncode == -signal.SIGKILL
-    with Job([str(part) for part in command], nodes.tmp_path, **env) as job:
+    with alone(nodes, SAVE_AND_DIE, "--max-restarts=3") as job:
         done = job.finish()
     assert done.returncode == 0, done.err
     assert "resumed 5" in done.out
@@ -272,19 +276,9 @@ def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes)
 
 
 @pytest.mark.seam
-def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
+def test_a_worker_that_dies_of_its_last_save(nodes):
     """The agent does not restart: the copy arrives before it leaves."""
-    script = tmp_path / "bug.py"
-    script.write_text(
-        "from torch import nn\n"
-        "from elastic_ext import Checkpointer\n"
-        f"checkpointer = Checkpointer({nodes.remote!r}, model=nn.Linear(3, 3))\n"
-        "checkpointer.load()\n"
-        "checkpointer.save(5, wait=True)\n"
-        "raise NameError('a bug')\n"
-    )
-    command = [*AGENT, "--nproc-per-node=1", f"--rdzv-conf=checkpoint_dir={nodes.remote}", str(script)]
-    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(nodes.local("a"))) as job:
+    with alone(nodes, "checkpointer.load(); checkpointer.save(5, wait=True); raise NameError('a bug')") as job:
         done = job.finish()
     assert done.returncode == 65, done.err
     assert nodes.complete() == [5]
@@ -293,20 +287,10 @@ def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
 def test_a_full_local_disk(tmp_path, groups):
     """Saves go to the remote directory, training goes on, one warning on each rank."""
     ranks = Ranks(tmp_path, groups)
-    disk = ranks.disk("b")
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(ranks.disk("b"), "16k"):
         told = ranks.run("ab", "tiers", "--steps=6", "--save=2:0", "--save=4:0", "--save=6:0")
         warned = re.findall(r"^(\d+) WARNING:.*cannot save to local_dir: ", groups.stderr.read_text(), re.MULTILINE)
         assert len(warned) == len(set(warned)) == 2
         assert complete_in(str(ranks.remote)) == [6, 4, 2]
         assert [lines[-1] for lines in told] == [f"state {state}" for (state,) in unbroken_state(groups, tmp_path, 6)]
-        for name in "ab":
-            assert list(ranks.disk(name).glob("step_*")) == []
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+        assert [path for name in "ab" for path in ranks.disk(name).glob("step_*")] == []

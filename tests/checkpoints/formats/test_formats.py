@@ -29,7 +29,7 @@ from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import formats
-from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.dcp import parse_metadata
@@ -142,13 +142,13 @@ def test_the_step_in_a_file(tmp_path: Path, saved: Any, step: int | None, epoch:
     assert step_in(tmp_path) == step
 
 
-def test_the_step_of_the_content_comes_before_that_of_the_name(tmp_path: Path) -> None:
+def test_the_content_says_the_step_before_the_name(tmp_path: Path) -> None:
     torch.save({"global_step": 1234}, tmp_path / "checkpoint_epoch_5.pt")
     assert step_in(tmp_path) == 1234
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
-def test_a_file_in_the_format_before_torch_1_6(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_file_from_before_torch_1_6(tmp_path: Path, dtype: torch.dtype) -> None:
     """Its pickles tell how long it must be: views, shared storages and an optimizer's state too."""
     weights = torch.ones(7, 3).to(dtype)
     saved = {"model": {"w": weights, "view": weights[2:]}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}, "step": 9}
@@ -450,7 +450,7 @@ def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path, trainer: Callable[..., Pa
     assert of_trainer(tmp_path).reason == "optimizer_0: no .metadata, the save did not finish"
 
 
-def test_a_trainers_checkpoint_with_all_state_in_a_distributed_one(tmp_path: Path, trainer: Callable[..., Path]) -> None:
+def test_a_trainers_checkpoint_within_a_distributed_one(tmp_path: Path, trainer: Callable[..., Path]) -> None:
     path = trainer(without=("model.safetensors", "optimizer.pt", "scheduler.pt"))
     assert of_trainer(tmp_path).reason == "no model weights, the save did not finish"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=path / "distributed", no_dist=True)
@@ -583,7 +583,7 @@ def test_a_plug_in_that_fails_is_named(tmp_path: Path, plugin: Any, value: str, 
 # Whatever bytes.
 
 
-def test_random_bytes_are_never_a_crash_and_never_a_checkpoint(tmp_path: Path) -> None:
+def test_random_bytes_are_no_crash_and_no_checkpoint(tmp_path: Path) -> None:
     chance = random.Random(3)
     storage = open_storage(str(tmp_path))
     names = (MANIFEST, *(".metadata", "__0_0.distcp", "meta.pt", "optimizer.pt", "latest"))

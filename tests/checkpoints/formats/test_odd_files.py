@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.copying.replicate import TARGET
 from elastic_ext.checkpoints.directory import transfer
 from elastic_ext.checkpoints.formats.detect import Mode, verify
@@ -84,7 +84,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     target = open_storage(str(tmp_path / "copy"))
     transfer.copy(storage, target, entry)
     assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
-    assert [row.name for row in discovery.list_checkpoints(storage) if row.complete] == [name]
+    assert [row.name for row in listing.list_checkpoints(storage) if row.complete] == [name]
 
 
 @pytest.mark.seam

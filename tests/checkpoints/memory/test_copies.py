@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ import torch
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.memory.loading import Piece, Read, overlap
-from elastic_ext.checkpoints.memory.part import Box, Place
+from elastic_ext.checkpoints.memory.part import Box, TensorPlace
 from tests.checkpoints.memory.hosts import Hosts
-from tests.checkpoints.rank_groups import RankGroups
+from tests.checkpoints.rank_groups import RankGroups, drawn_kill, last_told
 
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "6"))  # twice as many on one node
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
@@ -169,25 +167,14 @@ def test_killed_ranks_lose_no_copy_that_was_committed(tmp_path: Path, hosts: Hos
     resume = ""
     kills = KILLS if len(hosts.nodes) > 1 else 2 * KILLS
     for turn in range(kills):
-        args: dict[str, Any] = {"told": str(told), "save_every": 10**6}
-        victims = draw.choice([[0], [1], [0, 1]])
-        if turn % 2:
-            args |= {"signal": signal.SIGKILL, "signal_at": draw.randrange(1, 3000), "signal_ranks": victims}
-            kill = {"kill_s": 5.0, "kill": [0, 1], "kill_from": "load"}
-        else:
-            kill = {"kill_s": draw.uniform(0.0, 0.7), "kill": victims, "kill_from": "load" if draw.random() < 0.9 else "start"}
-        results = hosts.run(10**6, resume, args, **kill)
-        killed += None in results
-        files = [Path(f"{told}.{rank}") for rank in range(2)]
-        last_told = max((int(line) for file in files if file.exists() for line in file.read_text().split()), default=0)
-        for file in files:
-            file.unlink(missing_ok=True)
+        at, kill = drawn_kill(draw, turn, 3000)
+        killed += None in hosts.run(10**6, resume, {"told": str(told), "save_every": 10**6, **at}, **kill)
         before, resume = resume, hosts.newest()
         assert resume or not before, f"turn {turn}: no copy is whole"
         torn += len(list(hosts.memory.glob("0/step_*"))) - (resume != "")
         step = (order_of(resume) or (0, 0))[1]
-        if step < last_told or (order_of(resume) or (0, 0)) < (order_of(before) or (0, 0)):
-            losses.append(f"turn {turn}: step {last_told} was told, {resume} is there, before it {before}")
+        if step < last_told(told) or (order_of(resume) or (0, 0)) < (order_of(before) or (0, 0)):
+            losses.append(f"turn {turn}: step {last_told(told)} was told, {resume} is there, before it {before}")
         for result in hosts.run(0, resume):
             assert result is not None, groups.stderr.read_text()[-3000:]
             assert (result["wrong"], result["step"]) == ([], step)
@@ -217,7 +204,7 @@ def test_every_box_from_any_pieces(seed):
         held = whole[tuple(slice(begin, begin + size) for begin, size in ranges)].contiguous()
         offset = 64 * draw.randrange(3)
         files[f"{number}"] = b"\xff" * offset + held.flatten().view(torch.uint8).numpy().tobytes()
-        pieces.append(Piece(f"{number}", box, Place(offset, dtype, tuple(held.shape))))
+        pieces.append(Piece(f"{number}", box, TensorPlace(offset, dtype, tuple(held.shape))))
     begin = tuple(draw.randrange(size) for size in shape)
     target_box = Box(begin, tuple(draw.randrange(1, size - at + 1) for size, at in zip(shape, begin, strict=True)))
     target = torch.zeros(target_box.size, dtype=dtype)

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ext.checkpoints.directory.tiers import memory_file, rank_of
 from elastic_ext.checkpoints.memory import part
-from elastic_ext.checkpoints.memory import part as buffers_module
 from elastic_ext.checkpoints.memory.part import Box, Buffers, PartError, create, open_mapped
 from elastic_ext.checkpoints.state.capture import Capture, Objects, capture
 from elastic_ext.checkpoints.storage import open_storage
@@ -109,8 +108,6 @@ def test_what_is_no_part_is_refused(damage):
     elif damage == "index":
         data[8:16] = len(data).to_bytes(8, "little")
     else:
-        import pickle
-
         other = pickle.dumps({"no": "index"})
         data[planned.end : planned.end + len(other)] = other
     with pytest.raises(PartError):
@@ -211,10 +208,10 @@ def test_without_room_nothing_is_left(tmp_path):
 
 
 @pytest.mark.seam
-def test_other_threads_go_on_while_a_buffer_is_made(tmp_path, monkeypatch):
+def test_other_threads_run_while_a_buffer_is_made(tmp_path, monkeypatch):
     """Python changes threads only where a call lets go of its lock: that is while memory is populated, and never in mmap."""
     done, touches, steps = threading.Event(), False, 0
-    populate, zero, mapped = buffers_module.populate, torch.Tensor.zero_, mmap.mmap
+    populate, zero, mapped = part.populate, torch.Tensor.zero_, mmap.mmap
 
     def touched(memory):
         nonlocal touches
@@ -239,8 +236,8 @@ def test_other_threads_go_on_while_a_buffer_is_made(tmp_path, monkeypatch):
             done.set()
 
     monkeypatch.setattr(torch.Tensor, "zero_", touched)
-    monkeypatch.setattr(buffers_module, "populate", again)
-    monkeypatch.setattr(buffers_module, "SLICE", 1 << 20)
+    monkeypatch.setattr(part, "populate", again)
+    monkeypatch.setattr(part, "SLICE", 1 << 20)
     monkeypatch.setattr(mmap, "mmap", without_populating)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)

@@ -23,9 +23,9 @@ from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.memory import contract, peers, wire
-from elastic_ext.checkpoints.memory.contract import NoAgent, Send
-from elastic_ext.checkpoints.memory.peers import INCOMING, Circle, PeerService
-from elastic_ext.checkpoints.memory.wire import GET, PUT, Answer, Connection, PeerError, Request
+from elastic_ext.checkpoints.memory.contract import AgentGone, Send
+from elastic_ext.checkpoints.memory.peers import Circle, PeerService
+from elastic_ext.checkpoints.memory.wire import GET, PUT, PartAnswer, PartRequest, PeerError, TimedConnection
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from tests.until import LIMIT_S, until
 
@@ -78,14 +78,10 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    for owner, limit in (
-        (wire, "CONNECT_S"),
-        (wire, "STALL_S"),
-        (peers, "ADOPT_S"),
-        (peers, "LIMIT_S"),
-        (contract, "MARGIN_S"),
-    ):
-        monkeypatch.setattr(owner, limit, LONG_S)
+    limits = {wire: ("CONNECT_S", "STALL_S"), peers: ("ADOPT_S", "LIMIT_S"), contract: ("MARGIN_S",)}
+    for owner, names in limits.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, LONG_S)
     with ExitStack() as stack:
 
         def make(number: int, **options: float) -> Node:
@@ -96,12 +92,17 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield make
 
 
-@pytest.fixture
-def pair(nodes) -> tuple[Node, Node]:
-    one, two = nodes(0), nodes(1)
+def paired(nodes: Callable[..., Node], **options: float) -> tuple[Node, Node]:
+    """Two nodes of a round. options: of the first."""
+    one, two = nodes(0, **options), nodes(1)
     one.adopt(two.at)
     two.adopt(one.at)
     return one, two
+
+
+@pytest.fixture
+def pair(nodes) -> tuple[Node, Node]:
+    return paired(nodes)
 
 
 def path(step: int, rank: int) -> str:
@@ -132,14 +133,14 @@ def test_no_more_than_the_limit_also_counting_what_is_there_at_the_start(pair):
     assert "a part of 600001 bytes" in one.send(3, 1, size=2 * SIZE + 1)
 
 
-def test_what_still_comes_counts_until_it_ends_although_it_is_no_longer_kept(pair):
+def test_what_still_comes_counts_until_it_ends(pair):
     one, two = pair
     two.adopt(one.at, limit=2 * SIZE)
-    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as stalled:
+    with call(two, PART) as stalled:
         assert one.send(3, 0) == ""
         assert "memory_limit leaves 0 bytes" in one.send(4, 0)
         stalled._sock.sendall(DATA)
-        assert stalled.hear(Answer).reason == ""
+        assert stalled.hear(PartAnswer).reason == ""
     assert two.files() == [path(1, 0), path(3, 0)]
     one.adopt(two.at)
     assert one.send(4, 0) == ""
@@ -189,7 +190,7 @@ def test_an_own_agent_that_does_not_answer_is_another_matter_than_a_peer_that_do
     one, _ = pair
     wanted = one.write(1, 0)
     one.service.close()
-    with pytest.raises(NoAgent, match="the agent does not answer"):
+    with pytest.raises(AgentGone, match="the agent does not answer"):
         contract.send(one.service.socket_path, wanted)
 
 
@@ -199,7 +200,7 @@ def test_strangers_block_neither_the_peer_nor_the_workers_of_the_node(pair):
     with ExitStack() as stack:
         for _ in range(peers.UNPROVEN + peers.CONNECTIONS):
             stranger = stack.enter_context(wire.connected(two.at, float("inf")))
-            stranger.hear(wire.Hello)  # it is being served
+            stranger.hear(wire.ServerHello)  # it is being served
         assert one.send(1, 0) == ""
         assert two.send(1, 2) == ""
 
@@ -218,12 +219,12 @@ def test_who_waits_for_an_unknown_round_goes_when_too_many_call(pair, monkeypatc
     before = set(threading.enumerate())
     with ExitStack() as stack:
         first = stack.enter_context(wire.connected(two.at, float("inf")))
-        first.hear(wire.Hello)
+        first.hear(wire.ServerHello)
         (thread,) = set(threading.enumerate()) - before
-        first.say(Request(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
+        first.say(PartRequest(GET, directory_name(1, 1), MANIFEST, key_id="0" * 16))
         assert waits.wait(LIMIT_S)
         for _ in range(peers.UNPROVEN):
-            stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.Hello)
+            stack.enter_context(wire.connected(two.at, float("inf"))).hear(wire.ServerHello)
         assert first._reader.read() == b""
         thread.join(LIMIT_S)
         assert not thread.is_alive()
@@ -264,7 +265,7 @@ def test_an_agent_of_another_round_is_refused_and_one_that_is_early_waits(pair, 
     assert two.files() == [path(1, 0)]
 
 
-def call(node: Node, asked: Request, key: str = KEY) -> Connection:
+def call(node: Node, asked: PartRequest, key: str = KEY) -> TimedConnection:
     """Ask as another agent; the connection is at the bytes of the file."""
     connection = wire.connected(node.at, float("inf"))
     wire.ask(connection, key, asked)
@@ -273,21 +274,22 @@ def call(node: Node, asked: Request, key: str = KEY) -> Connection:
 
 DATA = b"x" * SIZE
 CHECKSUM = xxhash.xxh3_64_hexdigest(DATA)
+PART = PartRequest(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (Request(PUT, directory_name(1, 1), memory_file(2), SIZE, CHECKSUM), "a part of this node"),
-        (Request(PUT, directory_name(1, 1), MANIFEST, SIZE, CHECKSUM), "no part of a copy"),
-        (Request(PUT, directory_name(1, 1), "rank_00000.pt", SIZE, CHECKSUM), "no part of a copy"),
-        (Request(PUT, directory_name(1, 1), "rank_0.mem", SIZE, CHECKSUM), "no part of a copy"),
-        (Request(PUT, "..", memory_file(0), SIZE, CHECKSUM), "no part of a copy"),
-        (Request(GET, ".elastic_ext", MANIFEST), "no part of a copy"),
-        (Request(GET, directory_name(1, 1), ".."), "no part of a copy"),
-        (Request(PUT, directory_name(1, 1), memory_file(0), 0, CHECKSUM), "a part of 0 bytes"),
-        (Request(GET, directory_name(9, 1), memory_file(0)), "No such file"),
-        (Request("list", directory_name(1, 1), memory_file(0)), "unknown request"),
+        (replace(PART, file=memory_file(2)), "a part of this node"),
+        (replace(PART, file=MANIFEST), "no part of a copy"),
+        (replace(PART, file="rank_00000.pt"), "no part of a copy"),
+        (replace(PART, file="rank_0.mem"), "no part of a copy"),
+        (replace(PART, name=".."), "no part of a copy"),
+        (PartRequest(GET, ".elastic_ext", MANIFEST), "no part of a copy"),
+        (PartRequest(GET, directory_name(1, 1), ".."), "no part of a copy"),
+        (replace(PART, size=0), "a part of 0 bytes"),
+        (PartRequest(GET, directory_name(9, 1), memory_file(0)), "No such file"),
+        (PartRequest("list", directory_name(1, 1), memory_file(0)), "unknown request"),
     ],
 )
 def test_what_is_refused(pair, asked, reason):
@@ -300,7 +302,7 @@ def test_what_is_refused(pair, asked, reason):
 def test_names_with_a_slash_are_no_messages(pair):
     _, two = pair
     with pytest.raises((ElasticExtError, OSError)):
-        call(two, Request(PUT, directory_name(1, 1), "../rank_00000.mem", SIZE, CHECKSUM))
+        call(two, replace(PART, file="../rank_00000.mem"))
     assert two.files() == []
 
 
@@ -308,24 +310,23 @@ def test_without_the_key_nobody_gets_or_gives_anything(pair, monkeypatch):
     """The id of the key is no secret: it is not enough."""
     _, two = pair
     with wire.connected(two.at, float("inf")) as connection:
-        connection.hear(wire.Hello)
-        asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM, key_id=wire.key_id(KEY), proof="0" * 64)
-        connection.say(asked)
-        assert "wrong proof" in connection.hear(Answer).reason
+        connection.hear(wire.ServerHello)
+        connection.say(replace(PART, key_id=wire.key_id(KEY), proof="0" * 64))
+        assert "wrong proof" in connection.hear(PartAnswer).reason
     two.service.adopt(None)
     monkeypatch.setattr(peers, "ADOPT_S", 0.1)
     with pytest.raises(PeerError, match="not in that round"):
-        wire.ask(wire.connected(two.at, float("inf")), KEY, Request(GET, directory_name(1, 1), memory_file(0)))
+        wire.ask(wire.connected(two.at, float("inf")), KEY, PartRequest(GET, directory_name(1, 1), memory_file(0)))
 
 
 @pytest.mark.parametrize("proof", ['"\u00e9"', '"\\ud800"'])
 def test_a_proof_may_be_any_text(pair, caplog, proof):
     _, two = pair
     with wire.connected(two.at, float("inf")) as connection:
-        connection.hear(wire.Hello)
+        connection.hear(wire.ServerHello)
         line = f'{{"schema": 1, "do": "put", "name": "a", "file": "b", "key_id": "{wire.key_id(KEY)}", "proof": {proof}}}\n'
         connection._sock.sendall(line.encode())
-        assert "wrong proof" in connection.hear(Answer).reason
+        assert "wrong proof" in connection.hear(PartAnswer).reason
     assert caplog.text == ""
 
 
@@ -355,36 +356,34 @@ def test_a_server_without_the_key_gets_no_state(pair, proof):
 @pytest.mark.parametrize("how", ["cut", "damaged"])
 def test_nothing_partial_is_ever_in_its_place(pair, how, caplog):
     _, two = pair
-    asked = Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)
-    connection = call(two, asked)
+    connection = call(two, PART)
     if how == "cut":
         connection._sock.sendall(DATA[: SIZE // 2])
         connection._sock.shutdown(socket.SHUT_WR)
     else:
         connection._sock.sendall(b"y" + DATA[1:])
-        assert "came with checksum" in connection.hear(Answer).reason
+        assert "came with checksum" in connection.hear(PartAnswer).reason
     assert connection._reader.read() == b""  # it has given up
     connection.__exit__()
-    assert [each for each in two.files() if not each.startswith(INCOMING)] == []
     assert two.files() == []
-    with call(two, asked) as connection:  # and the room is free again
+    with call(two, PART) as connection:  # and the room is free again
         connection._sock.sendall(DATA)
-        assert connection.hear(Answer).reason == ""
+        assert connection.hear(PartAnswer).reason == ""
     assert two.files() == [path(1, 0)]
     assert caplog.text == ""  # it knew why it gave up
 
 
-def test_what_was_coming_when_an_agent_adopts_its_next_round_does_not_come(pair):
+def test_a_next_round_ends_what_was_still_coming(pair):
     one, two = pair
-    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)) as connection:
+    with call(two, PART) as connection:
         two.adopt(one.at, key="the next key")
         connection._sock.sendall(DATA)
-        assert "No such file" in connection.hear(Answer).reason
+        assert "No such file" in connection.hear(PartAnswer).reason
     assert two.files() == []
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair, monkeypatch, caplog, error):
+def test_a_next_round_begins_whatever_was_still_coming(pair, monkeypatch, caplog, error):
     """The thread that writes it removes it at the same moment; or it cannot be removed."""
     one, two = pair
     genuine = os.unlink
@@ -394,7 +393,7 @@ def test_an_agent_adopts_its_next_round_whatever_becomes_of_what_was_coming(pair
             genuine(*args, **options)
         raise error
 
-    with call(two, Request(PUT, directory_name(1, 1), memory_file(0), SIZE, CHECKSUM)):
+    with call(two, PART):
         with monkeypatch.context() as patch:
             patch.setattr(os, "unlink", unlink)
             two.adopt(one.at, key="the next key")
@@ -433,34 +432,28 @@ def test_a_replacement_gets_its_parts_from_the_peer_of_the_lost_node(nodes, pair
     assert tiers.offers(one.storage)[0].ranks == (0, 1, 2, 3)
 
 
-def test_the_limit_of_the_rate_does_not_hold_up_a_replacement(nodes):
-    one, two = nodes(0, rate=1.0), nodes(1)
-    one.adopt(two.at)
-    two.adopt(one.at)
+def test_the_rate_limit_holds_up_no_replacement(nodes):
+    one, two = paired(nodes, rate=1.0)
     one.write(5, 2)
     two.service.fetch(directory_name(5, 1), commit(one, 5, 4), {2: one.at})
     assert path(5, 2) in two.files()
 
 
 @pytest.mark.full
-def test_at_a_low_rate_the_peer_does_not_take_the_node_for_gone(nodes, monkeypatch):
+def test_a_low_rate_is_no_silence(nodes, monkeypatch):
     """It takes six seconds, by a clock that no pause is waited for on, and a byte comes all the time."""
     pauses: list[float] = []
-    one, two = nodes(0, rate=SIZE / 6), nodes(1)
+    one, _ = paired(nodes, rate=SIZE / 6)
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(pauses)))
     monkeypatch.setattr(one.service._pace, "_ended", SimpleNamespace(wait=pauses.append))
-    one.adopt(two.at)
-    two.adopt(one.at)
     began = time.monotonic()
     assert one.send(1, 0) == ""
     assert time.monotonic() - began + sum(pauses) > 5.5
     assert max(pauses) < STALL_S / 10
 
 
-def test_the_worker_has_its_answer_in_time_however_low_the_rate_is(nodes):
-    one, two = nodes(0, rate=1e-4), nodes(1)
-    one.adopt(two.at)
-    two.adopt(one.at)
+def test_a_low_rate_holds_up_no_worker(nodes):
+    one, _ = paired(nodes, rate=1e-4)
     assert re.search(GIVEN_UP, contract.send(one.service.socket_path, replace(one.write(1, 0), limit_s=0.2)))
 
 
@@ -474,9 +467,9 @@ class Dripping:
 
     def _serve(self) -> None:
         sock, _ = self._server.accept()
-        with Connection(sock, float("inf")) as connection, suppress(OSError):
+        with TimedConnection(sock, float("inf")) as connection, suppress(OSError):
             _, sign = wire.greet(connection, lambda _: KEY)
-            connection.say(sign(Answer(size=10 * SIZE)))
+            connection.say(sign(PartAnswer(size=10 * SIZE)))
             while not self._done.wait(0.01):
                 sock.sendall(b" ")
 
@@ -530,7 +523,7 @@ def test_the_limit_of_the_rate_is_asked_about_every_byte(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("lacks", ["descriptors", "threads"])
-def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, caplog, lacks):
+def test_it_listens_on_after_it_failed_a_caller(nodes, monkeypatch, caplog, lacks):
     monkeypatch.setattr(peers, "RETRY_S", 0.01)
     fails = [True]
 
@@ -548,12 +541,10 @@ def test_it_listens_on_when_it_could_not_serve_a_caller(nodes, monkeypatch, capl
         monkeypatch.setattr(socket.socket, "accept", or_fail(socket.socket.accept, OSError(errno.EMFILE, "too many open files")))
     else:
         monkeypatch.setattr(threading.Thread, "start", or_fail(threading.Thread.start, RuntimeError("can't start new thread")))
-    one, two = nodes(0), nodes(1)
-    one.adopt(two.at)
-    two.adopt(one.at)
+    one, two = paired(nodes)
     while fails:
         with suppress(OSError), wire.connected(one.at, float("inf")) as caller:
-            caller.hear(wire.Hello)
+            caller.hear(wire.ServerHello)
     assert one.send(1, 0) == two.send(1, 2) == ""
     assert caplog.text.count("for now") == 1
 

@@ -15,8 +15,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, count, decode
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer
-from tests.checkpoints.rank_groups import RankGroups
-from tests.checkpoints.writing.test_checkpointer import complete
+from tests.checkpoints.rank_groups import RankGroups, complete
 
 NO_COUNTS = (1.5, 8.0, "8", None, True, np.bool_(True), -1, np.int64(-1), float("nan"), [1], b"1", torch.tensor(2.0))
 COUNTS = (0, 7, 10**12, np.int32(7), np.uint8(7), torch.tensor(7), torch.tensor([7]), np.array(7))

@@ -9,23 +9,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.directory.tiers import own_checkpoints
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, decode, order_of
 from elastic_ext.checkpoints.ranks import CheckpointError
 from elastic_ext.checkpoints.storage import open_storage
-from tests.checkpoints.rank_groups import ROOT, RankGroups
+from tests.checkpoints.choice.scenes import flip
+from tests.checkpoints.rank_groups import ROOT, RankGroups, complete, drawn_kill, last_told
 from tests.jobs import SCRIPTS, TORCHRUN, run
 
 pytest.importorskip("torchdata")
@@ -34,15 +31,6 @@ JOB = str(SCRIPTS / "checkpointed_job.py")
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "6"))  # 200: make chaos
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
 pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
-
-
-def complete(directory: str) -> list[str]:
-    """Names of checkpoints with a manifest, newest first."""
-    storage = open_storage(directory)
-    names = [entry.name for entry in storage.entries() if order_of(entry.name)]
-    return sorted(
-        (name for name in names if storage.stat(f"{name}/{MANIFEST}")), key=lambda name: order_of(name) or (), reverse=True
-    )
 
 
 # What is importable.
@@ -161,18 +149,10 @@ def test_killed_writers_lose_nothing_that_was_committed(
     killed = torn = 0
     kills = KILLS if where == "local" else 2 * KILLS
     for turn in range(kills):
-        args: dict[str, Any] = {"directory": directory, "steps": 400, "told": str(told), "options": {"keep_last": 2}}
-        victims = draw.choice([[0], [1], [0, 1]])
-        if turn % 2:  # at a write that was drawn, if it comes to it
-            args |= {"signal": signal.SIGKILL, "signal_at": draw.randrange(1, 2000), "signal_ranks": victims}
-            kill = {"kill_s": 5.0, "kill": [0, 1], "kill_from": "load"}
-        else:
-            kill = {"kill_s": draw.uniform(0.0, 0.7), "kill": victims, "kill_from": "load" if draw.random() < 0.9 else "start"}
-        results = groups.run("train", 2, args, env=env, **kill)
-        killed += None in results
-        files = [Path(f"{told}.{rank}") for rank in range(2)]
-        last_told = max((int(line) for file in files if file.exists() for line in file.read_text().split()), default=0)
-        torn += len([entry for entry in open_storage(directory).entries() if order_of(entry.name)]) - len(complete(directory))
+        args = {"directory": directory, "steps": 400, "told": str(told), "options": {"keep_last": 2}}
+        at, kill = drawn_kill(draw, turn, 2000)
+        killed += None in groups.run("train", 2, {**args, **at}, env=env, **kill)
+        torn += len(own_checkpoints(open_storage(directory))) - len(complete(directory))
         found = groups.run("train", 2, {"directory": directory, "steps": 0}, env=env)
         newest = complete(directory)
         wanted = (order_of(newest[0]) or (0, 0))[1] if newest else 0
@@ -180,8 +160,8 @@ def test_killed_writers_lose_nothing_that_was_committed(
             assert result is not None, groups.stderr.read_text()[-3000:]
             assert result["wrong"] == []
             assert result["step"] == wanted
-            if result["step"] < last_told:
-                losses.append(f"turn {turn}: step {last_told} was told, {result['step']} loaded")
+            if result["step"] < last_told(told):
+                losses.append(f"turn {turn}: step {last_told(told)} was told, {result['step']} loaded")
     print(f"{where}: {killed} of {kills} groups killed, {torn} torn checkpoints seen, losses: {len(losses)}")
     assert losses == []
     assert killed > kills // 2
@@ -239,20 +219,18 @@ def test_older_restart_of_a_launch_may_not_open(tmp_path: Path, groups: RankGrou
     assert groups.run("train", 1, args, env=env)[0]["saved"] == 1
     assert groups.run("train", 1, args, env={**env, "TORCHELASTIC_RESTART_COUNT": "2"}) == [None]
     assert "these workers belong to a round that is over" in groups.stderr.read_text()
-    assert (
-        groups.run("train", 1, args, env={**env, "ELASTIC_EXT_LAUNCH": "b", "TORCHELASTIC_RESTART_COUNT": "0"})[0]["saved"] == 2
-    )
+    anew = {**env, "ELASTIC_EXT_LAUNCH": "b", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert groups.run("train", 1, args, env=anew)[0]["saved"] == 2
 
 
 # Storage that fails. Every rank is told, none hangs, training goes on.
 
 
 @contextmanager
-def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
+def small_disk(path: Path, size: str) -> Iterator[Path]:
     path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], capture_output=True, text=True, check=False
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     try:
@@ -264,7 +242,7 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 @pytest.mark.seam
 def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
     """Saves fail and free what they wrote; once there is room the next save succeeds, without a restart."""
-    with small_disk(tmp_path / "disk", 16) as disk:
+    with small_disk(tmp_path / "disk", "16m") as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(14 << 20))
         args = {"directory": str(disk / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000, "after": "free_space"}
@@ -275,9 +253,7 @@ def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
             assert "No space left" in result["events"][0][2]
             assert (result["error"], result["saved"], result["raised"]) == (None, 3, "")
         assert complete(args["directory"]) == ["step_00000003.g0001"]
-        assert [entry.name for entry in open_storage(args["directory"]).entries() if order_of(entry.name)] == complete(
-            args["directory"]
-        )
+        assert [path.name for path in Path(args["directory"]).glob("step_*")] == complete(args["directory"])
 
 
 @pytest.mark.seam
@@ -303,81 +279,10 @@ def test_no_permission_is_told(groups: RankGroups) -> None:
             assert (result["wrong"], result["saved"], result["raised"]) == ([], None, "")
 
 
-class Throttle(BaseHTTPRequestHandler):
-    """Between a client and an S3 server. While `left` is above 0, writes of data get 503 SlowDown."""
-
-    protocol_version = "HTTP/1.1"
-    target = ""
-    left = 0
-    refused = 0
-    lock = threading.Lock()
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        kind = type(self)
-        with kind.lock:
-            refuse = self.command in ("PUT", "POST") and ".distcp" in self.path and kind.left > 0
-            kind.left -= refuse
-            kind.refused += refuse
-        if refuse:
-            text = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-            self._answer(503, {"Content-Type": "application/xml"}, text)
-            return
-        connection = HTTPConnection(urlsplit(kind.target).netloc)
-        connection.request(self.command, self.path, body, dict(self.headers))
-        answer = connection.getresponse()
-        headers = {name: value for name, value in answer.getheaders() if name.lower() not in ("transfer-encoding", "connection")}
-        self._answer(answer.status, headers, answer.read())
-        connection.close()
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
-
-    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            if name.lower() != "content-length" or self.command == "HEAD":
-                self.send_header(name, value)
-        if self.command != "HEAD":
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body if self.command != "HEAD" else b"")
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.mark.full
-def test_throttled_storage_is_tried_again(tmp_path: Path, groups: RankGroups, s3: str, s3_server: Any) -> None:
-    """503 SlowDown for longer than the five times that s3fs tries by itself: the save comes back later, in the background."""
-    Throttle.target, Throttle.left, Throttle.refused = s3_server.environ["AWS_ENDPOINT_URL"], 12, 0
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Throttle)
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    try:
-        env = {**s3_server.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_port}", "AWS_MAX_ATTEMPTS": "1"}
-        results = groups.run("train", 2, {"directory": f"{s3}/checkpoints", "steps": 1, "pause_s": 0.1}, env=env)
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
-    assert Throttle.refused > 0
-    for result in results:
-        assert (result["error"], result["saved"], result["raised"]) == (None, 1, "")
-    assert complete(f"{s3}/checkpoints") == ["step_00000001.g0001"]
-    assert "retrying in" in groups.stderr.read_text()
-
-
 # Damage.
 
 
-def flip(file: Path, draw: random.Random) -> bytes:
-    """Flip a bit in it; return what it had."""
-    good = file.read_bytes()
-    bad = bytearray(good)
-    bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-    file.write_bytes(bad)
-    return good
-
-
-def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_found_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(3, 3)
     draw = random.Random(SEED)
 
@@ -392,7 +297,8 @@ def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, monkeypatc
     files = [newest / MANIFEST, *(newest / file.name for file in decode((newest / MANIFEST).read_bytes()).files)]
     assert len(files) == 5  # of which one holds tensors, one is torch's, one is the rank's own
     for file in files:
-        good = flip(file, draw)
+        good = file.read_bytes()
+        flip(file, draw.randrange(len(good)))
         assert loaded() == 1, file.name  # the one before it
         monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(newest))
         with pytest.raises(CheckpointError):
@@ -407,7 +313,7 @@ def test_what_one_rank_finds_damaged_none_loads(tmp_path: Path, groups: RankGrou
     args = {"directory": str(tmp_path / "checkpoints"), "steps": 2, "wait": True}
     groups.run("train", 2, {**args, "options": {"keep_last": 2}})
     newest = tmp_path / "checkpoints" / complete(args["directory"])[0]
-    flip(next(newest.glob("__1_*.distcp")), random.Random(SEED))
+    flip(next(newest.glob("__1_*.distcp")))
     assert groups.run("train", 2, {**args, "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)}) == [None] * 2
     assert [(result["step"], result["wrong"]) for result in groups.run("train", 2, {**args, "steps": 0})] == [(1, [])] * 2
 

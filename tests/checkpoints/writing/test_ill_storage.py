@@ -21,16 +21,19 @@ from elastic_ext.agent.resume import newest_checkpoint
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.offers import Saved
-from elastic_ext.checkpoints.choice.resolution import Place, agree
+from elastic_ext.checkpoints.choice import agreement
+from elastic_ext.checkpoints.choice.agreement import NodeInRound, agree
+from elastic_ext.checkpoints.choice.offers import NewestSaved
 from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
-from tests.checkpoints.choice.test_resolution import copies
+from tests.checkpoints.choice.scenes import flip
+from tests.checkpoints.choice.test_agreement import copies
+from tests.checkpoints.rank_groups import RankGroups, complete
+from tests.until import until
 
 
 @pytest.fixture
@@ -71,25 +74,25 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
     settings = replace(Settings(), checkpoint_dir=store.url)
     store.be(Ill(errors=1.0, path=path))
     with ThreadPoolExecutor(1) as pool, _told("does not answer") as told:
-        chosen = pool.submit(agree, settings, "run", SingleNode(), Place())
+        chosen = pool.submit(agree, settings, "run", SingleNode(), NodeInRound())
         assert told.wait(60)
         store.be(WELL)
         assert chosen.result().step == 2
     store.be(Ill(errors=1.0, path=path))
-    monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+    monkeypatch.setattr(agreement, "AWAY_S", 0.1)
     with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
-        agree(settings, "run", SingleNode(), Place())
+        agree(settings, "run", SingleNode(), NodeInRound())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "saved", "resumed"),
     [
-        ("", Saved(1, 2), 3),
-        ("", Saved(1, 4), None),  # saved later than the copy: it must not be passed over
+        ("", NewestSaved(1, 2), 3),
+        ("", NewestSaved(1, 4), None),  # saved later than the copy: it must not be passed over
         ("", None, None),  # nobody knows what was saved
-        ("/step_00000002.g0001/manifest.json", Saved(1, 2), 3),  # which is not even read
-        ("/step_00000004.g0001/manifest.json", Saved(1, 2), None),  # the storage has shown something newer
+        ("/step_00000002.g0001/manifest.json", NewestSaved(1, 2), 3),  # which is not even read
+        ("/step_00000004.g0001/manifest.json", NewestSaved(1, 2), None),  # the storage has shown something newer
     ],
 )
 def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_as_all_that_is_known(
@@ -98,25 +101,25 @@ def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     path: str,
-    saved: Saved | None,
+    saved: NewestSaved | None,
     resumed: int | None,
 ) -> None:
     _save(store, 2, *([4] if "4" in path else []))
-    place = Place(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
+    place = NodeInRound(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
     settings = replace(Settings(), checkpoint_dir=store.url)
     store.be(Ill(errors=1.0, path=path))
     if resumed is None:
-        monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+        monkeypatch.setattr(agreement, "AWAY_S", 0.1)
         with pytest.raises(StorageAway):
             agree(settings, "run", SingleNode(), place)
         return
-    monkeypatch.setattr(resolution, "poll", None)  # it does not wait
+    monkeypatch.setattr(agreement, "poll", None)  # it does not wait
     assert agree(settings, "run", SingleNode(), place).step == resumed
     assert len([each for each in caplog.records if "does not answer" in each.message]) == (not path)
 
 
 @pytest.mark.full
-def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and_the_storage_is_away(
+def test_without_the_storage_the_older_copy_is_loaded(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 2 is older than both. With no copy that is whole, the storage has failed."""
@@ -133,7 +136,7 @@ def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and
     older, newer = sorted((tmp_path / "memory").glob("step_*"))
     store.be(Ill(errors=1.0))
     for damaged, step in ((newer, 4), (older, None)):
-        _flip(damaged / "rank_00000.mem")
+        flip(damaged / "rank_00000.mem", 70)
         monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(newer))
         with Checkpointer(model=torch.nn.Linear(2, 2)) as checkpointer:
             if step is None:
@@ -141,6 +144,19 @@ def test_of_two_copies_in_memory_the_older_is_loaded_if_the_newer_is_damaged_and
                     checkpointer._loader.load_chosen(str(newer))
             else:
                 assert checkpointer._loader.load_chosen(str(newer)).step == step
+
+
+@pytest.mark.full
+def test_throttled_storage_is_tried_again(store: ObjectStore, groups: RankGroups) -> None:
+    """503 SlowDown for longer than s3fs tries by itself: the save comes back later, in the background."""
+    store.be(Ill(a_second=1e-6, path=".distcp"))
+    env = {**store.environ, "AWS_MAX_ATTEMPTS": "1"}
+    groups.start("train", 2, {"directory": store.url, "steps": 1}, env=env)
+    until(lambda: "retrying in" in groups.stderr.read_text())
+    store.be(WELL)
+    for result in groups.results():
+        assert (result["error"], result["saved"], result["raised"]) == (None, 1, "")
+    assert complete(store.url) == ["step_00000001.g0001"]
 
 
 def test_a_signal_is_no_failure_of_the_storage() -> None:
@@ -154,13 +170,13 @@ def test_a_signal_is_no_failure_of_the_storage() -> None:
 @pytest.mark.full
 def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(store, 1, 2)
-    monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+    monkeypatch.setattr(agreement, "AWAY_S", 0.1)
     settings = replace(Settings(), checkpoint_dir=store.url, verify="full")
     store.be(Ill(errors=1.0, path="/step_00000002.g0001/__0_0.distcp"))
     with pytest.raises(StorageAway):
-        agree(settings, "run", SingleNode(), Place())
+        agree(settings, "run", SingleNode(), NodeInRound())
     store.be(WELL)
-    assert agree(settings, "run", SingleNode(), Place()).step == 2
+    assert agree(settings, "run", SingleNode(), NodeInRound()).step == 2
 
 
 @pytest.mark.full
@@ -226,12 +242,6 @@ def _save(store: ObjectStore, *steps: int) -> None:
         for step in steps:
             checkpointer.save(step, wait=True)
             assert checkpointer.last_error is None
-
-
-def _flip(part: Path) -> None:
-    data = bytearray(part.read_bytes())
-    data[70] ^= 1
-    part.write_bytes(data)
 
 
 @contextmanager

@@ -24,6 +24,9 @@ def snapshot(step: int, ranks: list[int], accumulation: int = 0) -> list[Any]:
     return ["snapshot", ranks, step, accumulation]
 
 
+COPIED = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
+
+
 def late(seconds: float) -> list[Any]:
     return ["late", ALL, seconds]
 
@@ -86,18 +89,16 @@ def test_nobody_has_left_out_what_is_saved_twice(tmp_path: Path, groups: RankGro
 
 @pytest.mark.parametrize("faulty", ALL)
 def test_a_copy_within_a_step(hosts: Hosts, faulty: int) -> None:
-    before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
     left_out = [snapshot(5, [1 - faulty], 1), snapshot(5, ALL, 2), WAIT]
-    hosts.task("calls", {"calls": [*before, *left_out]})
+    hosts.task("calls", {"calls": [*COPIED, *left_out]})
     results = hosts.task("calls", {"calls": [LOAD]}, hosts.newest())
     assert of(results, "loaded") in ([[[4, 0, 40]]] * 2, [[[5, 2, 52]]] * 2)
 
 
 @pytest.mark.parametrize("faulty", ALL)
 def test_the_last_copy_before_a_load(hosts: Hosts, groups: RankGroups, faulty: int) -> None:
-    before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
     after = [each for step in range(2, 9) for each in (snapshot(step, ALL), WAIT)]
-    results = hosts.task("calls", {"calls": [*before, snapshot(5, [1 - faulty]), LOAD, *after]})
+    results = hosts.task("calls", {"calls": [*COPIED, snapshot(5, [1 - faulty]), LOAD, *after]})
     assert of(results, "loaded") == [[[0, 0, -1], [1, 0, 10]]] * 2
     assert hosts.newest().startswith("step_00000008")
     told = "rank 1 cannot copy its state to memory: it is at a load and has not made this copy" in groups.stderr.read_text()
@@ -121,10 +122,9 @@ def test_the_first_save_of_ranks_that_have_loaded_nothing(hosts: Hosts, faulty: 
 
 
 @pytest.mark.full
-def test_ranks_that_can_make_no_copies_together_any_more_load_and_save(hosts: Hosts, groups: RankGroups) -> None:
+def test_ranks_without_copies_load_and_save(hosts: Hosts, groups: RankGroups) -> None:
     """Rank 1 comes so late to a copy that it may be lost."""
-    before = [LOAD, save(1, ALL), *(each for step in (2, 3, 4) for each in (snapshot(step, ALL), WAIT))]
     lost = [["memory limit", ALL, 1], snapshot(5, [0]), WAIT]
-    results = hosts.task("calls", {"calls": [*before, *lost, save(6, ALL), WAIT, LOAD, save(7, ALL), WAIT]})
+    results = hosts.task("calls", {"calls": [*COPIED, *lost, save(6, ALL), WAIT, LOAD, save(7, ALL), WAIT]})
     assert of(results, "saved") == [[1, 6, 7]] * 2
     assert "no more copies to memory" in groups.stderr.read_text()

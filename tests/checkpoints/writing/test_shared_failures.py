@@ -9,8 +9,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_ext.checkpoints.ranks import CheckpointError, causes, ranks_in_words, summary
-from tests.checkpoints.rank_groups import RankGroups
-from tests.checkpoints.writing.test_checkpointer import complete
+from tests.checkpoints.rank_groups import RankGroups, complete
 
 # Saves.
 

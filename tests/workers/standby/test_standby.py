@@ -281,18 +281,25 @@ import torch
 print("warm", warm, attempt, flush=True)
 if not attempt:
     os.kill(os.getpid(), signal.SIGKILL)
+with open("news"):
+    pass
 """
 
 
 @pytest.mark.full
 def test_a_fault_while_the_server_still_imports_comes_back_by_a_standby(tmp_path):
-    """Its last import ends only after the worker has died, and takes a second more."""
+    """The import under way ends only after the worker has died, and takes a second more; the next one only beside the new worker.
+
+    Each waits for the other: the standby does not have that module yet.
+    """
     (tmp_path / "gate").write_text("")
+    os.mkfifo(tmp_path / "news")
+    (tmp_path / "later.py").write_text("with open('news', 'w'): pass")
     (tmp_path / "late.py").write_text(
         "import fcntl, time\nwith open('gate') as gate: fcntl.flock(gate, fcntl.LOCK_SH)\ntime.sleep(1)"
     )
     command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(tmp_path, SOON))]
-    done = run(command, tmp_path, ELASTIC_EXT_PRELOAD="late", **VERBOSE)
+    done = run(command, tmp_path, ELASTIC_EXT_PRELOAD="late later", **VERBOSE)
     assert done.returncode == 0, done.all
     assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("True", "1")], done.all
 
@@ -732,6 +739,26 @@ def test_a_server_can_be_ended_without_a_descriptor_left(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert server.pid not in children(os.getpid())
+
+
+@pytest.mark.seam
+def test_a_server_that_is_hurried_answers_once_it_has_torch(tmp_path):
+    """The rest is imported when it is asked for again."""
+    (tmp_path / "rest.py").write_text("raise ImportError('was tried')")
+    request = {"modules": ["torch"], "wanted": ["rest"], "excluded": [], "script_dir": str(tmp_path), "program": ["x"]}
+    (tmp_path / "modules").write_text(json.dumps({**request, "origins": {}}))
+    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    answers = []
+    for hurries in (True, False):
+        server.preload(str(tmp_path / "modules"))
+        if hurries:
+            server.hurry()
+        answers.append(server.receive_ready())
+    server.end()
+    assert [each and ("torch" in each["names"], each["absent"]) for each in answers] == [
+        (True, {}),
+        (True, {"rest": "ImportError: was tried"}),
+    ]
 
 
 @pytest.mark.seam

@@ -1,7 +1,7 @@
 """Find the checkpoints in a local directory or fsspec URL: the newest complete one, the one asked for, all of them, or what looks
 like some.
 
-`selection` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
+`ordering` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
-from elastic_ext.checkpoints.choice import selection
-from elastic_ext.checkpoints.choice.selection import Choice, Family, Names, PassedOver
+from elastic_ext.checkpoints.choice import ordering
+from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, Names, PassedOver
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import dcp, detect, layouts
@@ -78,7 +78,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     inspector = Inspector(storage, wanted, any(entry.name == MARKERS for entry in listed))
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
-    choice = selection.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
+    choice = ordering.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
     if any(entry.name == dcp.METADATA or entry.name.endswith(dcp.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
         return replace(choice, passed_over=(*choice.passed_over, hint))
@@ -144,7 +144,7 @@ class Inspector:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
             return found
-        if self.wanted.since is not None and selection.or_oldest(found.written_at) <= self.wanted.since:
+        if self.wanted.since is not None and ordering.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
@@ -192,10 +192,10 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
     if not named and step is not None:
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
-        present = selection.families(found, wanted.pattern)
+        present = ordering.families(found, wanted.pattern)
         shown = ", ".join(entry.name for family in present for entry in family.members[:5]) or "nothing"
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
-    choice = selection.choose(named, inspect, wanted.pattern)
+    choice = ordering.choose(named, inspect, wanted.pattern)
     if choice.resume is None:
         reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
@@ -460,18 +460,18 @@ def list_checkpoints(
     quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
     names = {entry.name for entry in present}
     others = [entry for entry in candidates(listed) if entry.name not in names] if pattern else []
-    together = _together(selection.families([*present, *others]))
+    together = _together(ordering.families([*present, *others]))
     apart = {together[each]: each for each in {family_of(entry.name) for entry in others} if each in together}
-    ordered = [(entry, family) for family in selection.families(present, pattern) for entry in family.members]
+    ordered = [(entry, family) for family in ordering.families(present, pattern) for entry in family.members]
 
     inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
     found = []
     for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
         if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
             continue
-        after = range(at + 1, min(at + 1 + selection.OLDER, len(ordered)))
+        after = range(at + 1, min(at + 1 + ordering.OLDER, len(ordered)))
         before = (inspections[each] for each in after if ordered[each][1] is family)
-        seen = selection.beside_older(entry, inspection, before, entry.name in newest)
+        seen = ordering.beside_older(entry, inspection, before, entry.name in newest)
         group = together.get(family_of(entry.name), "")
         row = ListedCheckpoint(
             entry=entry,
@@ -479,7 +479,7 @@ def list_checkpoints(
             format=seen.format,
             complete=seen.complete,
             state="complete" + f", {NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
-            step=selection.step_in(entry, seen, pattern),
+            step=ordering.step_in(entry, seen, pattern),
             epoch=seen.epoch,
             generation=order[0] if (order := order_of(entry.name)) else None,
             size=seen.size,
@@ -509,11 +509,11 @@ def _inspect_all(
     return found
 
 
-def _together(found: Sequence[Family]) -> dict[str, str]:
+def _together(found: Sequence[NameFamily]) -> dict[str, str]:
     """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
     sets: list[list[Names]] = []
-    for names in map(selection.names_of, found):
-        if names.steps and not selection.is_copy(names.pattern):
-            near = [each for each in sets if any(selection.are_kin(names, other) for other in each)]
+    for names in map(ordering.names_of, found):
+        if names.steps and not ordering.is_copy(names.pattern):
+            near = [each for each in sets if any(ordering.are_kin(names, other) for other in each)]
             sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
     return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}

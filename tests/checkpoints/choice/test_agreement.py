@@ -20,8 +20,8 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, offers, resolution, sources
-from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.choice import agreement, listing, offers, sources
+from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import digest, memory_file
 from elastic_ext.checkpoints.formats.detect import Mode, Verification
@@ -59,7 +59,7 @@ def test_the_newest_and_what_workers_are_told(tmp_path):
     assert found.variables == {"ELASTIC_EXT_RESUME_FROM": str(path), "ELASTIC_EXT_RESUME_STEP": "7"}
 
 
-def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(tmp_path):
+def test_the_step_is_unknown_where_only_scripts_know(tmp_path):
     (tmp_path / "state_10").mkdir()
     (tmp_path / "state_10" / "weights.of_ours").write_bytes(b"1")
     assert (resumed(tmp_path).path, resumed(tmp_path).at) == ("", None)
@@ -73,7 +73,7 @@ def test_where_a_script_may_resume_from_what_only_it_knows_the_step_is_unknown(t
 
 
 @pytest.mark.parametrize("told", ["5", "step_5.pt", "checkpoint_epoch_5.pt", "none"])
-def test_resume_from_is_where_a_run_begins_and_not_where_each_round_does(tmp_path, told):
+def test_resume_from_is_only_where_a_run_begins(tmp_path, told):
     five = save(tmp_path, 5, age_s=20)
     if told.endswith(".pt"):
         five.rename(tmp_path / told)
@@ -163,7 +163,7 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
     assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
-def test_one_written_later_under_the_same_name_is_another(tmp_path):
+def test_a_later_checkpoint_of_the_same_name_counts(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 7, age_s=10)
     quarantined(tmp_path, str(tmp_path / "step_7.pt"))
@@ -204,7 +204,7 @@ def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
         (5, [3], 7, True),
     ],
 )
-def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others, step, local):
+def test_what_a_script_saved_counts_by_its_step(tmp_path, own, others, step, local):
     remote = tmp_path / "remote"
     if own is not None or others:
         remote.mkdir()
@@ -217,11 +217,11 @@ def test_what_a_script_has_saved_itself_counts_by_its_step(tmp_path, own, others
     assert (found.step, found.local) == (step, local)
 
 
-def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
+def test_only_what_is_newer_than_copies_is_verified(tmp_path, monkeypatch):
     """To verify takes seconds for a gigabyte, at each restart. What is no checkpoint gives no reason for it."""
     remote, verified = tmp_path / "remote", []
     monkeypatch.setattr(
-        discovery, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
+        listing, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
     )
     save_own(remote, 5)
     for name in ("logs", "runs"):
@@ -229,7 +229,7 @@ def test_only_what_is_newer_than_the_copies_is_verified(tmp_path, monkeypatch):
         (remote / name / "events").touch()
     (remote / "config.yaml").touch()
     save(remote, 6, age_s=-10)
-    place = Place(memory=copies(tmp_path / "memory", [7], [0], nodes=1))
+    place = NodeInRound(memory=copies(tmp_path / "memory", [7], [0], nodes=1))
     assert resumed(remote, place=place).path == str(tmp_path / "memory" / directory_name(7, 1))
     assert {mode for _, mode in verified} <= {Mode.OFF}
     save(remote, 8, age_s=-20)
@@ -272,9 +272,9 @@ def exchanges() -> list[Told]:
 def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     save(tmp_path, 7)
     settings = Settings(checkpoint_dir=str(tmp_path))
-    said = resolution.agree(settings, "run", exchanges[0], Place(0, 2))
+    said = agreement.agree(settings, "run", exchanges[0], NodeInRound(0, 2))
     save(tmp_path, 9)
-    assert resolution.agree(settings, "run", exchanges[1], Place(1, 2)) == said
+    assert agreement.agree(settings, "run", exchanges[1], NodeInRound(1, 2)) == said
     assert said.step == 7
 
 
@@ -290,10 +290,10 @@ def copies(folder: Path, steps: Sequence[int], ranks: Sequence[int], nodes: int 
     return str(folder)
 
 
-def agreed(settings: Settings, exchanges: Sequence[Told], places: Sequence[Place]) -> list[Resumption]:
+def agreed(settings: Settings, exchanges: Sequence[Told], places: Sequence[NodeInRound]) -> list[Resumption]:
     """What each node resumes from."""
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(resolution.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
+        asked = [pool.submit(agreement.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
         return [each.result() for each in asked]
 
 
@@ -302,8 +302,8 @@ def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
     (tmp_path / "checkpoints").mkdir()
     settings = Settings(checkpoint_dir=str(tmp_path / "checkpoints"))
     places = [
-        Place(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1]), peer="10.0.0.1:1"),
-        Place(1, 2, memory=copies(tmp_path / "b", [], []), peer="[fd::2]:2", refused=(directory_name(7, 1),)),
+        NodeInRound(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1]), peer="10.0.0.1:1"),
+        NodeInRound(1, 2, memory=copies(tmp_path / "b", [], []), peer="[fd::2]:2", refused=(directory_name(7, 1),)),
     ]
     (tmp_path / "b").mkdir()
     found = agreed(settings, exchanges, places)
@@ -318,7 +318,7 @@ def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
 def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
     """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
     save_own(tmp_path / "checkpoints", 5)
-    places = [Place(0, 2, memory=copies(tmp_path / "a", [7], [0, 1]), peer="10.0.0.1:1"), Place(1, 2)]
+    places = [NodeInRound(0, 2, memory=copies(tmp_path / "a", [7], [0, 1]), peer="10.0.0.1:1"), NodeInRound(1, 2)]
     found = agreed(Settings(checkpoint_dir=str(tmp_path / "checkpoints")), exchanges, places)
     assert {each.path for each in found} == {str(tmp_path / "checkpoints" / directory_name(5, 1))}
     assert found[0].lost.startswith("node 1 has no memory for copies")
@@ -332,7 +332,7 @@ def test_all_nodes_get_the_same_error(tmp_path, exchanges, prepare, kind):
     settings = Settings(checkpoint_dir=str(tmp_path), resume_from="" if kind is BadCheckpoints else "8", verify="full")
     for node, exchange in enumerate(exchanges):
         with pytest.raises(kind):
-            resolution.agree(settings, "run", exchange, Place(node, 2))
+            agreement.agree(settings, "run", exchange, NodeInRound(node, 2))
 
 
 @pytest.mark.seam
@@ -350,10 +350,10 @@ def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):
         return genuine(name)
 
     storage.stat = stat
-    resolution.await_visible(storage, "step_7.pt", time.monotonic() + 60)
+    agreement.await_visible(storage, "step_7.pt", time.monotonic() + 60)
     assert looks == ["step_7.pt"] * 3
     with pytest.raises(UsageError, match="storage that every node mounts"):
-        resolution.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic())
+        agreement.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic())
 
 
 SCRIPT = """
@@ -388,7 +388,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
+def test_without_a_good_checkpoint_a_job_stops(tmp_path):
     script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
     script.write_text(SCRIPT)
     directory.mkdir()

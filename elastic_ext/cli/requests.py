@@ -25,7 +25,7 @@ from elastic_ext.etcd import (
 from elastic_ext.etcd.values import Deleted, KeyValue
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
-from elastic_ext.rendezvous.drains import Admission, Answer, Request
+from elastic_ext.rendezvous.drains import Admission, Answer, DrainRequest
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import SharedSettings, nodes_in
 from elastic_ext.rendezvous.job_status import NoSuchJob
@@ -110,7 +110,7 @@ def _count(nodes: int) -> str:
     return "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
-def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, tell: Callable[[str], None]) -> DrainOutcome:
+def drain(client: EtcdClient, run_id: str, request: DrainRequest, timeout_s: float, tell: Callable[[str], None]) -> DrainOutcome:
     """Have the nodes of a host leave, and wait until they have and the job runs again.
 
     Args:
@@ -206,7 +206,7 @@ class _Job:
         over = (seen.found.mod_revision, seen.found.lease_id)
         return swap(self.client, self.keys, header, over=over, puts=others).succeeded
 
-    def ask(self, request: Request, timeout_s: float) -> tuple[Admission, DrainAsked | None]:
+    def ask(self, request: DrainRequest, timeout_s: float) -> tuple[Admission, DrainAsked | None]:
         """Write the request if it is admitted; None: there is nothing to wait for. Check and write are one decision, since
         every other drain changes the header. Raises UsageError: no such node, or several machines have this name; LostRace.
         """

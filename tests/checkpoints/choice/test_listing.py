@@ -22,8 +22,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
-from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
-from elastic_ext.checkpoints.choice.selection import Choice, choose, families
+from elastic_ext.checkpoints.choice.listing import candidates, newest_complete
+from elastic_ext.checkpoints.choice.ordering import Choice, choose, families
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.storage import Entry, open_storage
@@ -77,7 +77,6 @@ def test_which_of_complete_ones(entries: list[Entry], expected: str) -> None:
 def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
     entries = [entry(f"s_{step}.pt", step) for step in range(5)]
     choice = decide(entries, {"s_4.pt", "s_3.pt"})
-    assert choice.resume is not None
     assert (choice.resume.path, choice.resume.step, choice.resume.format) == ("/c/s_2.pt", 2, TORCH_SAVE)
     assert "newest complete of 5 named s_#.pt" in choice.resume.reason
     assert [(passed.path, passed.reason) for passed in choice.passed_over] == [("/c/s_4.pt", "said so"), ("/c/s_3.pt", "said so")]
@@ -102,12 +101,11 @@ def test_only_what_may_change_the_choice_is_looked_at() -> None:
     assert looked == ["s_9999.pt"]
 
 
-def test_a_directory_is_looked_at_whatever_its_own_time_says() -> None:
+def test_a_directory_is_inspected_whatever_its_own_time() -> None:
     """Removing a file from it makes it look new, and that says nothing of when its checkpoint was written."""
     entries = [entry("step_3", 1, is_dir=True), entry("epoch_9.pt", 5)]
     written = {"step_3": 7.0, "epoch_9.pt": 5.0}
     resume = choose(candidates(entries), lambda item: Inspection(True, DCP, "", written[item.name])).resume
-    assert resume is not None
     assert resume.step == 3
 
 
@@ -177,7 +175,6 @@ def test_the_newest_of_each_format(tmp_path: Path, save: Callable[[Path], Path],
     for step in (2, 10, 9):
         save(tmp_path / name.format(step))
     choice = newest_complete(str(tmp_path))
-    assert choice.resume is not None
     assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / name.format(10)), 10, format)
     assert choice.passed_over == ()
 
@@ -302,7 +299,7 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
     }
 
 
-def test_mixed_formats_go_by_the_time_the_checkpoint_was_written(tmp_path: Path) -> None:
+def test_formats_compare_by_when_the_checkpoint_was_written(tmp_path: Path) -> None:
     at(save_file(tmp_path / "checkpoint_epoch_7.pt"), 2000)
     directory = save_dcp(tmp_path / "step_5")
     at(directory / ".metadata", 3000)
@@ -326,7 +323,6 @@ def test_a_link_beside_its_target_gives_the_target(tmp_path: Path) -> None:
     for link in ("latest", "step_99"):
         (tmp_path / link).symlink_to("step_7")
     choice = newest_complete(str(tmp_path))
-    assert choice.resume is not None
     assert (choice.resume.path, choice.resume.step, choice.passed_over) == (str(target), 7, ())
 
 
@@ -363,7 +359,7 @@ def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.seam
 def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
     code = (
-        "import sys; from elastic_ext.checkpoints.choice.discovery import newest_complete; newest_complete(sys.argv[1])\n"
+        "import sys; from elastic_ext.checkpoints.choice.listing import newest_complete; newest_complete(sys.argv[1])\n"
         "print({'torch', 'fsspec'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
@@ -400,10 +396,10 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
     private.chmod(mode)
     code = (
         "import os, sys\n"
-        "from elastic_ext.checkpoints.choice import discovery\n"  # before the change of user, who may not read this package
+        "from elastic_ext.checkpoints.choice import listing\n"  # before the change of user, who may not read this package
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-        "try: print(discovery.newest_complete(sys.argv[1]))\n"
-        "except discovery.UsageError as error: print('usage:', error)\n"
+        "try: print(listing.newest_complete(sys.argv[1]))\n"
+        "except listing.UsageError as error: print('usage:', error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(private)], capture_output=True, text=True, check=False)
     private.chmod(0o755)

@@ -16,7 +16,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import slurm
 from elastic_ext.own_etcd import certificates, folder, job
 from elastic_ext.own_etcd.attachment import Access, Attachment
-from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.endpoint import Plan, early_options, is_job, make_plan
 from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.rendezvous.address import address_towards, chosen
@@ -130,5 +130,5 @@ def visitor(endpoint: str, run_id: str, settings: Settings) -> Iterator[tuple[st
         )
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     with tempfile.TemporaryDirectory() as scratch:
-        files: Files = certificates.write(key, run_id, ("visitor",), Path(scratch))
+        files: CertificateFiles = certificates.write(key, run_id, ("visitor",), Path(scratch))
         yield plan.endpoints, with_access(settings, Access(plan.endpoints, files))

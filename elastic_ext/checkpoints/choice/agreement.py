@@ -22,7 +22,7 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import offers
-from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, Offers, PeerPlan, Saved
+from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, PeerPlan
 from elastic_ext.checkpoints.choice.sources import RemoteTier, from_local_dirs, from_memory, listed, newer
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats import detect, names
@@ -78,7 +78,7 @@ class Resumption:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeInRound:
     """This node in the round.
 
     Attributes:
@@ -99,10 +99,10 @@ class Place:
     memory: str = ""
     refused: tuple[str, ...] = ()
     peer: str = ""
-    saved: Saved | None = NONE_SAVED
+    saved: NewestSaved | None = NONE_SAVED
 
 
-def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
+def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRound) -> Resumption:
     """Return what the round resumes from. All nodes of the round call this; all return the same result or raise the same error.
 
     Only the path of a checkpoint in the nodes' own tiers differs: each node gets the path of its own part.
@@ -116,20 +116,20 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     """
     if settings.checkpoint_dir is None:
         return Resumption()
-    resolution = _Resolution(settings, settings.checkpoint_dir, run_id, place)
-    exchange.offer(offers.encode(resolution.offers()))
+    side = _NodeSide(settings, settings.checkpoint_dir, run_id, place)
+    exchange.offer(offers.encode(side.offers()))
     if place.node != 0:
-        return resolution.seen(offers.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
+        return side.seen(offers.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
     try:
-        received = resolution.received(exchange)
-        agreement = _once_there(lambda: resolution.decide(received))
+        received = side.received(exchange)
+        agreement = _once_there(lambda: side.decide(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
         exchange.publish(offers.encode(offers.failure(error)))
         raise
     exchange.publish(offers.encode(agreement))
-    return replace(resolution.resumption(agreement), lost=resolution.lost)
+    return replace(side.resumption(agreement), lost=side.lost)
 
 
 def _once_there(decide: Callable[[], Agreement]) -> Agreement:
@@ -152,14 +152,14 @@ def _once_there(decide: Callable[[], Agreement]) -> Agreement:
     return found
 
 
-class _Resolution:
+class _NodeSide:
     """One node's part in one agreement. Opens each directory once.
 
     Attributes:
         lost: see `Resumption`; set by `decide`.
     """
 
-    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: Place) -> None:
+    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: NodeInRound) -> None:
         self._settings, self._place = settings, place
         local_dir = settings.local_dir if not settings.resume_from else None  # which overrides it
         self._local = open_storage(local_dir) if local_dir is not None else None

@@ -72,7 +72,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Family:
+class NameFamily:
     """Candidates whose names differ only in digits.
 
     Attributes:
@@ -90,7 +90,7 @@ class Family:
 class Contender:
     """The newest complete member of a family."""
 
-    family: Family
+    family: NameFamily
     entry: Entry
     inspection: Inspection
 
@@ -162,7 +162,7 @@ def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspectio
     return replace(inspection, complete=False, reason=reason, compared=True) if reason else inspection
 
 
-def _may_matter(family: Family, contenders: Sequence[Contender]) -> bool:
+def _may_matter(family: NameFamily, contenders: Sequence[Contender]) -> bool:
     """Return whether a family may still change the choice. Families come with the one first that may contain the newest."""
     best = max(contenders, key=lambda each: each.written_at)
     if family.newest > best.written_at:
@@ -180,7 +180,7 @@ def _claim(contender: Contender, tracked: Collection[str]) -> Claim:
     return Claim(entry.name, names, contender.written_at, found.training, step, entry.name in tracked, full)
 
 
-def names_of(family: Family) -> Names:
+def names_of(family: NameFamily) -> Names:
     """Return what decides which other families belong together with this one."""
     steps = frozenset(step for entry in family.members if (step := step_of(entry.name)) is not None)
     times = [entry.mtime for entry in family.members if entry.mtime is not None]
@@ -205,12 +205,12 @@ def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:
     return inspection.step if inspection.step is not None else step_of(entry.name, pattern)
 
 
-def families(entries: Iterable[Entry], pattern: str = "") -> tuple[Family, ...]:
+def families(entries: Iterable[Entry], pattern: str = "") -> tuple[NameFamily, ...]:
     """Group candidates by family. The family that may contain the newest checkpoint comes first."""
     groups: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[family_of(entry.name, pattern)].append(entry)
-    found = [Family(name, _newest_first(members, pattern), _latest(members)) for name, members in groups.items()]
+    found = [NameFamily(name, _newest_first(members, pattern), _latest(members)) for name, members in groups.items()]
     # Of two families with the same time, the one whose names have numbers goes first: it gives a step.
     return tuple(sorted(found, key=lambda family: (-family.newest, not numbers_of(family.members[0].name), family.pattern)))
 

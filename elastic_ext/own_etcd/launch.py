@@ -17,7 +17,7 @@ from elastic_ext.failures import slurm
 from elastic_ext.own_etcd import certificates, folder, job
 from elastic_ext.own_etcd.attachment import Access, Attachment
 from elastic_ext.own_etcd.certificates import CertificateFiles
-from elastic_ext.own_etcd.endpoint import early_options, is_job, make_plan
+from elastic_ext.own_etcd.endpoint import Plan, early_options, is_job, make_plan
 from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.rendezvous.address import address_towards, chosen
 from elastic_ext.rendezvous.run_id import checked_given
@@ -62,8 +62,7 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     plan = make_plan(endpoint, run_id, slurm.hostnames(environ))
     own = job.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
-    program = job.find_program(environ) if own.name in plan.hosts else _program_if_any(environ)
-    job.check_safe(program, plan, settings.unsafe_etcd)
+    program = _program(own.name in plan.hosts, plan, settings, environ)
     saved_dir = _made(settings.etcd_data_dir) if settings.etcd_data_dir else None
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
@@ -90,8 +89,7 @@ def outlook(endpoint: str, settings: Settings, environ: Mapping[str, str]) -> tu
     if settings.job_secret is None and settings.job_secret_file is None:
         certificates.check_unneeded(plan.loopback)
     first = own.name in plan.hosts
-    program = job.find_program(environ) if first else _program_if_any(environ)
-    job.check_safe(program, plan, settings.unsafe_etcd)
+    program = _program(first, plan, settings, environ)
     here = f"this host is {own.name}: {program}" if first else f"this host, {own.name}, has no member at first"
     return program, f"brought by the job, on {', '.join(plan.hosts)}; {here}"
 
@@ -102,12 +100,16 @@ def _refuse_foreign(settings: Settings) -> None:
             raise UsageError(f"{name} has no effect with --rdzv-endpoint=job:, whose etcd has its own certificates: remove it")
 
 
-def _program_if_any(environ: Mapping[str, str]) -> job.Program | None:
-    """Return etcd's program for a host that may get a member later."""
+def _program(first: bool, plan: Plan, settings: Settings, environ: Mapping[str, str]) -> job.Program | None:
+    """Return etcd's program; None: this host can get no member later. first: it has one of the first. Raises UsageError."""
     try:
-        return job.find_program(environ)
+        program = job.find_program(environ)
+        job.check_safe(program, plan, settings.unsafe_etcd)
     except UsageError:
-        return None
+        if first:
+            raise
+        return None  # the job does without a member here, as long as it has enough others
+    return program
 
 
 def with_access(settings: Settings, access: Access) -> Settings:

@@ -41,7 +41,7 @@ class Patience:
     """How long a node waits for a round (`join_timeout`), of so many nodes.
 
     Attributes:
-        silent_s: for the job's own store, once the lease has expired without an answer; then it is lost, with its hosts.
+        silent_s: for the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
     """
 
     timeout_s: float
@@ -67,7 +67,8 @@ class Patience:
         """What the node says when it leaves because the job's own store is lost."""
         return (
             f"the job's own store has not answered for {self.silent_s:g} s since this node's lease expired (rejoin_timeout): it "
-            "is lost with its hosts, none of which can come back in a step of Slurm, so this node leaves; start the job again"
+            "is lost with its host, which cannot come back in a step of Slurm, or this node is cut off for longer than the job "
+            "waits for it, so this node leaves; start the job again unless other nodes go on"
         )
 
 
@@ -98,15 +99,16 @@ def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
     return settings.rejoin_timeout
 
 
-def silent_s(settings: Settings, environ: Mapping[str, str], own_store: bool) -> float:
-    """Return `Patience.silent_s`. own_store: the job has brought its store, on its own hosts.
+def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) -> float:
+    """Return `Patience.silent_s`. on_one_host: the job has brought its store, on one of its hosts.
 
-    Elsewhere than in a step of Slurm these may come back, and so may a store that is not the job's.
+    Elsewhere than in a step of Slurm that may come back, and so may a store that is not the job's. One on several hosts outlives
+    the loss of one: where it is silent this node is cut off, more likely, and the job goes on meanwhile.
+
+    Invariant: a node that is only cut off does not leave while the others wait for it; they do so from the end of its lease on.
     """
     rejoin = rejoin_s(settings, environ)
-    if not own_store or not _in_step(environ) or rejoin is None:
-        return math.inf
-    return max(0.0, rejoin - settings.lease_ttl)
+    return rejoin if rejoin is not None and on_one_host and _in_step(environ) else math.inf
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:

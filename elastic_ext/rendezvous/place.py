@@ -189,7 +189,8 @@ def take_place(
     """
     # A job on the embedded store has it for itself, where no other job could share its state.
     check = run_id.checked_given if params.backend == ETCD else run_id.checked
-    job, patience = check(params.run_id), Patience.of(params, silent_s(settings, os.environ, own_store))
+    on_one_host = own_store and "," not in params.endpoint
+    job, patience = check(params.run_id), Patience.of(params, silent_s(settings, os.environ, on_one_host))
     wait_s = min(torch_number(params.config, "read_timeout", START_S), patience.timeout_s)
     client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)

@@ -141,8 +141,8 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
 
 def _remove_but(folder: str, kept: Collection[str]) -> None:
     """Remove a directory, but for these files and the directories in which they are."""
-    for inside, _, names in os.walk(folder, topdown=False):
-        for name in names:
+    for inside, folders, names in os.walk(folder, topdown=False):
+        for name in (*folders, *names):  # a link to a directory is among the first
             if (path := os.path.join(inside, name)) not in kept:
                 with contextlib.suppress(OSError):
                     os.unlink(path)

@@ -287,6 +287,27 @@ def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(lap
     assert laptop.folders() == []
 
 
+def test_a_node_cut_off_alone_comes_back(tmp_path, monkeypatch):
+    """Also in a step of Slurm: the other two train on, and their etcd has a majority."""
+    needs("ip")
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.setenv(name, "7")
+    settings = {"join_timeout": "300", "lease_ttl": "4", "rejoin_timeout": "0", "last_call": TOGETHER}
+    with hosts_of(tmp_path, 3) as (job, hosts):
+        agents = [job.start("2:3", inside=host.inside, name=f"n{number}", **settings) for number, host in enumerate(hosts)]
+        for agent in agents:
+            agent.wait_for(seen(3, 0))
+        subprocess.run([*hosts[2].inside, "ip", "link", "set", "net0", "down"], check=True)
+        for agent in agents[:2]:
+            agent.wait_for(seen(2, 1))
+        agents[2].wait_for("etcd endpoint .* failed", count=10)  # its lease is over by then
+        revive(hosts[2])
+        for agent in agents:
+            agent.wait_for('"world": 3', count=2)
+        job.gate.open()
+        assert [agent.finish().returncode for agent in agents] == [0, 0, 0]
+
+
 @pytest.mark.seam
 def test_in_a_step_of_slurm_nobody_waits_for_a_lost_store(tmp_path, monkeypatch):
     """The job's etcd was on the host that is lost; elsewhere than in Slurm that may come back within join_timeout."""

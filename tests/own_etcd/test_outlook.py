@@ -105,9 +105,23 @@ def test_an_etcd_that_may_lose_writes_is_refused_on_three_hosts(version):
         job.check_safe(program, three, allowed=False)
     job.check_safe(program, three, allowed=True)
     job.check_safe(program, one, allowed=False)
-    job.check_safe(None, three, allowed=False)
     for safe in ((3, 4, 23), (3, 5, 3), (3, 6, 0)):
         job.check_safe(job.Program("etcd", safe, "PATH"), three, allowed=False)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_host_without_a_member_needs_no_safe_etcd(monkeypatch, first):
+    """Its agent must not end with 78, which would end a job of which the others ask for a requeue: it just gets no member."""
+    monkeypatch.setattr(job, "find_program", lambda environ: job.Program("etcd", (3, 5, 1), "PATH"))
+    monkeypatch.setattr(job, "own_host", lambda plan, environ, fallback: job.Host("a" if first else "d", "10.0.0.1"))
+    monkeypatch.setattr(launch, "address_towards", lambda host: "10.0.0.1")
+    known = settings.read({"job_secret_file": "x"}, {})
+    if first:
+        with pytest.raises(UsageError, match="a member that is killed may lose writes"):
+            launch.outlook("job:a,b,c", known, {})
+    else:
+        assert launch.outlook("job:a,b,c", known, {})[0] is None
+        assert launch.outlook("job:a,b,c", settings.read({"job_secret_file": "x", "unsafe_etcd": "1"}, {}), {})[0] is not None
 
 
 def test_neither_is_told_with_both_remedies(monkeypatch):

@@ -69,9 +69,11 @@ def test_an_agent_leaves_only_what_its_failure_names(temporary: Path, tmp_path: 
             error_file = Path(logs.error_files[0])
             for name in (error_file.name, "stacks.txt") if written or attempt == "0" else ():
                 error_file.with_name(name).touch()
+        Path(logs.root_log_dir, "link").symlink_to(tmp_path)
         logs.failed = failed
     with logs_of().owned_directory():
         pass
+    assert tmp_path.exists()
     assert [path for path in temporary.rglob("*") if not path.is_dir()] == ([error_file] if failed and written else [])
     assert len(list(temporary.iterdir())) == (failed and written)
 

@@ -20,7 +20,7 @@ MEANINGS = {
     EX_UNAVAILABLE: "no such job runs, or etcd does not answer",
     EX_TRY_AGAIN: "no checkpoint in time, and nothing was done; or the job did not run again in time (the message says which)",
     EX_REFUSED: "refused, nothing was changed: the job would have fewer nodes than it takes",
-    78: "wrong usage, or no such node",
+    78: "wrong usage, no such node, or several machines of this name",
     130: "interrupted with Ctrl-C: the node still leaves, unless `--undo` withdraws that",
 }
 

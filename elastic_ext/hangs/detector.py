@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.hangs.waits import WaitFor
+from elastic_ext.hangs.waits import WaitFor, threads
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
 WAIT_FLOOR_S = {WaitFor.RANKS: 15.0, WaitFor.COLLECTIVE: 60.0, WaitFor.DEVICE: 60.0}
@@ -368,8 +368,7 @@ _STORING = tuple(
 
 def waits_for_others(stack: str) -> bool:
     """Return whether the main thread waits in a collective. stack: in faulthandler's format, with the main thread last."""
-    thread = stack[max(stack.rfind("\nThread 0x"), stack.rfind("\nCurrent thread 0x"), 0) :]
-    frame = next((line for line in thread.splitlines() if line.lstrip().startswith("File ")), "")
+    frame = next((line for line in threads(stack)[-1].splitlines() if line.lstrip().startswith("File ")), "")
     if any(path in frame for path in _STORING):
         return False
     return any(path in frame and frame.endswith(function) for path, function in _WAITING)

@@ -84,14 +84,16 @@ _IDLE = (
 
 
 def threads(stacks: str) -> list[str]:
-    """Return the text of each thread with its heading, the main thread last; [""] if there is none."""
-    return _THREADS.split(stacks)[1:] or [""]
+    """Return the text of each thread with its heading, the main thread last; "" for that if it is not there."""
+    found = _THREADS.split(stacks)[1:]
+    cut = stacks.rstrip().endswith("\n...")  # faulthandler lists 100 threads at most, and the main thread last
+    return [*found, ""] if cut or not found else found
 
 
 def main_thread_first(stacks: str, limit: int) -> str:
     """Return the beginning, for people: where the main thread is comes first, and then the other threads. limit: characters."""
     *others, main = threads(stacks)
-    return "\n".join(text.rstrip() for text in (main, *others))[:limit]
+    return "\n".join(text.rstrip() for text in (main, *others) if text)[:limit]
 
 
 def wait_of(stacks: str) -> WaitFor:

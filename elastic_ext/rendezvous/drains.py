@@ -59,11 +59,12 @@ def host_of(node_id: str) -> str:
 
 
 def ambiguous_hosts(nodes: Mapping[str, Node]) -> frozenset[str]:
-    """Return the host names that several machines have in common."""
-    machines: dict[str, set[str]] = {}
+    """Return the host names that several machines have in common. One that has just booted again has another id, not address."""
+    machines: dict[str, dict[str, str]] = {}
     for id_, node in nodes.items():
-        machines.setdefault(host_of(id_), set()).update([node.machine] if node.machine else [])
-    return frozenset(host for host, found in machines.items() if len(found) > 1)
+        if node.machine:
+            machines.setdefault(host_of(id_), {})[node.machine] = node.address
+    return frozenset(host for host, found in machines.items() if len(set(found.values())) > 1)
 
 
 def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:

@@ -110,6 +110,25 @@ def test_no_stack_waits_for_nothing():
     assert waits.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is WaitFor.NOTHING
 
 
+@pytest.mark.seam
+def test_a_cut_dump_has_no_main_thread(tmp_path):
+    """A real one, of more threads than faulthandler lists. What it lists last is not the main thread, which waits in Python."""
+    program = """
+import faulthandler, sys, threading
+threads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(120)]
+for each in threads:
+    each.start()
+faulthandler.dump_traceback(open(sys.argv[1], "w"))
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path / "stacks"], check=True)
+    text = (tmp_path / "stacks").read_text()
+    assert len(waits.threads(text)) == 101
+    assert waits.threads(text)[-1] == ""
+    assert waits.wait_of(text) is WaitFor.NOTHING
+    assert not detector.waits_for_others(text)
+    assert waits.main_thread_first(text, 100).startswith("Thread 0x")
+
+
 def test_people_see_the_main_thread_first():
     idle, main = stack(others=((f"/usr/lib/{'x' * 2000}/threading.py", "wait"),)), stack()
     shown = waits.main_thread_first(idle, 1000)

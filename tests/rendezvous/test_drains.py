@@ -190,10 +190,11 @@ def test_a_place_that_was_promised_to_one_node_is_not_promised_to_another():
 
 
 def test_machines_of_one_name_are_known_by_their_boot():
-    def node(machine: str) -> Node:
-        return Node(0, 1, "trainer", "10.0.0.1", 1, machine=machine)
+    def node(machine: str, address: str = "10.0.0.1") -> Node:
+        return Node(0, 1, "trainer", address, 1, machine=machine)
 
     nodes = {"a-1-aaaaaa": node("x"), "a-2-bbbbbb": node("x"), "b-1-cccccc": node("y")}
     assert drains.ambiguous_hosts(nodes) == frozenset()
-    assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("z")}) == {"b"}
-    assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("")}) == frozenset(), "unknown"
+    assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("z", "10.0.0.2")}) == {"b"}
+    assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("z")}) == frozenset(), "booted again"
+    assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("", "10.0.0.2")}) == frozenset(), "unknown"

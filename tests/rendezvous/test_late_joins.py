@@ -73,7 +73,7 @@ def test_whose_name_is_counted(server: EtcdServer) -> None:
         refused = []
         for number, machine in enumerate(("one", "another")):
             lease_id = client.lease_grant(600).lease_id
-            node = Node(1, 1, "", "h", 1, machine=machine)
+            node = Node(1, 1, "", f"10.0.0.{number}", 1, machine=machine)
             client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
             tasks, counted = a_runner(dispatcher), threading.Event()
             LateJoins(client, KEYS, "gpu", 0, 60).entered(7, tasks)

@@ -122,22 +122,25 @@ def test_the_last_agent_asks_again(alone: Alone, start: str, once: str) -> None:
     assert "gave up" not in ran.out
 
 
-@pytest.mark.parametrize("said", [UNREACHABLE, "bash: connect: No route to host", "bash: connect: Connection timed out"])
-def test_the_last_agent_waits_until_slurm_has_seen_the_loss(alone: Alone, said: str) -> None:
-    """Of the script's node, and of another one that was lost with it."""
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [(UNREACHABLE, 0), ("bash: connect: No route to host", 0), ("bash: connect: Connection timed out", 0), (UNREACHABLE, 69)],
+)
+def test_the_last_agent_waits_until_slurm_has_seen_the_loss(alone: Alone, said: str, code: int) -> None:
+    """Of the script's node, and of another one that was lost with it: with any exit code, as it may be cut off from both."""
     (alone.state / "code.0.n3").unlink()
     listed = {QUEUE: ["echo 'RUNNING n[1-3]'", "echo 'RUNNING n[2-3]'", "echo 'RUNNING n2'"]}
     names = {HOSTNAMES: ["printf 'n1\\nn2\\nn3\\n'", "printf 'n2\\nn3\\n'", "echo n2"]}
-    ran = alone.run("exit 0", lost=True, probe=said, answers={**listed, **names})
+    ran = alone.run(f"exit {code}", lost=True, probe=said, answers={**listed, **names})
     assert "n2 acts in its place" in ran.out
-    assert len([each for each in ran.calls if each.startswith(QUEUE)]) == 3
+    assert len([each for each in ran.calls if each.startswith(HOSTNAMES)]) == 3
 
 
 def test_a_requeue_does_not_wait_until_slurm_has_seen_the_loss(alone: Alone) -> None:
-    """Slurm waits by itself, and frees the nodes that are left; the others answered none of three looks. (With 75 the script of
-    n1, which lives on here, would act as well.)
+    """Slurm waits by itself, and frees the nodes that are left; n1 answered none of three looks. (With 75 the script of n1, which
+    lives on here, would act as well.)
     """
-    (alone.state / "code.0.n3").unlink()
+    (alone.state / "code.0.n3").write_text("69\n")
     ran = alone.run("exit 69", lost=True, answers={HOSTNAMES: ["printf 'n1\\nn2\\nn3\\n'"]})
     assert "n2 acts in its place" in ran.out
     assert "train.sbatch: requeued (run 1)" in ran.out
@@ -198,7 +201,7 @@ def test_else_srun_ends_by_itself(alone: Alone, agent: str, n3: str, probe: str)
 
 @pytest.mark.parametrize("start", [END_TIME, SHOW, REQUEUE])
 def test_the_script_asks_again(alone: Alone, start: str) -> None:
-    (alone.state / "code.0.n3").write_text("75\n")
+    (alone.state / "code.0.n3").write_text("69\n")
     names = {HOSTNAMES: ["printf 'n1\\nn2\\nn3\\n'"]}
     ends = "echo ends $SLURM_JOB_END_TIME; exit 75"
     ran = alone.run(ends, lost=False, probe=REFUSED, answers={**names, start: ["false", *ANSWERS[start]]})
@@ -208,7 +211,7 @@ def test_the_script_asks_again(alone: Alone, start: str) -> None:
 
 
 def test_the_script_says_why_it_gave_up(alone: Alone) -> None:
-    (alone.state / "code.0.n3").write_text("75\n")
+    (alone.state / "code.0.n3").write_text("69\n")
     refused = {HOSTNAMES: ["echo n1"], REQUEUE: ["echo 'Access denied' >&2; false"]}
     ran = alone.run("exit 75", lost=False, probe=REFUSED, answers=refused, PATIENCE="0")
     assert ran.code == 75
@@ -218,7 +221,7 @@ def test_the_script_says_why_it_gave_up(alone: Alone) -> None:
 
 def test_a_task_of_an_array_names_itself(alone: Alone) -> None:
     """SLURM_JOB_ID of the last task is the array's: a requeue of that would be one of all tasks."""
-    (alone.state / "code.0.n3").write_text("75\n")
+    (alone.state / "code.0.n3").write_text("69\n")
     ran = alone.run("exit 75", lost=True, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert "scontrol requeue 7_3" in ran.calls
     assert not [each for each in ran.calls if re.search(r"\b7(?!_3)", each)]

@@ -132,7 +132,7 @@ def test_by_the_page_of_an_agent(job, tmp_path, capsys, monkeypatch):
         assert run(capsys, f"--url={url}", "-o", tmp_path / "life.svg")[0] == 0
     shown = [each.text or "" for each in ElementTree.fromstring((tmp_path / "life.svg").read_text()).iter(f"{SVG}text")]
     assert any(each.startswith("Job llama-70b: 1 h, round 2") for each in shown)
-    assert any("only events tell" in each for each in shown)
+    assert any("Only events" in each for each in shown)
     assert run(capsys, f"--url={url}", "-o", tmp_path / "life.svg")[::2][0] == timeline.EX_UNAVAILABLE
 
 

@@ -510,7 +510,7 @@ def test_nobody_is_asked_where_it_cannot_be_seen_whether_that_would_disturb(tmp_
     with workers(tmp_path, ["while True: all_reduce(short)"], first="") as found:
         assert not watched(*found).stalled
         assert found[0].read(0).answers == 1
-    assert caplog.text.count("neither /proc/PID/syscall nor wchan tells") == 1
+    assert caplog.text.count("neither /proc/PID/syscall nor wchan shows") == 1
 
 
 @pytest.mark.full

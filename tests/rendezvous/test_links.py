@@ -203,7 +203,7 @@ def test_a_link_that_was_reset_comes_back(server, stack, messages):
 def test_a_node_that_does_not_answer_is_taken_out_once(server, stack, messages):
     watching, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.stop()
-    messages.until("node b is taken for dead")
+    messages.until("node b counts as dead")
     assert not watched.in_job()
     # It lived after all, and learns of it. It comes back, and from now on only its lease tells.
     assert Peers.answer(watched.records).dead
@@ -222,7 +222,7 @@ def test_a_node_that_nobody_reaches_and_that_does_not_reach_etcd_gives_up(server
     to_etcd.stop()
     between.stop()
     assert "etcd does not answer" in watched.reasons.get(timeout=WAIT_S)
-    messages.until("node b is taken for dead")
+    messages.until("node b counts as dead")
 
 
 @pytest.mark.seam
@@ -398,7 +398,7 @@ def test_a_node_that_has_registered_again_is_missed_as_soon(server, stack, messa
     watched.lease = watched.client.lease_grant(60).lease_id
     watched.reached_at(between.port)
     between.stop()
-    messages.until("node b is taken for dead")
+    messages.until("node b counts as dead")
 
 
 @pytest.mark.full
@@ -567,7 +567,7 @@ def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(
     die_whole(jobs.pop().process.pid)
     for job in jobs:
         job.wait_for(r'"world": 2')
-    assert "is taken for dead" in "".join(job.err for job in jobs)
+    assert "counts as dead" in "".join(job.err for job in jobs)
     nodes.open_gate()
     assert [job.finish().returncode for job in jobs] == [0, 0]
 

@@ -202,7 +202,7 @@ def test_the_list_is_shown_although_one_cannot_be_read(store: ObjectStore, capsy
     out, err = capsys.readouterr()
     assert "step_00000001" in out
     assert "it cannot be read" in out
-    assert "cannot be told" in err
+    assert "is unknown" in err
 
 
 class Refuses:

@@ -62,8 +62,8 @@ def birth(plan: StorePlan) -> int:
 
 KILLED = """
 import os, sys
-from tests.embedded.test_process import Agent, Plan
-Agent(Plan("127.0.0.1", int(sys.argv[1]), job=sys.argv[2]))
+from tests.embedded.test_process import Agent, StorePlan
+Agent(StorePlan("127.0.0.1", int(sys.argv[1]), job=sys.argv[2]))
 os._exit(9)
 """
 
@@ -98,10 +98,10 @@ def test_a_busy_store_refuses_another_job(plan):
 STRANGER = """
 import os, sys
 from elastic_ext.base.helper_process import HelperFailed
-from tests.embedded.test_process import Agent, Plan
+from tests.embedded.test_process import Agent, StorePlan
 os.setuid(65534)
 try:
-    Agent(Plan("127.0.0.1", int(sys.argv[1])))
+    Agent(StorePlan("127.0.0.1", int(sys.argv[1])))
 except HelperFailed as error:
     print(error)
 """

@@ -1,4 +1,4 @@
-"""Signals that tell this process to end, held back while it does what must not be skipped."""
+"""Signals that end this process, held back while it does what must not be skipped."""
 
 from __future__ import annotations
 

@@ -30,6 +30,12 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else _escaped(character) for character in text)
 
 
+def counted(number: int, what: str) -> str:
+    """Return e.g. "1 node" or "2 nodes"; what: the singular, whose first word gets the s."""
+    first, *rest = what.split(" ")
+    return " ".join((str(number), first if number == 1 else f"{first}s", *rest))
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 

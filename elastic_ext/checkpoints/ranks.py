@@ -117,8 +117,8 @@ def causes(error: BaseException, rank: int) -> list[tuple[int, str]]:
     if isinstance(error, CheckpointError) and error.by_rank:
         return list(error.by_rank)
     text = " ".join(str(error).split())
-    told = text if isinstance(error, ElasticExtError) and text else f"{type(error).__name__}: {text}"
-    return [(rank, told if len(told) <= MOST_SHOWN else f"{told[:MOST_SHOWN]}...")]
+    cause = text if isinstance(error, ElasticExtError) and text else f"{type(error).__name__}: {text}"
+    return [(rank, cause if len(cause) <= MOST_SHOWN else f"{cause[:MOST_SHOWN]}...")]
 
 
 def summary(failures: Iterable[tuple[int, str]]) -> str:
@@ -126,10 +126,10 @@ def summary(failures: Iterable[tuple[int, str]]) -> str:
     ranks_of: dict[str, set[int]] = {}
     for rank, cause in failures:
         ranks_of.setdefault(cause, set()).add(rank)
-    told = [f"{cause} ({ranks_in_words(ranks)})" for cause, ranks in ranks_of.items()]
-    others = len(told) - MOST_CAUSES
+    found = [f"{cause} ({ranks_in_words(ranks)})" for cause, ranks in ranks_of.items()]
+    others = len(found) - MOST_CAUSES
     more = [f"{others} more {'cause' if others == 1 else 'causes'} on other ranks"] if others > 0 else []
-    return "; ".join(told[:MOST_CAUSES] + more)
+    return "; ".join(found[:MOST_CAUSES] + more)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -224,11 +224,11 @@ class Ranks:
             logger.debug("checkpoint load failed", exc_info=True)
         failures = [each for each in self.all_gather(failed) if each is not None]
         if failures:
-            told = [cause for each, _ in failures for cause in each]
+            found = [cause for each, _ in failures for cause in each]
             if all(blamed for _, blamed in failures):
-                logger.warning("the storage failed: %s", summary(told))
-                raise StorageFailed(told[0][1])  # of one rank: the same failure must read the same, on however many
-            raise CheckpointError.of_ranks(told)
+                logger.warning("the storage failed: %s", summary(found))
+                raise StorageFailed(found[0][1])  # of one rank: the same failure must read the same, on however many
+            raise CheckpointError.of_ranks(found)
         return cast(T, result)
 
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:

@@ -157,12 +157,13 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
         return [Finding("etcd", OK, "not checked: no --rdzv-endpoint")]
     from elastic_ext.etcd import EtcdError
     from elastic_ext.own_etcd import endpoint, launch
+    from elastic_ext.own_etcd.job import LOSES_WRITES
     from elastic_ext.rendezvous.connect import connect
 
     if endpoint.is_job(inputs.endpoint):
         program, detail = launch.outlook(inputs.endpoint, inputs.settings, inputs.environ)
         if program is not None and program.may_lose_writes:
-            return [Finding("etcd", WARN, detail, "a member that is killed may lose writes: put etcd 3.5.3 or newer on PATH")]
+            return [Finding("etcd", WARN, detail, f"{LOSES_WRITES}: put etcd 3.5.3 or newer on PATH")]
         return [Finding("etcd", OK, detail)]
     with connect(inputs.endpoint, inputs.settings) as client:
         status = client.status()

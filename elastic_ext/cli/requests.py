@@ -9,6 +9,7 @@ from enum import Enum
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import counted
 from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import (
     AuthError,
@@ -103,19 +104,18 @@ def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
         return None
     step = max((each.step for each in seen.done), default=-1)
     saved = f"saved step {step}, " if step >= 0 else ""
-    return DrainOutcome(Ending.DRAINED, f"{asked.host} has left: {saved}round {header.round} runs with {_count(header.nodes)}")
+    runs = f"round {header.round} runs with {counted(header.nodes, 'node')}"
+    return DrainOutcome(Ending.DRAINED, f"{asked.host} has left: {saved}{runs}")
 
 
-def _count(nodes: int) -> str:
-    return "1 node" if nodes == 1 else f"{nodes} nodes"
-
-
-def drain(client: EtcdClient, run_id: str, request: DrainRequest, timeout_s: float, tell: Callable[[str], None]) -> DrainOutcome:
+def drain(
+    client: EtcdClient, run_id: str, request: DrainRequest, timeout_s: float, notify: Callable[[str], None]
+) -> DrainOutcome:
     """Have the nodes of a host leave, and wait until they have and the job runs again.
 
     Args:
         timeout_s: for the checkpoint; then again for the job to run. After the first the drain is withdrawn.
-        tell: called with one line as soon as the request is written.
+        notify: called with one line as soon as the request is written.
 
     Raises UsageError: no such node, several machines of this name, etcd refuses, or the records are of another version.
     """
@@ -124,7 +124,7 @@ def drain(client: EtcdClient, run_id: str, request: DrainRequest, timeout_s: flo
         admission, asked = job.ask(request, timeout_s)
         if asked is None:
             return DrainOutcome(_ENDINGS[admission.answer], admission.reason)
-        tell(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
+        notify(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
         return _await_drain(job, asked, timeout_s, mine=admission.answer is Answer.ADMITTED)
     except NoSuchJob as error:
         return DrainOutcome(Ending.NO_JOB, str(error))
@@ -167,7 +167,7 @@ class _Job:
 
     def __init__(self, client: EtcdClient, run_id: str) -> None:
         self.client, self.keys = client, JobKeys(run_ids.checked(run_id))
-        self._run_id, self._reader = run_id, RecordReader(lambda fault: None)
+        self._run_id, self.reader = run_id, RecordReader(lambda fault: None)
 
     def read(self) -> _Records:
         """Read what a decision needs. Raises NoSuchJob: none runs."""
@@ -175,7 +175,7 @@ class _Job:
         gets = [Get(keys.header), Get(keys.job), Get(keys.nodes, prefix=True), Get(keys.refusals, prefix=True)]
         gets.append(Get(keys.assignments, prefix=True))
         header, job, nodes, refusals, assigned = self.client.txn([], gets).readings
-        found = self._reader.header(header.kv) if header.kv is not None else None
+        found = self.reader.header(header.kv) if header.kv is not None else None
         if header.kv is None or found is None or job.kv is None:
             raise NoSuchJob(f"the job {self._run_id} is not running: its store holds no round of it")
         if found.state in OVER:
@@ -184,22 +184,16 @@ class _Job:
         refused = {
             host: kv.value.decode(errors="replace")
             for kv in refusals.kvs
-            if (host := self._reader.id_of(keys.refusals, kv.key)) is not None
+            if (host := self.reader.id_of(keys.refusals, kv.key)) is not None
         }
         members = frozenset(
             id_
             for kv in assigned.kvs
-            if (id_ := self._reader.id_of(keys.assignments, kv.key)) is not None
-            and (assignment := self._reader.assignment(kv)) is not None
+            if (id_ := self.reader.id_of(keys.assignments, kv.key)) is not None
+            and (assignment := self.reader.assignment(kv)) is not None
             and assignment.of(found)
         )
-        return _Records(found, header.kv, nodes_in(nodes.kvs, keys, self._reader), refused, shared.min_nodes, members)
-
-    def is_node(self, kv: KeyValue) -> bool:
-        return bool(nodes_in([kv], self.keys, self._reader))
-
-    def header_in(self, kv: KeyValue) -> Header | None:
-        return self._reader.header(kv)
+        return _Records(found, header.kv, nodes_in(nodes.kvs, keys, self.reader), refused, shared.min_nodes, members)
 
     def write(self, seen: _Records, header: Header, *others: Delete) -> bool:
         """Write the header over the one that was read. Return False if another one has come meanwhile."""
@@ -305,14 +299,14 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValu
     if kv.key == keys.header.encode():
         if kind == "delete":
             return replace(seen, header=None)
-        header = job.header_in(kv)
+        header = job.reader.header(kv)
         if header is None:  # unreadable: it changes nothing, the leader writes the one before it again
             return seen
         done = tuple(each for each in header.drains if each.node in asked.nodes and each.released)
         return replace(seen, header=header, done=done or seen.done)
     if kv.key.startswith(keys.nodes.encode()):
         id_ = kv.key[len(keys.nodes.encode()) :].decode(errors="replace")
-        known = kind == "put" and job.is_node(kv)
+        known = kind == "put" and bool(nodes_in([kv], keys, job.reader))
         return replace(seen, nodes=seen.nodes | {id_} if known else seen.nodes - {id_})
     return seen
 
@@ -387,13 +381,14 @@ def _await_save(client: EtcdClient, keys: JobKeys, requested: Header, deadline: 
                 header = None
             # One by one: a node's report of its save comes before the end of the round.
             for kind, kv in _changes(item):
-                nodes = []
+                nodes: dict[str, Node] = {}
                 if kv.key == keys.header.encode():
                     # An unreadable header changes nothing: the job's leader writes the previous one again.
                     header = (reader.header(kv) or header or requested) if kind == "put" else None
-                elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
-                    nodes += [node for node in [reader.node(kv)] if node is not None]
-                if (over := save_outcome(requested, requested if isinstance(item, Snapshot) else header, nodes)) is not None:
+                elif kv.key.startswith(keys.nodes.encode()) and kind == "put":
+                    nodes = nodes_in([kv], keys, reader)
+                now = requested if isinstance(item, Snapshot) else header
+                if (over := save_outcome(requested, now, nodes.values())) is not None:
                     return over
             if (over := save_outcome(requested, header, [])) is not None:
                 return over

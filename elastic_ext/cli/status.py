@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import counted, shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error
 from elastic_ext.rendezvous.job_status import NoSuchJob
@@ -180,7 +180,7 @@ def _old(document: Document) -> str:
 def _facts(document: Document) -> Iterator[str]:
     job = document.job
     last = " in the last round" if job.state in ENDED_STATES else ""
-    yield f"{_count(job.nodes, 'node')}, {_count(job.world_size, 'worker')}{last}"
+    yield f"{counted(job.nodes, 'node')}, {counted(job.world_size, 'worker')}{last}"
     if job.step is not None:
         yield f"step {job.step}" + (f" at {job.steps_per_s:.2f}/s" if job.steps_per_s is not None else "")
     if job.saved_step is not None:
@@ -293,10 +293,6 @@ def _row(node: NodeStatus, here: bool) -> tuple[str, ...]:
 def _round(span: RoundSpan) -> str:
     ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
     return f"round {span.round}: began {age(span.began_s)} ago{ended}{f': {span.why}' if span.why else ''}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def age(seconds: float | None) -> str:

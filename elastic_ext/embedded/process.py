@@ -36,7 +36,7 @@ from elastic_ext.rendezvous.round_records import Header, State, decode
 FIRST_AGENT_S = 30.0  # an agent that has started a store connects as soon as that listens
 OVER_S = 1.0  # after the last node has left a job that is over: for one whose connection has just broken
 LONELY_S = 60.0  # without a node: an agent that was killed may be started again, and finds its job
-TOLD_S = 10.0  # told to end, as a container or a step of Slurm is: for agents of other hosts, which end at the same time
+SIGNALLED_S = 10.0  # after a signal, as a container or a step of Slurm is: for agents of other hosts, which end at the same time
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StoreSituation:
         orderly: the last agent of this host has left by itself, and was not killed.
         over: there is a job, and all jobs here have ended.
         quiet: since when there is no stream; None: there is one.
-        told: since when it has been told to end, by a signal; None: it has not.
+        signalled: since when a signal has asked it to end; None: it has not.
     """
 
     started: float
@@ -63,18 +63,18 @@ class StoreSituation:
     orderly: bool
     over: bool
     quiet: float | None
-    told: float | None = None
+    signalled: float | None = None
 
 
 def decide(seen: StoreSituation, now: float) -> Lifetime:
-    """Return whether the store ends. While a node is in a job it never does, unless it is told to."""
+    """Return whether the store ends. While a node is in a job it never does, unless a signal ends it."""
     limits: list[tuple[float, str]] = []
-    if seen.told is not None:
-        limits.append((seen.told + TOLD_S, "told to end"))
+    if seen.signalled is not None:
+        limits.append((seen.signalled + SIGNALLED_S, "a signal"))
     if seen.quiet is not None and not seen.agents:
         if not seen.had_agents:
             limits.append((seen.started + FIRST_AGENT_S, "no agent has come"))
-        elif seen.over or (not seen.nodes and (seen.orderly or seen.told is not None)):
+        elif seen.over or (not seen.nodes and (seen.orderly or seen.signalled is not None)):
             limits.append((seen.quiet + OVER_S, "the job is over" if seen.over else "all have left"))
         else:
             limits.append((seen.quiet + LONELY_S, "all agents are gone"))
@@ -103,7 +103,7 @@ class Process:
         self._service = Service(self._keyspace, self._changed.set, self._on_change)
         self._started = time.monotonic()
         self._quiet: float | None = self._started
-        self._told: float | None = None
+        self._signalled: float | None = None
 
     async def run(self) -> None:
         """Serve until the end. Raises RuntimeError: the port is taken."""
@@ -114,7 +114,7 @@ class Process:
         loop = asyncio.get_running_loop()
         self._poll(loop)
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(each, self._tell)
+            loop.add_signal_handler(each, self._signal)
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step
             signal.signal(each, signal.SIG_IGN)
         tasks = [asyncio.ensure_future(self._service.look_after_leases())]
@@ -179,8 +179,8 @@ class Process:
         self._warnings.append(text)
         self._changed.set()
 
-    def _tell(self) -> None:
-        self._told = self._told or time.monotonic()
+    def _signal(self) -> None:
+        self._signalled = self._signalled or time.monotonic()
         self._changed.set()
 
     def _look(self) -> Lifetime:
@@ -190,7 +190,7 @@ class Process:
         agents = self._agents
         nodes, over = self._jobs()
         seen = StoreSituation(
-            self._started, streams, nodes, agents.number, agents.had_agents, agents.orderly, over, self._quiet, self._told
+            self._started, streams, nodes, agents.number, agents.had_agents, agents.orderly, over, self._quiet, self._signalled
         )
         life = decide(seen, now)
         if agents.rivals and not streams and not agents.number:

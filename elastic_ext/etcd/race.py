@@ -57,11 +57,11 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
 
     def run(connection: Connection) -> None:
         answer: T | EtcdError = EtcdError(f"{what}: the thread of this call failed")
-        told = threading.Event()
+        reported = threading.Event()
 
         def on_error(failure: RpcFailure) -> None:
-            if not told.is_set():
-                told.set()
+            if not reported.is_set():
+                reported.set()
                 answers.put((connection, failure))
 
         try:

@@ -21,6 +21,7 @@ from elastic_ext.base.kinds import (
     Kind,
     Response,
 )
+from elastic_ext.base.printable import counted
 from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
@@ -403,7 +404,7 @@ def _within_kind_limit(outcome: _Outcome, budget: Budget) -> _Outcome:
     limit = budget.kind_limits.get(outcome.kind, NO_LIMIT)
     if outcome.response not in _CHARGED or limit == NO_LIMIT or budget.charged_by_kind.get(outcome.kind, 0) < limit:
         return outcome
-    reason = f"{outcome.reason}; the limit of {_restarts(limit)} for failures of kind {outcome.kind} (kind_limits) is reached"
+    reason = f"{outcome.reason}; the limit of {counted(limit, 'restart')} for kind {outcome.kind} (kind_limits) is reached"
     return _Outcome(Response.STOP, outcome.kind, reason, "kind-limit", EX_FAILED)
 
 
@@ -412,12 +413,8 @@ def _within_budget(outcome: _Outcome, budget: Budget) -> _Outcome:
         return outcome
     limit = budget.max_restarts
     if not budget.left:
-        reason = f"{outcome.reason}; the budget of {_restarts(limit)} (--max-restarts) is spent"
+        reason = f"{outcome.reason}; the budget of {counted(limit, 'restart')} (--max-restarts) is spent"
         return _Outcome(Response.STOP, outcome.kind, reason, "budget", EX_FAILED)
     of = ", no limit" if limit == NO_LIMIT else f" of {limit}"
     why = f"; {ONE_MORE_TRY}" if outcome.response is Response.CONFIRM and outcome.rule != WARM_START else ""
     return replace(outcome, reason=f"{outcome.reason}{why}; restart {budget.charged + 1}{of}", exit_code=EX_FAILED)
-
-
-def _restarts(number: int) -> str:
-    return "1 restart" if number == 1 else f"{number} restarts"

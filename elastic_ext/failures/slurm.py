@@ -43,6 +43,11 @@ def job_id(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
 
 
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a step of a job: Slurm does not start it again if its node is lost."""
+    return bool(job_id(environ) and environ.get("SLURM_STEP_ID"))
+
+
 def read_environment(environ: Mapping[str, str]) -> SlurmJob:
     """Return the job that this process belongs to."""
     restarts = _number(environ.get("SLURM_RESTART_COUNT")) or 0
@@ -50,7 +55,7 @@ def read_environment(environ: Mapping[str, str]) -> SlurmJob:
 
 
 def notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
-    """Return the signals by which Slurm may tell this process that the time is nearly up; none outside a job."""
+    """Return the signals by which Slurm may warn this process that the time is nearly up; outside a job there are none."""
     return NOTICES if job_id(environ) else ()
 
 

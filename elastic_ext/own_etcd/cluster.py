@@ -127,7 +127,7 @@ class Cluster:
                 logger.warning("%s cannot be used: %s", key, error)
         return found
 
-    def tell(self, record: KeeperRecord, *beside: Put | Delete) -> None:
+    def write(self, record: KeeperRecord, *beside: Put | Delete) -> None:
         """Report this host to the other keepers, and write the rest at the same moment. Raises EtcdError."""
         if self._lease is None or self._lease.lost.is_set():
             self._lease = LeaseSession(self.client, LEASE_S, patient=True, on_lost=lambda _: self._wake())
@@ -139,7 +139,7 @@ class Cluster:
             raise
 
     @property
-    def told(self) -> bool:
+    def holds(self) -> bool:
         """Whether the last report still holds."""
         return self._lease is not None and not self._lease.lost.is_set()
 

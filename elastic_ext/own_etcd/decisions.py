@@ -12,7 +12,7 @@ from dataclasses import dataclass
 FIRST_AGENT_S = 30.0  # an agent that has started a keeper comes in as soon as that listens
 NO_ETCD_S = 30.0  # without an agent here and without an answer of etcd
 NO_MAJORITY_S = 60.0  # with an agent here: a host that was paused or cut off for longer is lost for the job as well
-LAST_S = 10.0  # told to end: for the agents of other hosts, which end at the same time
+LAST_S = 10.0  # after a signal: for the agents of other hosts, which end at the same time
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Situation:
         elsewhere: some host of the job has an agent.
         orderly: the last agent here has left by itself; one that was killed may be started again, and finds its job.
         silent: since when etcd has not answered.
-        told: since when it has been told to end, by a signal.
+        signalled: since when a signal has asked it to end.
     """
 
     started: float
@@ -39,7 +39,7 @@ class Situation:
     elsewhere: bool
     orderly: bool
     silent: float | None = None
-    told: float | None = None
+    signalled: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def decide_end(seen: Situation, now: float) -> Lifetime:
     if not seen.is_member:
         return Lifetime(True, "the last agent of this host has left")
     if not seen.elsewhere:
-        for enough, reason in ((seen.over, "the job is over"), (seen.orderly, "all have left"), (seen.told, "told to end")):
+        for enough, reason in ((seen.over, "the job is over"), (seen.orderly, "all have left"), (seen.signalled, "a signal")):
             if enough:
                 return Lifetime(True, reason)
     limits: list[tuple[float, str]] = []
-    if seen.told is not None:
-        limits.append((seen.told + LAST_S, "told to end"))
+    if seen.signalled is not None:
+        limits.append((seen.signalled + LAST_S, "a signal"))
     if seen.silent is not None:
         limits.append((seen.silent + NO_ETCD_S, "no agent is left here, and etcd does not answer"))
     return Lifetime.until_first(limits, now, "other hosts need this member")

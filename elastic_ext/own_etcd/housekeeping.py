@@ -18,7 +18,7 @@ from elastic_ext.own_etcd import decisions, keys
 from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
 from elastic_ext.own_etcd.decisions import NO_MAJORITY_S, KeeperRecord, KnownMember, Replacement
-from elastic_ext.own_etcd.job import KeeperJob
+from elastic_ext.own_etcd.job import LOSES_WRITES, KeeperJob
 from elastic_ext.own_etcd.member import MemberRunner, MemberState
 from elastic_ext.own_etcd.saved_keys import SavedKeys
 
@@ -44,8 +44,8 @@ class Housekeeping:
         self.ready = False
         self._job, self._files, self._runner, self._agents, self._wake = job, files, runner, agents, wake
         self._patient_until = time.monotonic() + PATIENCE_S
-        self._record: KeeperRecord | None = None  # as told
-        self._endpoints = ""  # as told to the agents
+        self._record: KeeperRecord | None = None  # as written
+        self._endpoints = ""  # as sent to the agents
         self._saved: SavedKeys | None = None
         self._called = False  # this host's member takes the place of a lost one
 
@@ -76,7 +76,7 @@ class Housekeeping:
             {"say": "info", "text": f"this host runs a member of the job's etcd: {program}, {self._runner.client_url}"}
         )
         if program is not None and program.may_lose_writes:
-            text = f"{program}: a member that is killed may lose writes (fixed in 3.5.3); its corruption checks are on; "
+            text = f"{program}: {LOSES_WRITES} (fixed in 3.5.3); its corruption checks are on; "
             self._agents.say({"say": "info", "text": text + "better put a newer etcd on PATH"})
 
     def begins_anew(self) -> None:
@@ -124,9 +124,9 @@ class Housekeeping:
         runner, cluster = self._runner, self.cluster
         is_member = runner.state is MemberState.SERVES
         record = KeeperRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._agents.number)
-        if record != self._record or not cluster.told:
+        if record != self._record or not cluster.holds:
             joins = is_member and (self._record is None or not self._record.member)
-            cluster.tell(record, *(self._joining(cluster) if joins else ()))
+            cluster.write(record, *(self._joining(cluster) if joins else ()))
             self._record = record
         if is_member and self._job.saved_dir is not None and self._saved is None:
             self._save(cluster, self._job.saved_dir)
@@ -166,7 +166,7 @@ class Housekeeping:
             return None
         members = self.cluster.client.membership.members()
         known = [KnownMember(each.member_id, each.peers[0], bool(each.name), self.cluster.is_seen(each)) for each in members]
-        hosts = self.cluster.read_hosts()  # after what was seen: a member that was is then either told of or lost
+        hosts = self.cluster.read_hosts()  # after what was seen: a member that was is then either in the list or lost
         order = (*self._job.plan.hosts, *self._job.plan.others)
         step = decisions.next_step(size, known, hosts, order, now < self._patient_until)
         if step is None:

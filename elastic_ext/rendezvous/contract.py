@@ -94,7 +94,7 @@ def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
 
     In a step of Slurm no agent is started again, so nobody can come but a node that was cut off.
     """
-    if settings.rejoin_timeout is None and _in_step(environ):
+    if settings.rejoin_timeout is None and slurm.in_step(environ):
         return settings.lease_ttl + REJOIN_MARGIN_S
     return settings.rejoin_timeout
 
@@ -108,11 +108,7 @@ def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) 
     Invariant: a node that is only cut off does not leave while the others wait for it; they do so from the end of its lease on.
     """
     rejoin = rejoin_s(settings, environ)
-    return rejoin if rejoin is not None and on_one_host and _in_step(environ) else math.inf
-
-
-def _in_step(environ: Mapping[str, str]) -> bool:
-    return bool(slurm.job_id(environ) and environ.get("SLURM_STEP_ID"))
+    return rejoin if rejoin is not None and on_one_host and slurm.in_step(environ) else math.inf
 
 
 class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked

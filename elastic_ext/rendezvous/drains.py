@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from elastic_ext.base.printable import counted
 from elastic_ext.rendezvous.round_records import Drain, Header, Node
 
 NO_REASON = "by an operator"
@@ -99,7 +100,7 @@ def admit(
     new = [id_ for id_ in named if id_ not in known]
     hastened = [id_ for id_ in named if id_ in known and asked.now and not (known[id_].now or known[id_].released)]
     remain = [id_ for id_ in nodes if id_ not in known and id_ not in named and host_of(id_) not in refused]
-    count = "1 node" if len(remain) == 1 else f"{len(remain)} nodes"
+    count = counted(len(remain), "node")
     least = f"the job takes at least {min_nodes}"
     if new and len(remain) < min_nodes:
         return Admission(Answer.TOO_FEW, f"{count} would remain, and {least}; nothing was changed", header, named)

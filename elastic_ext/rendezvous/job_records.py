@@ -261,7 +261,7 @@ class JobRecords:
 
 
 def nodes_in(kvs: Iterable[KeyValue], keys: JobKeys, reader: RecordReader) -> dict[str, Node]:
-    """Return the nodes under `keys.nodes` by id, without what is none."""
+    """Return the nodes by id. kvs: keys under `keys.nodes`; what is not the record of a node is left out."""
     found = {reader.id_of(keys.nodes, kv.key): reader.node(kv) for kv in kvs}
     return {id_: node for id_, node in found.items() if id_ is not None and node is not None}
 

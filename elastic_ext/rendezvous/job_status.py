@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import counted, shown
 from elastic_ext.etcd import EtcdClient, EtcdError, KeyValue
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
+from elastic_ext.rendezvous.job_records import nodes_in
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
 
@@ -72,7 +73,6 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     faults: list[str] = []
     reader = RecordReader(faults.append)
     header, ledger = Header(), Ledger()
-    nodes: dict[str, Node] = {}
     assignments: dict[str, Assignment] = {}
     refused: dict[str, str] = {}
     reports: dict[str, NodeText] = {}
@@ -88,11 +88,9 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
             reports[id_] = NodeText(kv.value.decode(errors="replace"), kv.mod_revision)
         elif (host := _name_in(keys.goodput, kv, reader)) is not None:
             spent[host] = kv.value.decode(errors="replace")
-        elif (id_ := _name_in(keys.nodes, kv, reader)) is not None:
-            if (node := reader.node(kv)) is not None:
-                nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
+    nodes = nodes_in((kv for kv in kvs if kv.key.startswith(keys.nodes.encode())), keys, reader)
     for drain in (each for each in header.drains if not each.released):  # the refusal stands for a released one, until --undo
         refused.setdefault(drain.host, f"to leave at the next checkpoint: {drain.reason}")
     return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
@@ -114,7 +112,7 @@ def _lines(job: JobStatus) -> Iterator[str]:
     if header.reason:
         yield f"  because: {header.reason}"
     if header.state is State.RUNNING:
-        yield f"  {_count(header.nodes, 'node')}, {_count(header.world, 'worker')}"
+        yield f"  {counted(header.nodes, 'node')}, {counted(header.world, 'worker')}"
     for id_, node in sorted(job.nodes.items(), key=lambda item: (_rank(job, item[0]), item[0])):
         assignment = job.assignments.get(id_)
         runs = header.state is State.RUNNING and assignment is not None and assignment.of(header) and node.after < header.round
@@ -123,17 +121,13 @@ def _lines(job: JobStatus) -> Iterator[str]:
             if runs and assignment is not None
             else "waits"
         )
-        yield f"  {id_}: {_count(node.workers, 'worker')} at {node.address}, {place}"
+        yield f"  {id_}: {counted(node.workers, 'worker')} at {node.address}, {place}"
     for host, why in sorted(job.refused.items()):
         yield f"  {host} may not come back yet: {why}"
     if not job.ledger.verdicts:
         yield "no failures recorded"
     for verdict in job.ledger.verdicts:
         yield from _verdict_lines(verdict)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _rank(job: JobStatus, id_: str) -> int:

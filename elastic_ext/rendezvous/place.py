@@ -106,14 +106,14 @@ class Place:
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
-        deadline, told = time.monotonic() + self.patience.timeout_s, ""
+        deadline, notified = time.monotonic() + self.patience.timeout_s, ""
         silence = Silence(self.patience.silent_s)
         with self.changed:
             while True:
                 header = participant.header
-                if header.round == after and header.verdict not in ("", told):
-                    told = header.verdict
-                    _tell(told, on_verdict)
+                if header.round == after and header.verdict not in ("", notified):
+                    notified = header.verdict
+                    _notify(notified, on_verdict)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
@@ -225,7 +225,7 @@ def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
     on_event()
 
 
-def _tell(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
+def _notify(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
     try:
         on_verdict(decode_verdict(text))
     except RecordError as error:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
+from elastic_ext.base.printable import counted
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.rendezvous import drains
@@ -225,7 +226,7 @@ def _awaits_members(view: View, now: float) -> Wait | None:
     if until is None or now >= until:
         return None
     if incomplete(view):
-        missing = f"the assignments of {_count(view.header.nodes - len(view.members))} in round {view.header.round}"
+        missing = f"the assignments of {counted(view.header.nodes - len(view.members), 'node')} in round {view.header.round}"
         return Wait(f"{missing} are being written again", min(until, now + ASSIGNMENTS_POLL_S))
     absent = [id_ for id_ in view.members if id_ not in view.nodes and id_ != view.header.lost]
     return Wait(f"{_named(absent)} may come back after the outage", until) if absent else None
@@ -245,7 +246,7 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if awaits is not None:
         return awaits
     if incomplete(view):
-        return End(State.BROKEN, f"the assignments of {_count(view.header.nodes - len(view.members))} are lost")
+        return End(State.BROKEN, f"the assignments of {counted(view.header.nodes - len(view.members), 'node')} are lost")
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
@@ -335,7 +336,7 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         last_call = view.last_arrival + limits.last_call_s
         if now < last_call:
             return Wait(f"{len(present)} of at most {limits.max_nodes} nodes have joined; more may come", last_call)
-    return Seal(order(view, present, limits.max_nodes), f"{_count(len(present))} joined")
+    return Seal(order(view, present, limits.max_nodes), f"{counted(len(present), 'node')} joined")
 
 
 def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float) -> Action:
@@ -389,10 +390,6 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
     left = drains.remaining(view.header, view.nodes)
     made = view.header.drains_made
     return replace(header, local=local, job=view.header.job or name, drains=left, drains_made=made), assignments
-
-
-def _count(number: int) -> str:
-    return f"{number} node" if number == 1 else f"{number} nodes"
 
 
 def neighbors(rank: int, order: Sequence[T]) -> tuple[T, ...]:

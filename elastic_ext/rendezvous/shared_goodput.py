@@ -86,7 +86,7 @@ class EtcdGoodput:
                 break
             self._own = None
         self._own, self._shared = _Own(record, written.revision, lease_id), True
-        return shared or self._told(written, record)
+        return shared or self._as_written(written, record)
 
     def _read_own(self, job: str) -> tuple[_Own, list[Compare]]:
         """Return this host's record, and what must hold as long as the run id is this job's. Raises OtherJob."""
@@ -103,7 +103,7 @@ class EtcdGoodput:
         found[self._key] = mine
         return Shared(goodput.total(found), len(found))
 
-    def _told(self, written: TxnResult, mine: HostRecord) -> Shared:
+    def _as_written(self, written: TxnResult, mine: HostRecord) -> Shared:
         """Return the sum as rank 0 has written it; before that, what this host knows."""
         if (kv := written.readings[0].kv) is not None:
             try:

@@ -8,7 +8,7 @@ from statistics import median
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, StateSeconds
-from elastic_ext.base.printable import cut, shown
+from elastic_ext.base.printable import counted, cut, shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
@@ -279,8 +279,8 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[S
     found = []
     silent = sum(each.state == SILENT for each in nodes)
     if silent:
-        who = "1 node has reported nothing yet" if silent == 1 else f"{silent} nodes have reported nothing yet"
-        found.append(Unknown("state", who))
+        has = "has" if silent == 1 else "have"
+        found.append(Unknown("state", f"{counted(silent, 'node')} {has} reported nothing yet"))
     if not nodes:
         found.append(Unknown("nodes", "no agent is in the job any more, and their last reports have expired"))
     if not rounds and not nodes:

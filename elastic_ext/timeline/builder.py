@@ -15,7 +15,7 @@ from elastic_ext.base import goodput
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.kinds import HANG as HANG_KIND
 from elastic_ext.base.kinds import PREEMPTION, USER_STOP
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import counted, shown
 from elastic_ext.status.status_records import ENDED_STATES, Document, Failure, NodeStatus
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.goodput import WAITS_FOR_NODES_S
@@ -471,7 +471,7 @@ def _restarts(job: Aligned) -> str:
     verdicts = [event for _, event, _ in sorted(job.all("decision"), key=lambda each: each[2])]
     charged, limit = (verdicts[-1].whole(name) for name in ("restarts", "max_restarts")) if verdicts else (None, None)
     of = f" of {limit}" if limit is not None and limit >= 0 else ""
-    return f"{count} restart{'' if count == 1 else 's'}" + (f" ({charged}{of} charged)" if charged is not None else "")
+    return counted(count, "restart") + (f" ({charged}{of} charged)" if charged is not None else "")
 
 
 def _notes(job: Aligned) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from elastic_ext.base import goodput
-from elastic_ext.base.printable import cut
+from elastic_ext.base.printable import counted, cut
 from elastic_ext.timeline import model
 from elastic_ext.timeline.model import MEMBERSHIP, NO_STATE, STATES, Interruption, Row, Span, Timeline
 
@@ -342,16 +342,11 @@ def _title(of: Timeline) -> list[Text]:
     trained = of.trained_is.format(f"{of.trained:.1%}") + ". " if of.trained is not None else ""
     changes = sum(each.kind == MEMBERSHIP for each in of.interruptions)
     counts = ((len(of.interruptions) - changes, "failure"), (changes, "change of members"), (len(of.saved), "checkpoint saved"))
-    counted = ", ".join([_counted(of.nodes, "node"), *(_counted(*each) for each in counts if each[0])])
+    figures = ", ".join([counted(of.nodes, "node"), *(counted(*each) for each in counts if each[0])])
     return [
         Text(MARGIN, 0.27, cut(headline(of), 120), 14, bold=True),
-        Text(MARGIN, 0.57, cut(f"{began}{trained}{counted}.", 190), 9.5, SOFT),
+        Text(MARGIN, 0.57, cut(f"{began}{trained}{figures}.", 190), 9.5, SOFT),
     ]
-
-
-def _counted(count: int, what: str) -> str:
-    first, *rest = what.split(" ")
-    return " ".join((str(count), first if count == 1 else f"{first}s", *rest))
 
 
 def _below(of: Timeline, listed: bool) -> tuple[list[Text], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ext.embedded import process
-from elastic_ext.embedded.process import FIRST_AGENT_S, LONELY_S, OVER_S, TOLD_S, Lifetime, StoreSituation
+from elastic_ext.embedded.process import FIRST_AGENT_S, LONELY_S, OVER_S, SIGNALLED_S, Lifetime, StoreSituation
 
 
 def seen(**more):
@@ -60,14 +60,14 @@ def test_a_store_stays_while_it_is_needed(situation):
         (seen(orderly=True, nodes=1), 100 + LONELY_S, "all agents are gone"),  # a node is cut off
         (seen(over=True, nodes=1), 100 + OVER_S, "the job is over"),
         # Told to end: at once where nobody is left, else soon, whoever is there.
-        (seen(told=50.0), 50 + TOLD_S, "told to end"),
-        (seen(told=99.0), 100 + OVER_S, "all have left"),
-        (seen(told=99.0, over=True), 100 + OVER_S, "the job is over"),
-        (seen(told=99.0, agents=1), 99 + TOLD_S, "told to end"),
-        (busy(told=99.0), 99 + TOLD_S, "told to end"),
-        (busy(told=99.0, agents=2, over=True), 99 + TOLD_S, "told to end"),
-        (seen(told=11.0, had_agents=False, quiet=10.0), 11 + TOLD_S, "told to end"),
-        (seen(told=39.0, had_agents=False, quiet=10.0), 10 + FIRST_AGENT_S, "no agent has come"),
+        (seen(signalled=50.0), 50 + SIGNALLED_S, "a signal"),
+        (seen(signalled=99.0), 100 + OVER_S, "all have left"),
+        (seen(signalled=99.0, over=True), 100 + OVER_S, "the job is over"),
+        (seen(signalled=99.0, agents=1), 99 + SIGNALLED_S, "a signal"),
+        (busy(signalled=99.0), 99 + SIGNALLED_S, "a signal"),
+        (busy(signalled=99.0, agents=2, over=True), 99 + SIGNALLED_S, "a signal"),
+        (seen(signalled=11.0, had_agents=False, quiet=10.0), 11 + SIGNALLED_S, "a signal"),
+        (seen(signalled=39.0, had_agents=False, quiet=10.0), 10 + FIRST_AGENT_S, "no agent has come"),
     ],
 )
 def test_when_a_store_ends(situation, until, reason):

@@ -84,20 +84,20 @@ def situation(**more: object) -> Situation:
     ("seen", "now", "ends"),
     [
         (situation(agents=1), 1e6, False),
-        (situation(agents=1, told=100.0, silent=100.0), 1e6, False),  # its agent may still need it
+        (situation(agents=1, signalled=100.0, silent=100.0), 1e6, False),  # its agent may still need it
         (situation(), 101.0, True),
         (situation(elsewhere=True), 1e6, False),
         (situation(over=False), 1e6, False),  # its agent was killed, and may be started again
         (situation(over=False, orderly=True), 101.0, True),
         (situation(over=False, elsewhere=True, orderly=True), 1e6, False),
-        (situation(over=False, told=100.0), 101.0, True),  # by the keeper of the next run
+        (situation(over=False, signalled=100.0), 101.0, True),  # by the keeper of the next run
         (situation(is_member=False, over=False, elsewhere=True), 101.0, True),
         (situation(had_agents=False), 129.0, False),
         (situation(had_agents=False), 130.0, True),
         (situation(over=False, silent=200.0), 229.0, False),
         (situation(over=False, silent=200.0), 230.0, True),
-        (situation(elsewhere=True, told=200.0), 209.0, False),
-        (situation(elsewhere=True, told=200.0, silent=150.0), 210.0, True),
+        (situation(elsewhere=True, signalled=200.0), 209.0, False),
+        (situation(elsewhere=True, signalled=200.0, silent=150.0), 210.0, True),
     ],
 )
 def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):

@@ -357,13 +357,13 @@ class _Orders:
             return ordered
 
 
-def run(replicator: Replicator, orders: _Orders, tell: Callable[[CopyState], None]) -> int:
+def run(replicator: Replicator, orders: _Orders, notify: Callable[[CopyState], None]) -> int:
     """Take turns until everything is copied after `finish`, or given up. Return the exit code."""
     pause, progress_at, last = FIRST_PAUSE_S, time.monotonic(), CopyState()
     while True:
         finish = orders.finish  # read before the turn, so that the turn sees what was saved before that order
         report = replicator.turn()
-        tell(report)
+        notify(report)
         if made_progress(report, last) or not finish:
             progress_at = time.monotonic()
         if made_progress(report, last):

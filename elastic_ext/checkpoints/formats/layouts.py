@@ -139,15 +139,15 @@ def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> Tre
     shards = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items())]
     paths = tree.checked()
     files = _check_files(storage, tree)
-    told = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
+    numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
     times = [tree.files[path].mtime for path in [*paths, *tree.shard_files]]
     return TreeParts(
         written_at=max((time for time in times if time is not None), default=None),
         size=sum(each.size for each in tree.files.values()),
         training=_training(tree, [*shards, *files]),
         parts=_parts(tree),
-        step=next((each.step for each in told if each.step is not None), None),
-        epoch=next((each.epoch for each in told if each.epoch is not None), None),
+        step=next((each.step for each in numbered if each.step is not None), None),
+        epoch=next((each.epoch for each in numbered if each.epoch is not None), None),
         states=read,
         known=bool(shards) or any(each is not _FOREIGN for each in files),
     )

@@ -122,10 +122,10 @@ def _apart(reports: Sequence[RankReport]) -> Iterator[SaveFailure]:
     """Yield a failure if the ranks have not copied the same step. The step of each is that of its own script."""
     for rank, each in enumerate(reports):
         if (each.name, each.accumulation) != (reports[0].name, reports[0].accumulation):
-            yield SaveFailure(FailureKind.OTHER, f"it has copied {_told(each)}, rank 0 {_told(reports[0])}", rank)
+            yield SaveFailure(FailureKind.OTHER, f"it has copied {_described(each)}, rank 0 {_described(reports[0])}", rank)
 
 
-def _told(report: RankReport) -> str:
+def _described(report: RankReport) -> str:
     return f"{report.name}, micro-step {report.accumulation}" if report.accumulation else report.name
 
 

@@ -224,8 +224,8 @@ def template(forms: Mapping[str, Form], present: Mapping[str, Any], model: nn.Mo
             if not fits and places.sharded and kind["sharded"] is not None and not isinstance(tensor, DTensor):
                 whole.append(key)
         if whole:
-            told = f"{len(whole)} tensors, such as {whole[0]}, were sharded, and the model has no one mesh like the one they had"
-            logger.warning("extra %r: %s: each rank loads all of them, as plain tensors", name, told)
+            seen = f"{len(whole)} tensors, such as {whole[0]}, were sharded, and the model has no one mesh like the one they had"
+            logger.warning("extra %r: %s: each rank loads all of them, as plain tensors", name, seen)
     return found
 
 

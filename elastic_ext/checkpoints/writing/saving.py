@@ -168,12 +168,12 @@ def what_prevents(at: At, staged: Staged, ranks: Ranks) -> SaveFailure | None:
         places, failures, extras = zip(*ranks.all_gather((at, staged.failure, staged.extra)), strict=True)
         first, last = min(places), max(places)
         if at < last:
-            reason = f"rank {places.index(last)} is at {_told(last)} and has not saved this one"
+            reason = f"rank {places.index(last)} is at {_described(last)} and has not saved this one"
             return SaveFailure(FailureKind.OTHER, f"{reason}; all ranks must call save for the same steps", ranks.rank)
         if at == first:
             failed = [failure for failure in failures if failure is not None] or [*_differing(extras)]
             return failed[0] if failed else None
-        logger.warning("%s waits for rank %s, which is at %s", _told(at), places.index(first), _told(first))
+        logger.warning("%s waits for rank %s, which is at %s", _described(at), places.index(first), _described(first))
 
 
 def end_of_saves(ranks: Ranks) -> None:
@@ -181,7 +181,7 @@ def end_of_saves(ranks: Ranks) -> None:
     what_prevents(AFTER_ALL, Staged(), ranks)
 
 
-def _told(at: At) -> str:
+def _described(at: At) -> str:
     step, accumulation = at
     if at == AFTER_ALL:
         return "a load"
@@ -248,8 +248,8 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
         with ranks.communicating():
             dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:  # raised by the planning, on all ranks
-        told = causes(error, ranks.rank)
-        return SaveFailure(FailureKind.OTHER, summary(told), told[0][0])
+        found = causes(error, ranks.rank)
+        return SaveFailure(FailureKind.OTHER, summary(found), found[0][0])
     try:
         files.put(f"{name}/{rank_file(ranks.rank)}", staged.own)
         if ranks.rank == 0:

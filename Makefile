@@ -5,7 +5,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo system check test test-all ci chaos lint matrix bench reference clean
+.PHONY: demo system check test test-all ci chaos lint matrix bench report reference clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
@@ -48,22 +48,10 @@ matrix: ## the short suite on other versions of torch and Python (gigabytes of d
 	tests/matrix.sh
 
 bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and plots to benchmarks/results
-	$(PY) benchmarks/restart_reliability.py
-	$(PY) benchmarks/restart.py
-	$(PY) benchmarks/checkpoint_stall.py
-	$(PY) benchmarks/memory_tier.py
-	$(PY) benchmarks/checkpoints.py
-	$(PY) benchmarks/overhead.py
-	$(PY) benchmarks/scrape_load.py
-	$(PY) benchmarks/own_etcd.py
-	$(PY) benchmarks/verdict.py
-	$(PY) benchmarks/classification.py
-	$(PY) benchmarks/handlers.py
-	$(PY) benchmarks/rendezvous.py
-	$(PY) benchmarks/node_loss.py
-	$(PY) benchmarks/hangs.py
-	$(PY) benchmarks/steady_state.py
-	$(PY) benchmarks/code_bug_waste.py
+	$(PY) benchmarks/report.py --all
+
+report: $(READY) ## the same, only those whose code has changed since; writes benchmarks/results/README.md
+	$(PY) benchmarks/report.py
 
 reference: $(READY) ## write the generated tables of elastic_ext/docs
 	$(PY) -m tests.reference

@@ -6,7 +6,9 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,21 @@ def publish(results: Path, record: dict[str, Any], text: str, draw: Callable[[An
     """
     results.mkdir(parents=True, exist_ok=True)
     name = record["benchmark"]
+    if "measured" not in record:  # else it is only drawn again
+        record = {**record, "measured": _moment()}
     line = json.dumps(record)
     (results / f"{name}.md").write_text(text + "\n")
     (results / f"{name}.json").write_text(line + "\n")
     if draw is not None:
         plot(results / f"{name}.png", draw)
     print(text, line, sep="\n\n", flush=True)
+
+
+def _moment() -> dict[str, str]:
+    """Today's date (UTC), and the commit of the checkout; "" outside of one."""
+    command = ["git", "-C", str(RESULTS.parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {"date": datetime.now(timezone.utc).date().isoformat(), "commit": commit}
 
 
 def plot(path: Path, draw: Callable[[Any], None]) -> None:

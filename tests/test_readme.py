@@ -1,5 +1,6 @@
 """Every command in the README and in docs is run as written, what they show is what comes, and no link of any page is dead."""
 
+import json
 import os
 import re
 import shutil
@@ -251,3 +252,27 @@ def test_every_command_is_covered():
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert len(README.splitlines()) < MOST_LINES
+
+
+def measured(result: str, row: str, side: str) -> float:
+    """The median in seconds of a benchmark's row."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{result}.json").read_text())["rows"]
+    found: float = next(each[side]["median_s"] for each in rows if each["row"] == row)
+    return found
+
+
+def test_figures_in_the_readme_are_the_published_results():
+    spares = json.loads((ROOT / "benchmarks/results/memory_tier.json").read_text())["failure"]
+    spare = next(each for each in spares if (each["nodes"], each["mb"], each["fault"]) == (3, 100, "spare"))
+    table = {line.split(" | ")[0]: line for line in README.splitlines() if line.startswith("| from ")}
+    sigkill, node, hang = (
+        table["| from SIGKILL of one of 2 workers to the next all_reduce"],
+        *(next(line for start, line in table.items() if start.startswith(f"| from {what}")) for what in ("the loss", "ranks")),
+    )
+    assert f"| {measured('restart', 'sigkill', 'warm'):.2f} s | {measured('restart', 'sigkill', 'stock'):.2f} s," in sigkill
+    cold, warm, stock = (measured("warm/node_loss", "node", side) for side in ("ours", "warm", "stock"))
+    assert f"| {cold:.1f} s ({warm:.2f} s with warm standbys) | {stock:.0f} s |" in node
+    assert f"| {spare['memory_s']:.1f} s; " in README
+    assert f"| {measured('hangs', 'spin', 'ours'):.0f} s | {measured('hangs', 'spin', 'stock'):.0f} s with" in hang
+    clean = json.loads((ROOT / "benchmarks/results/restart_reliability.json").read_text())
+    assert "| {clean} of {tries} |".format(**clean["ours"]) + " {clean} of {tries} |".format(**clean["stock"]) in README

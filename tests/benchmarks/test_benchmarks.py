@@ -18,6 +18,7 @@ import hangs  # noqa: E402
 import jobs  # noqa: E402
 import measure  # noqa: E402
 import node_loss  # noqa: E402
+import report  # noqa: E402
 import restart  # noqa: E402
 import restart_reliability  # noqa: E402
 
@@ -41,6 +42,43 @@ def result(script: str, results: Path, *options: str, timeout_s: float = TIMEOUT
     assert (results / f"{record['benchmark']}.png").exists() == draws
     assert {"cores", "load_1m", "python", "torch"} == record["machine"].keys()
     return record
+
+
+def test_the_page_of_results_is_up_to_date():
+    assert report.PAGE.read_text() == report.page(), "run benchmarks/report.py --page"
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+    assert scripts - {"report", "entry_point"} == {each.script for each in report.BENCHMARKS}
+    files = set(measure.RESULTS.rglob("*.json"))
+    assert files == {each.result for each in report.BENCHMARKS}
+    paths = [path for each in report.BENCHMARKS for path in each.measures]
+    assert [path for path in paths if not (ROOT / path).is_dir()] == []
+
+
+@pytest.mark.seam
+def test_a_result_is_old_once_its_code_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    code = tmp_path / "code" / "one.py"
+    code.parent.mkdir()
+
+    def commit(text: str) -> None:
+        code.write_text(text)
+        subprocess.run([*git, "add", "code"], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", text], check=True)
+
+    subprocess.run([*git, "init", "-q"], check=True)
+    commit("first")
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    benchmark = report.Benchmark("one", ("code",))
+    assert report.is_old(benchmark)  # never measured
+    benchmark.result.parent.mkdir()
+    benchmark.result.write_text(json.dumps({"measured": {"date": "2026-11-27", "commit": head}}))
+    assert not report.is_old(benchmark)
+    commit("second")
+    assert report.is_old(benchmark)
+    benchmark.result.write_text(json.dumps({"measured": {"date": "2026-11-27", "commit": "0" * 40}}))
+    assert report.is_old(benchmark)  # a commit that is not in this clone
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from typing import Any
 
 import etcd_traffic
 import measure
-from agent_processes import AgentProcesses, AgentsFailed
+from agent_processes import AgentProcesses, AgentsFailed, split_agents
 from rendezvous import EMBEDDED_MOST, sizes
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -62,7 +62,8 @@ def served(side: str) -> Iterator[str]:
 
 
 def one_try(side: str, size: int, args: argparse.Namespace) -> Try:
-    job = {"backend": BACKENDS[side], "count": size, "processes": min(size, args.processes), "timeout": args.timeout}
+    groups = [count for _, count in split_agents(size, args.processes)]
+    job = {"backend": BACKENDS[side], "groups": groups, "least": size, "timeout": args.timeout}
     found = Try()
     try:
         with served(side) as endpoint, AgentProcesses("handlers.py", [{**job, "endpoint": endpoint}]) as handlers:

@@ -1,4 +1,4 @@
-"""A job whose rank 1 fails once, in the first attempt after some collectives. It stamps the progress of each attempt.
+"""A job whose rank 1 fails once, in the first attempt after some collectives and a step. It stamps the progress of each attempt.
 
     faulty_job.py FAULT STAMPS WORK STANDBYS
 
@@ -64,6 +64,13 @@ def all_reduce() -> None:
         raise SystemExit(f"all_reduce gave {value.item()}, expected {dist.get_world_size()}")
 
 
+def one_step() -> None:
+    """The fault comes in mid-training: before the first step an unknown failure is tried again only after a wait."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight]).step()
+
+
 def two_steps(work: str) -> None:
     if work == "none":
         return
@@ -115,6 +122,7 @@ def main(fault: str, stamps: str, work: str, wait: str) -> None:
     stamp(file, steps=time.monotonic_ns())
     for _ in range(COLLECTIVES):
         all_reduce()
+    one_step()
     if ATTEMPT == 0 and RANK == 1:
         if wait == "1":
             from standby_count import await_standbys

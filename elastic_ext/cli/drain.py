@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from elastic_ext.base import settings
-from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
+from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE
 from elastic_ext.cli import print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 
@@ -20,7 +20,7 @@ MEANINGS = {
     EX_UNAVAILABLE: "no such job runs, or etcd does not answer",
     EX_TRY_AGAIN: "no checkpoint in time, and nothing was done; or the job did not run again in time (the message says which)",
     EX_REFUSED: "refused, nothing was changed: the job would have fewer nodes than it takes",
-    78: "wrong usage, no such node, or several machines of this name",
+    78: "wrong usage or settings, no such node, or several machines of this name",
     130: "interrupted with Ctrl-C: the node still leaves, unless `--undo` withdraws that",
 }
 
@@ -53,17 +53,18 @@ def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
     from elastic_ext.cli import requests
     from elastic_ext.cli.requests import Ending
+    from elastic_ext.rendezvous.connect import Unreachable
     from elastic_ext.rendezvous.drains import DrainRequest
 
     with contextlib.ExitStack() as stack:
         try:
             client = stack.enter_context(job_client(args.rdzv_endpoint, args.rdzv_id))
-        except UsageError as error:
+            if args.undo:
+                print_line(requests.undo(client, args.rdzv_id, args.node))
+                return 0
+        except Unreachable as error:
             print_error(str(error))
             return EX_UNAVAILABLE
-        if args.undo:
-            print_line(requests.undo(client, args.rdzv_id, args.node))
-            return 0
         refused_s = settings.read({}, os.environ).refuse_node
         request = DrainRequest(args.node, " ".join(args.reason.split())[:MAX_REASON], refused_s, args.now)
         try:

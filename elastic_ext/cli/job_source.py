@@ -156,8 +156,9 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
             return
         store: EtcdClient | None = None
         if has_secret(known):  # the certificates of a job's own store follow from it
+            of_store = stack.enter_context(store_visitor(run_id, known))
             try:
-                store = connect(rdzv_endpoint, stack.enter_context(store_visitor(run_id, known)))
+                store = connect(rdzv_endpoint, of_store)
             except UsageError as error:
                 logger.debug("%s is no store with this secret: %s", rdzv_endpoint, error)
         yield stack.enter_context(store if store is not None else connect(rdzv_endpoint, known))

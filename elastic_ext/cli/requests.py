@@ -26,6 +26,7 @@ from elastic_ext.etcd import (
 from elastic_ext.etcd.values import Deleted, KeyValue
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
+from elastic_ext.rendezvous.connect import Unreachable
 from elastic_ext.rendezvous.drains import Admission, Answer, DrainRequest
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import SharedSettings, nodes_in
@@ -139,10 +140,12 @@ def drain(
 def undo(client: EtcdClient, run_id: str, name: str) -> str:
     """Withdraw the drain of a host if it has not begun, and let the host come back. Return what was done, for people.
 
-    name: the host, or the id of a node on it. Raises UsageError: etcd does not answer.
+    name: the host, or the id of a node on it. Raises Unreachable, and UsageError: etcd refuses, or records of another version.
     """
     try:
         return _Job(client, run_id).undo(name)
+    except Unavailable as error:
+        raise Unreachable(f"the job {run_id}: {error}; ask `elastic-ext status` whether the drain is withdrawn") from error
     except (EtcdError, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
 

@@ -21,6 +21,10 @@ class NoAnswer(EtcdError):
     """No etcd has answered for as long as this node waits for one."""
 
 
+class Unreachable(UsageError):
+    """A command has reached no etcd: nothing was asked and nothing changed."""
+
+
 def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = False) -> EtcdClient:
     """Return a working client.
 
@@ -29,7 +33,8 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
         own: it is the job's own, so that one with other certificates is that of an earlier job, and about to end.
 
     Raises:
-        UsageError: no endpoint, or etcd is unusable with these settings; or, without a wait, it does not answer.
+        UsageError: no endpoint, or etcd is unusable with these settings.
+        Unreachable: without a wait, it does not answer.
         NoAnswer: it has not answered within wait_s.
     """
     if not endpoint.strip():
@@ -44,13 +49,14 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
     except NoAnswer:
         raise
     except EtcdError as error:
-        raise UsageError(f"{what}: {error}") from error
+        kind = Unreachable if isinstance(error, Unavailable) else UsageError
+        raise kind(f"{what}: {error}") from error
     return client
 
 
 def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[type[EtcdError], ...]) -> None:
     """Read once, so that a user without permission learns of it now."""
-    deadline, told = time.monotonic() + wait_s, False
+    deadline, warned = time.monotonic() + wait_s, False
     while True:
         try:
             client.get(ROOT)
@@ -61,7 +67,7 @@ def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[t
             if time.monotonic() >= deadline:
                 client.close()
                 raise NoAnswer(f"{what} has not answered for {wait_s:g} s: {error}") from error
-            if not told:
+            if not warned:
                 logger.warning("%s does not answer; trying for %g s: %s", what, wait_s, error)
-                told = True
+                warned = True
             threading.Event().wait(RETRY_S)

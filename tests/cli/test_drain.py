@@ -21,11 +21,13 @@ from elastic_ext.cli import requests
 from elastic_ext.cli.main import main
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import EtcdClient, Put
+from elastic_ext.rendezvous.connect import Unreachable
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
+from tests.ports import free_port
 from tests.rendezvous.test_etcd_jobs import Store, store
 from tests.until import LIMIT_S, until
 
@@ -292,3 +294,15 @@ def test_of_two_drains_at_once_one_is_refused(server):
 def test_where_nothing_can_be_drained(job):
     said(job.drain("n1"), 69, "the job job is not running")
     said(job.drain("n1", "--undo"), 0, "n1 was neither to leave nor refused: nothing to undo")
+
+
+def test_no_etcd_is_69_and_bad_settings_are_78(job, monkeypatch, tmp_path):
+    nowhere = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    said(cli("drain", "n1", nowhere, "--rdzv-id=job", "--undo"), 69, "no etcd endpoint answered")
+    assert job.server.process is not None
+    job.server.process.send_signal(signal.SIGSTOP)  # after it has been connected to
+    with EtcdClient(job.server.endpoint, timeout_s=0.5) as client, pytest.raises(Unreachable, match="is withdrawn"):
+        requests.undo(client, "job", "n1")
+    job.server.process.send_signal(signal.SIGCONT)
+    monkeypatch.setenv("ELASTIC_EXT_ETCD_CA", str(tmp_path / "missing"))
+    said(job.drain("n1"), 78, "missing")

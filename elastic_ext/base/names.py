@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-LATE_S = 0.5  # an answer after this time is none: torch would wait for each
+LATE_S = 0.5  # a later answer counts as no answer: torch would wait for each
 OPTIONS = "RES_OPTIONS"
 BRIEFLY = "timeout:1 attempts:2"  # 1 s is glibc's least; a lost packet is sent again
 
@@ -54,7 +54,7 @@ def _resolver() -> _Resolver | None:
 
 @contextmanager
 def _limited(attempts: int) -> Iterator[None]:
-    """Within, the calling thread asks each name server so many times, for 1 s."""
+    """Within, the calling thread asks each name server this many times, for 1 s each."""
     resolver = _resolver()
     if resolver is None:
         yield

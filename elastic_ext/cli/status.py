@@ -254,7 +254,7 @@ def _nodes(document: Document, terminal: Terminal) -> Iterator[Line]:
 
 
 def chosen(nodes: Sequence[NodeStatus], most: int) -> list[NodeStatus]:
-    """Return at most so many nodes in their order: the silent, then others that do not run, then the rest. most: 0 for all."""
+    """Return at most `most` nodes in their order: the silent, then others that do not run, then the rest; 0: all."""
     if not most or len(nodes) <= most:
         return list(nodes)
     need = {SILENT: 0, families.RUNNING: 2}

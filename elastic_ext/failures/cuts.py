@@ -17,7 +17,7 @@ NO_RANK = -1
 
 @dataclass(frozen=True)
 class Silent:
-    """rank: of a worker that gets no answer from this address, for so many seconds; NO_RANK and 0 if not known."""
+    """A worker, by its rank, has had no answer from this address for `for_s` seconds; NO_RANK and 0 if not known."""
 
     rank: Rank
     address: Name

@@ -284,7 +284,7 @@ class LastScrape:
                     break
             else:
                 if not self._seen.is_set():
-                    logger.warning("metrics: nobody has scraped the last metrics within %g s (metrics_linger)", timeout_s)
+                    logger.warning("metrics: the final metrics were not scraped within %g s (metrics_linger)", timeout_s)
         self._wakeup = None
         return signals
 

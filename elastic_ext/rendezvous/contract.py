@@ -38,7 +38,7 @@ JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a node waits for a round (`join_timeout`), of so many nodes.
+    """How long a node waits for a round (`join_timeout`), and for how many nodes.
 
     Attributes:
         silent_s: for the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.

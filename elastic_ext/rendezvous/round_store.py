@@ -100,7 +100,7 @@ class StoreConnector:
 
     def silent(self, round_: int) -> tuple[str, ...]:
         """Return the addresses of hosts whose store did not answer when this node last tried. round_: the last one."""
-        return lately(self._silent, round_)
+        return recently_silent(self._silent, round_)
 
     def connect(self, header: Header, over: Callable[[], object | None], break_round: Callable[[str], None]) -> TCPStore | None:
         """Connect to the store of this round; return None if it does not answer or the round is over.
@@ -149,7 +149,7 @@ class StoreConnector:
             self._changed.notify_all()
 
 
-def lately(silent: Mapping[str, int], round_: int) -> tuple[str, ...]:
+def recently_silent(silent: Mapping[str, int], round_: int) -> tuple[str, ...]:
     """Return which addresses were silent in one of the last ROUNDS_SILENT rounds, the latest ones last.
 
     Args:

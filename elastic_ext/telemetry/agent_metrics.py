@@ -161,7 +161,7 @@ class AgentMetrics(FamilyCollector):
         self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
-        """Set what a verdict says of the job's budget of restarts. A negative limit is none."""
+        """Set the job's budget of restarts as a verdict states it. A negative limit means no limit."""
         if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
             self._set(restarts_charged=charged)
         if limit >= 0:

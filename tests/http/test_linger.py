@@ -105,7 +105,7 @@ def test_nobody_scrapes(tmp_path):
     with start(tmp_path, FAILS, [*AGENT, "--nproc-per-node=1"], linger=1) as job:
         done = job.finish()
     assert done.returncode == 65
-    assert "nobody has scraped the last metrics within 1 s (metrics_linger)" in done.err
+    assert "the final metrics were not scraped within 1 s (metrics_linger)" in done.err
 
 
 def test_an_agent_that_is_told_to_end_does_not_linger(tmp_path):

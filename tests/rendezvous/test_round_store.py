@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, lately
+from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, recently_silent
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, lately
     ],
 )
 def test_a_store_that_did_not_answer_is_forgotten_after_some_rounds(silent, round_, found):
-    assert lately(silent, round_) == found
+    assert recently_silent(silent, round_) == found

@@ -46,7 +46,7 @@ class Resumption:
         path: local path or URL of the checkpoint; "": the round begins from nothing.
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
-        passed_over: it is none, but there are entries that may be checkpoints: a script that knows them may resume by itself.
+        passed_over: none was selected, but some entries may be checkpoints: a script that knows them may resume from one.
         local: it is in the nodes' local directories; `path` is this node's part of it.
         lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
         peers: how this node exchanges parts of copies in memory with others; None: it does not.

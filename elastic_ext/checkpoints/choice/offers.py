@@ -96,7 +96,7 @@ class PeerExchange:
         key: by which their agents know each other; new in each round.
         addresses: of the agents; see `Offers.peer`.
         keepers: for each node, which one keeps its parts.
-        digest: of the manifest of the copy that the round resumes from; "" if that is none in memory.
+        digest: of the manifest of the copy that the round resumes from; "" if that is not in memory.
         moves: the parts of it that must go to another node first.
     """
 
@@ -286,7 +286,7 @@ class PeerPlan:
     Attributes:
         key: of the round; see `Peers`.
         keeper: address of the agent that keeps this node's parts; see `Offers.peer`.
-        digest: of the manifest of the copy that the round resumes from; "" if that is none in memory.
+        digest: of the manifest of the copy that the round resumes from; "" if that is not in memory.
         fetch: (rank, address) of the parts of it that this node must get first.
     """
 

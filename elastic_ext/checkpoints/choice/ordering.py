@@ -295,7 +295,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Best:
-    """The claim to resume from. index: among the claims. question: why it is none, and what to set; "" if there is one."""
+    """The claim to resume from. index: among the claims. question: why none was selected, and what to set; else ""."""
 
     index: int
     question: str = ""

@@ -375,7 +375,7 @@ def layout_of(name: str, top: Sequence[str]) -> Layout | None:
 
 
 def holds_several(name: str, top: Iterable[str]) -> bool:
-    """Return whether a directory holds checkpoints of several steps, by the names directly in it: then it is none itself.
+    """Return whether a directory holds checkpoints of several steps, by the names directly in it, and is no checkpoint itself.
 
     Numbers alone do not say so in the checkpoint of a step, nor where they begin as those of parts do (agent_0.pt, agent_1.pt).
     """

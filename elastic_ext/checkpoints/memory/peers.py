@@ -201,11 +201,11 @@ class PeerMetrics(Protocol):
     """What is counted of the parts that this node sends."""
 
     def part_sent(self, size: int | None) -> None:
-        """Record that the peer has a part, of so many bytes; None: it does not have it."""
+        """Record that the peer has a part. size: in bytes; None: it does not have it."""
 
 
 class Paced:
-    """At most so many bytes a second. The threads of all workers share it."""
+    """Limits the bytes sent per second. The threads of all workers share it."""
 
     def __init__(self, rate: float, ended: threading.Event) -> None:
         """rate: 0: no limit. ended: set when nothing is to wait any more."""
@@ -214,7 +214,7 @@ class Paced:
         self._lock = threading.Lock()
 
     def wait(self, size: int, most_s: float) -> None:
-        """Return when so many bytes may be sent, or after so long."""
+        """Wait until `size` bytes may be sent, or for `most_s` seconds."""
         with self._lock:
             pause = self._bucket.take(size, time.monotonic())
         if pause > 0:
@@ -332,7 +332,7 @@ class Callers:
         self.changed.notify_all()
 
 
-LIMIT_S, LEAST_RATE = 30.0, 50e6  # limit for all parts: so long, and longer where they are many, at so many bytes a second
+LIMIT_S, LEAST_RATE = 30.0, 50e6  # seconds for all parts, more for large ones, at this many bytes a second
 MAX_MANIFEST = 256 << 20  # bytes; a rank has about 150
 
 

@@ -51,12 +51,12 @@ class PeerError(ElasticExtError):
 
 
 class SendPace(Protocol):
-    """How fast a file may be sent, in blocks of so many bytes."""
+    """How fast a file may be sent. block: bytes sent at once."""
 
     block: int
 
     def wait(self, size: int, most_s: float) -> None:
-        """Return when so many bytes may be sent, or after so long."""
+        """Wait until `size` bytes may be sent, or for `most_s` seconds."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_it_ends_once_its_end_was_scraped(tmp_path):
     assert done.returncode == 65
     assert ENDED in last
     assert CODE in last
-    assert "nobody has scraped" not in done.err
+    assert "were not scraped" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_signal_ends_it_and_nothing_else(tmp_path, script, code, number):
         job.process.send_signal(number)
         done = job.finish()
     assert done.returncode == code
-    assert "nobody has scraped" not in done.err
+    assert "were not scraped" not in done.err
     assert "SignalException" not in done.all
 
 
@@ -173,7 +173,7 @@ def test_prometheus_has_the_end(tmp_path, server):
         with Job([*etcd_job(server), "--nnodes=1", str(tmp_path / "job.py")], tmp_path, **environ) as job:
             done = job.finish()
         assert done.returncode == 65
-        assert "nobody has scraped" not in done.err
+        assert "were not scraped" not in done.err
         for series in (CODE, ENDED):
             query = urllib.parse.quote(f"last_over_time({series.rpartition(' ')[0]}[5m])")
             until(lambda query=query: values_of(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")) == ["1"])

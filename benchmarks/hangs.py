@@ -1,15 +1,21 @@
 """How long until a job that hangs trains again? From the hang to the first all_reduce after the restart, on all ranks.
 
-    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,stopped,cut,device,item] [--timeout 90]
-                               [--device cpu]
+    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,elsewhere,stopped,cut,device,item,evaluates,compiles]
+                               [--timeout 90] [--alone 180] [--device cpu]
 
     sleep      the two ranks wait in different collectives, asleep, as gloo waits
     spin       the same, and each waits with a whole core, as NCCL waits; on the CPU, through tests/scripts/spinning_group.py
+    elsewhere  each has begun another collective, which the other has not, and its main thread computes
     stopped    rank 1 is stopped by a signal, and rank 0 waits for it
     cut        three hosts behind a router (hosts.py), --nnodes=2:3; the way between two of them is cut and stays cut. Both reach
                the third and the store. Ours hangs twice, and then one of the two leaves. Needs root
     device     the ranks' GPUs wait in different collectives of NCCL, and the ranks in torch.cuda.synchronize. Needs --device=cuda
     item       the same, and the ranks wait in `loss.item()`
+
+What must not count as a hang, ours alone; each takes --alone seconds:
+
+    evaluates  rank 0 works alone, and rank 1 waits for it with a whole core, as NCCL waits
+    compiles   rank 1 compiles before its first step, and rank 0 waits in that step's collective
 
 Stock torchrun has no hang detection: it waits until torch's own collectives time out. Both sides run with the timeout that
 --timeout sets in the script; torch's defaults are 30 minutes for gloo and 10 minutes for NCCL. Ours is `--rdzv-backend=ext_c10d`
@@ -19,19 +25,21 @@ its store on the host that both others reach. They take turns. Figures are media
 
     noticed    until the first worker of the next attempt runs the script
     again      until the first all_reduce of a later attempt is done on all ranks; in the row `cut`, on two
+    named      the job's own words: who was waited for, and in what the others wait
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +63,13 @@ class Row:
 ROWS = {
     "sleep": Row("ranks in different collectives, asleep (gloo)"),
     "spin": Row("ranks in different collectives, spinning (as NCCL)"),
+    "elsewhere": Row("ranks in different collectives, main threads compute"),
     "stopped": Row("a rank is stopped by a signal"),
     "device": Row("GPUs in different collectives, ranks in synchronize"),
     "item": Row("GPUs in different collectives, ranks in loss.item()"),
     "cut": Row("two of three hosts cannot reach each other", workers=3, hangs=1 + jobs.MAX_RESTARTS),
 }
+QUIET = {"evaluates": "rank 0 evaluates alone", "compiles": "rank 1 compiles before its first step"}
 SIDES = {"ours": {}, "stock": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 START_S = 30.0  # for a job to start once
 OURS_S = 90.0  # more than any limit of ours in these rows
@@ -72,11 +82,13 @@ class Recovery:
     Attributes:
         again_s: None if the job did not come up on enough ranks.
         died_s: until it ended instead; None: it did not.
+        named: from our log.
     """
 
     noticed_s: float
     again_s: float | None
     died_s: float | None = None
+    named: str = ""
 
 
 def recovery(stamps: Iterable[jobs.Stamp], workers: int = WORKERS, ended_ns: int | None = None) -> Recovery | None:
@@ -127,7 +139,26 @@ def one_try(side: str, row: str, collective_s: float) -> Recovery | None:
             env = jobs.environment(**SIDES[side], **started.variables)
             codes = jobs.run_all(commands, directory, env, output, limit_s(row, collective_s))
         ended_ns = None if None in codes else time.monotonic_ns()
-        return recovery(jobs.read_stamps(stamps), ROWS[row].workers, ended_ns)
+        found = recovery(jobs.read_stamps(stamps), ROWS[row].workers, ended_ns)
+        return found and replace(found, named=named(Path(directory, "output").read_text(errors="replace")))
+
+
+def named(output: str) -> str:
+    """Return what our log says of the hang; "" without a verdict."""
+    said = re.search(r"elastic_ext: restart: (.*?)(?:; restart \d+ of \d+)? \(kind hang", output)
+    return said[1] if said else ""
+
+
+def quiet_try(row: str, alone_s: float, collective_s: float) -> dict[str, Any]:
+    """What became of a job that does not hang: its exit code (None: killed at the limit), and its restarts."""
+    with tempfile.TemporaryDirectory() as directory, agents("ours", row, Path(directory)) as started:
+        stamps = Path(directory, "stamps")
+        script = [f"--max-restarts={jobs.MAX_RESTARTS}", str(SCRIPT), row, str(stamps), str(alone_s + collective_s), str(alone_s)]
+        with open(Path(directory, "output"), "w", errors="replace") as output:
+            env = jobs.environment(**started.variables)
+            [code] = jobs.run_all([[*started.commands[0], *script]], directory, env, output, 2 * START_S + alone_s + collective_s)
+        begins = {stamp.attempt for stamp in jobs.read_stamps(stamps) if stamp.event == "begin"}
+    return {"row": row, "alone_s": alone_s, "code": code, "restarts": len(begins) - 1}
 
 
 def skip_reason(row: str) -> str | None:
@@ -146,6 +177,7 @@ def summary(tries: Sequence[Recovery | None]) -> dict[str, Any]:
         "all_s": [measure.rounded(each) for each in again_s],
         "lost": len(tries) - len(again_s),
         "died_s": [measure.rounded(each.died_s) for each in tries if each is not None and each.died_s is not None],
+        "named": next((each.named for each in tries if each is not None and each.named), ""),
     }
 
 
@@ -186,7 +218,13 @@ def shown(record: dict[str, Any]) -> str:
     waits = f"Stock waits for torch's own timeout, which is {record['timeout_s']:g} s here, on both sides."
     late = f"Not counted, because they did not train again: {'; '.join(lost) or 'none'}."
     skipped = "".join(f" Skipped: {ROWS[row].title} ({reason})." for row, reason in record["skipped"].items())
-    return f"{text}\n\nMedians of {record['repeat']}. {waits} {late}{skipped}"
+    said = "".join(f"\n- {ROWS[row['row']].title}: {row['ours']['named']}" for row in record["rows"] if row["ours"]["named"])
+    quiet = "".join(
+        f"\n- {QUIET[row['row']]} for {row['alone_s']:g} s: {row['restarts']} restarts, exit code {row['code']}"
+        for row in record["quiet"]
+    )
+    text += f"\n\nMedians of {record['repeat']}. {waits} {late}{skipped}"
+    return text + (f"\n\nNamed by ours:\n{said}" if said else "") + (f"\n\nNo hang, ours:\n{quiet}" if quiet else "")
 
 
 def limit_s(row: str, collective_s: float) -> float:
@@ -198,21 +236,22 @@ def limit_s(row: str, collective_s: float) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="number of tries of each side in each row")
-    parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s")
+    parser.add_argument("--rows", default=",".join([*ROWS, *QUIET]), help="some of %(default)s")
     parser.add_argument("--timeout", type=float, default=90.0, help="timeout of torch's collectives on both sides, in seconds")
+    parser.add_argument("--alone", type=float, default=180.0, help="how long a rank works alone where nothing hangs, in seconds")
     jobs.add_device(parser)
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     wanted = args.rows.split(",")
-    if unknown := [row for row in wanted if row not in ROWS]:
-        parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join(ROWS)}")
+    if unknown := [row for row in wanted if row not in ROWS and row not in QUIET]:
+        parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join([*ROWS, *QUIET])}")
     # Leave through the with blocks, so that no agent and no namespace stays.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = measure.machine()
     jobs.adopt_orphans()
     rows = []
     skipped = {row: reason for row in wanted if (reason := skip_reason(row)) is not None}
-    for row in wanted:
+    for row in (each for each in wanted if each in ROWS):
         if row in skipped:
             print(row, "skipped:", skipped[row], file=sys.stderr, flush=True)
             continue
@@ -224,10 +263,13 @@ def main() -> int:
         sides = {side: summary(each) for side, each in tries.items()}
         ratio = measure.rounded(measure.ratio(sides["stock"]["median_s"], sides["ours"]["median_s"]), 1)
         rows.append({"row": row, **sides, "ratio": ratio, "limit_s": limit_s(row, args.timeout)})
-    record = {"benchmark": "hangs", "rows": rows, "skipped": skipped, "timeout_s": args.timeout}
+    quiet = [quiet_try(row, args.alone, args.timeout) for row in wanted if row in QUIET]
+    print(*quiet, sep="\n", file=sys.stderr, flush=True)
+    record = {"benchmark": "hangs", "rows": rows, "skipped": skipped, "quiet": quiet, "timeout_s": args.timeout}
     record |= {"repeat": args.repeat, "device": jobs.device(), "machine": machine}
     measure.publish(args.results, record, shown(record), lambda figure: draw(figure, rows, args.timeout))
-    return 0 if all(row["ours"]["lost"] == 0 for row in rows) else 1
+    kept = all(row["ours"]["lost"] == 0 for row in rows) and all(each["restarts"] == each["code"] == 0 for each in quiet)
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":

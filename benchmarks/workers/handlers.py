@@ -82,13 +82,11 @@ def after_failure(each: Any, fails: bool) -> dict[str, float]:
     if not fails:
         return after_loss(each)
     from elastic_ext.failures.classify import classify
-    from elastic_ext.failures.evidence import Evidence, RaisedException
+    from elastic_ext.failures.evidence import Evidence
     from elastic_ext.failures.ledger import Report
 
-    raised = RaisedException("RuntimeError", "NCCL error: remote process exited", ("train.py:3 in step",))
-    diagnosis = classify(
-        Evidence(rank=each.part.workers()[0].global_rank, first_step_done=True, node=each.host, exception=raised)
-    )
+    rank = each.part.workers()[0].global_rank
+    diagnosis = classify(Evidence(rank=rank, first_step_done=True, node=each.host, signal="SIGKILL"))
     each.part.break_off(f"{each.host}: its workers have failed")
     verdict = each.part.conclude(Report(each.host, replace(diagnosis, order=1)))
     assert not verdict.ends_job, verdict

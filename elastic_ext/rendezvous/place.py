@@ -113,7 +113,7 @@ class Place:
                 header = participant.header
                 if header.round == after and header.verdict not in ("", notified):
                     notified = header.verdict
-                    _notify(notified, on_verdict)
+                    _report(notified, on_verdict)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
@@ -225,7 +225,7 @@ def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
     on_event()
 
 
-def _notify(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
+def _report(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
     try:
         on_verdict(decode_verdict(text))
     except RecordError as error:

@@ -149,7 +149,7 @@ def test_no_label_of_the_plot_of_restarts_covers_another():
     ("script", "option", "said"),
     [
         (restart, "--rows=sigkil", "unknown row 'sigkil'; expected some of sigkill, "),
-        (hangs, "--rows=spi", "unknown row 'spi'; expected some of sleep, spin, stopped, device, item, cut"),
+        (hangs, "--rows=spi", "unknown row 'spi'; expected some of sleep, spin, elsewhere, stopped, device, item, cut"),
         (node_loss, "--rows=nod", "unknown 'nod'; expected some of node, agent"),
         (node_loss, "--sides=our", "unknown 'our'; expected some of ours, warm, ours-2"),
     ],

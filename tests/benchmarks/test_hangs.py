@@ -21,7 +21,7 @@ TIMEOUT_S = 400
 
 @pytest.mark.full
 def test_one_row(tmp_path):
-    options = ["--repeat=1", "--rows=spin", "--timeout=40", f"--results={tmp_path}"]
+    options = ["--repeat=1", "--rows=spin,evaluates", "--timeout=40", "--alone=25", f"--results={tmp_path}"]
     command = [sys.executable, str(BENCHMARKS / "hangs.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,6 +34,8 @@ def test_one_row(tmp_path):
         assert row[side]["lost"] == 0
         assert row[side]["all_s"] == [row[side]["median_s"]]
         assert 0 < row[side]["noticed_s"] <= row[side]["median_s"]
+    assert "all_reduce" in row["ours"]["named"]
+    assert record["quiet"] == [{"row": "evaluates", "alone_s": 25.0, "code": 0, "restarts": 0}]
 
 
 def test_what_is_skipped_has_a_reason(monkeypatch):
@@ -62,7 +64,7 @@ def test_a_job_that_never_trains_again_has_no_figure_but_a_fate():
         "stock": hangs.summary([hangs.Recovery(92.0, None, 376.4), hangs.Recovery(93.0, None, 375.0)]),
     }
     row = {"row": "cut", **sides, "ratio": None, "limit_s": 510.0}
-    text = hangs.shown({"rows": [row], "skipped": {"cut": "no"}, "timeout_s": 90.0, "repeat": 2})
+    text = hangs.shown({"rows": [row], "skipped": {"cut": "no"}, "quiet": [], "timeout_s": 90.0, "repeat": 2})
     assert re.search(r"\| +15.00 \| +31.00 \| +92.50 \| +- \| +- \|", text)
     assert "stock, two of three hosts cannot reach each other: 2 (the job dies after 376 s)" in text
     assert "Skipped: two of three hosts cannot reach each other (no)." in text
@@ -85,7 +87,7 @@ def test_a_recovery_is_from_the_last_fault_to_the_last_rank():
     assert hangs.recovery([*first, *faults]) is None
     assert hangs.recovery([*first, *attempt(1, 20, 22, 23)]) is None
     lost = hangs.summary([None, hangs.Recovery(1.0, 3.0), hangs.Recovery(2.0, 5.0), hangs.Recovery(9.0, None)])
-    assert lost == {"noticed_s": 2.0, "median_s": 4.0, "all_s": [3.0, 5.0], "lost": 2, "died_s": []}
+    assert lost == {"noticed_s": 2.0, "median_s": 4.0, "all_s": [3.0, 5.0], "lost": 2, "died_s": [], "named": ""}
     assert hangs.fate(lost, 150.0) == "not in 150 s"
 
 

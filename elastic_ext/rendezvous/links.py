@@ -11,6 +11,9 @@ host lives on and closes their connections. So each agent keeps a link to one or
                                   it is still there after CONFIRM_S, the record of the node is deleted and its lease revoked
     anything else                 the network may be cut: only the lease can show that
 
+Nodes may die together, as those of one rack: then some die with all that kept links to them. So an agent that has declared a
+node dead looks at the nodes that this one kept links to: one that refuses a connection is doubted as above, and so on.
+
 A link that is reset or times out makes nobody a suspect: a dead process closes its connections, something on the way resets them.
 The record is deleted in a transaction that compares the doubt. So a node either removes the doubt or is removed, and learns
 which.
@@ -19,7 +22,8 @@ Invariants:
     The listening socket is open as long as the agent or its reaper lives: the reaper inherits it. Nobody links to an agent that
     has no reaper, because its workers could outlive it.
     A node that reaches etcd within CONFIRM_S is not declared dead, whatever something between the hosts closes or refuses.
-    A node is declared dead within DECIDE_S after the end of its link or not at all, and only by a node that is in the job itself.
+    A node is declared dead within DECIDE_S after the end of its link (to it, or from it to one that died with it) or not at all,
+    and only by a node that is in the job itself.
     A node that is declared dead though it lives learns that from its next event from etcd, and kills its workers without grace.
     A node that has lost a link from another one, which does not link again, and that etcd does not answer, does the same, because
     it may have been declared dead (unless all others are in trouble, too: see `fence`). It looks for longer than DECIDE_S.
@@ -95,6 +99,9 @@ class PeerRecords(Protocol):
     def find(self, node_id: str) -> Peer | None:
         """Return a node's record."""
 
+    def neighbors(self, node_id: str) -> Collection[str]:
+        """Return the ids of the nodes that a node keeps links to, as far as known."""
+
     def doubt(self, peer: Peer, timeout_s: float) -> int | None:
         """Write the doubt whether a node lives; return its revision; None: it is gone."""
 
@@ -140,6 +147,8 @@ class Watcher:
                         return
                     if end is LinkEnd.REFUSED and suspected:
                         if await self._confirm(peer, lost_at + DECIDE_S):
+                            with contextlib.suppress(EtcdError):  # it is out; what died with it has its lease
+                                await self._look_around(node_id, lost_at)
                             return
                         peer = None  # it may have registered again
             except EtcdError as error:
@@ -157,6 +166,28 @@ class Watcher:
             else:
                 peer = None
                 await asyncio.sleep(RETRY_S)
+
+    async def _look_around(self, dead: str, lost_at: float) -> None:
+        """Take the nodes out of the job that a dead one kept links to, if they died with it: it can no longer report them.
+
+        lost_at: when the first link to one of them ended, monotonic.
+        """
+        neighbors = await in_thread(lambda: self._peers.neighbors(dead))
+        others = [each for each in neighbors if each != self._node_id and each not in self.accused]
+        await asyncio.gather(*(self._look_at(each, lost_at) for each in others))
+
+    async def _look_at(self, node_id: str, lost_at: float) -> None:
+        try:
+            peer = await in_thread(lambda: self._peers.find(node_id))
+            connected = await _connect(peer) if peer is not None and peer.port else LinkEnd.UNREACHABLE
+            if peer is None or connected is LinkEnd.UNREACHABLE:
+                return
+            if not isinstance(connected, LinkEnd):
+                connected[1].close()  # it lives, or its reaper does
+            elif await self._confirm(peer, lost_at + DECIDE_S):
+                await self._look_around(node_id, lost_at)
+        except EtcdError as error:
+            logger.debug("whether node %s has died, too, is unknown: %s", node_id, error)
 
     async def _keep(self, peer: Peer) -> LinkEnd:
         """Keep a link to a node until it ends."""
@@ -278,6 +309,12 @@ class Peers:
         if kv is None or node is None:
             return None
         return Peer(node_id, node.address, node.link_port, kv.create_revision, kv.lease_id)
+
+    def neighbors(self, node_id: str) -> Collection[str]:
+        """Return the ids of the nodes that a node keeps links to; none if its assignment is gone or cannot be read."""
+        kv = self._client.get(self._keys.assignment(node_id), timeout_s=CALL_TIMEOUT_S).kv
+        assignment = self._reader.assignment(kv) if kv is not None else None
+        return assignment.neighbors if assignment is not None else ()
 
     def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
         """Watch the doubts about this node. on_item: called on the thread of the client's watches; it must return at once."""

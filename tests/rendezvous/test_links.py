@@ -25,12 +25,13 @@ from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.links import DEAD, Links, Peers, Standing
 from elastic_ext.rendezvous.presence import Hello, in_thread
 from elastic_ext.rendezvous.presence import encode as encode_hello
-from elastic_ext.rendezvous.round_records import Node, RecordReader, encode
+from elastic_ext.rendezvous.round_records import Assignment, Node, RecordReader, encode
 from elastic_ext.rendezvous.round_store import listen_at
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import ROOT, descendants, wait_gone
+from tests.ports import free_port
 from tests.rendezvous.test_etcd_jobs import Nodes, reports
 from tests.until import until
 
@@ -236,6 +237,24 @@ def test_a_doubt_of_two_nodes_is_answered_for_both(server, stack, messages):
     for _ in range(2):
         messages.until("node b stays in the job")
     assert watched.in_job()
+
+
+@pytest.mark.seam
+def test_nodes_that_die_together_are_all_missed(server, stack, messages):
+    """Only a keeps a link to b. b kept those to c and d, and c that to e; d lives."""
+    watching, _, between = linked(stack, server.endpoint, messages, answers=False)
+    dead = [Agent(stack, server.endpoint, name, answers=False) for name in "ce"]
+    alive = Agent(stack, server.endpoint, "d")
+    for each in dead:
+        each.reached_at(free_port())  # nothing listens there
+    for name, near in {"b": ("c", "d", "a"), "c": ("e", "a")}.items():
+        watching.client.put(KEYS.assignment(name), encode(Assignment(1, 0, 0, 0, 1, neighbors=near)))
+    between.stop()
+    for name in "bce":
+        messages.until(f"node {name} counts as dead")
+    assert [each.in_job() for each in dead] == [False, False]
+    assert alive.in_job()
+    assert watching.in_job()
 
 
 @pytest.mark.seam

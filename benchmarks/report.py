@@ -77,6 +77,7 @@ BENCHMARKS = (
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
+    Benchmark("growth", ETCD),
     Benchmark("rendezvous", ETCD),
     Benchmark("steady_state", ETCD),
     Benchmark("overhead", ("elastic_ext/workers", "elastic_ext/telemetry", "elastic_ext/status", "elastic_ext/agent")),

@@ -49,7 +49,7 @@ def test_the_page_of_results_is_up_to_date():
     scripts = {path.stem for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
     assert scripts - {"report", "entry_point"} == {each.script for each in report.BENCHMARKS}
     files = set(measure.RESULTS.rglob("*.json"))
-    assert files == {each.result for each in report.BENCHMARKS}
+    assert files <= {each.result for each in report.BENCHMARKS}
     paths = [path for each in report.BENCHMARKS for path in each.measures]
     assert [path for path in paths if not (ROOT / path).is_dir()] == []
 

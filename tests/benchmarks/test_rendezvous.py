@@ -177,3 +177,14 @@ def test_sizes_may_be_empty():
     assert rendezvous.sizes("64,128") == [64, 128]
     with pytest.raises(ValueError):
         rendezvous.sizes("many")
+
+
+@pytest.mark.full
+def test_growth(tmp_path):
+    record = result("growth.py", tmp_path, "--sizes=70,80", "--repeat=1", "--minutes=0.05", "--processes=2")
+    for row in record["rows"]:
+        assert 0 < row["verdict"] < row["rejoin"]
+        assert 0 < row["seen 1"] < row["lose 1"]
+        assert 0 < row["seen 32"] < row["lose 32"]
+        assert row["requests/min"] > 0
+    assert record["fits"]["form"].keys() == {"a", "b", "4096", "16384"}

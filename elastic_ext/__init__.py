@@ -14,6 +14,7 @@ __version__ = "0.2.0"
 _LAZY = {
     "Checkpointer": "elastic_ext.checkpoints.writing.checkpointer",
     "RanksMissing": "elastic_ext.base.errors",
+    "accumulation": "elastic_ext.training",
     "health_barrier": "elastic_ext.training",
     "phase": "elastic_ext.training",
     "report_flops": "elastic_ext.training",

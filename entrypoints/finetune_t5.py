@@ -8,6 +8,7 @@ It learns to name functions of Python's library by their documentation. Each sta
 newest complete checkpoint, at any world size. Worth copying:
 
 * `SaveOnDemand`: when the job has to leave, all ranks save the same step.
+* --global_batch: a restart with fewer or more ranks keeps the number of examples per optimizer step.
 * Sharded checkpoints (SHARDED_STATE_DICT): each rank writes its part, and they load at another world size.
 """
 
@@ -33,6 +34,7 @@ from transformers import (
     set_seed,
 )
 
+from elastic_ext import accumulation
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.training.huggingface import SaveOnDemand
 
@@ -58,6 +60,12 @@ def parse_args() -> argparse.Namespace:
     add("--max_steps", type=int, default=-1, help="stop after this many optimizer steps (-1: no limit)")
     add("--batch", type=int, default=4, help="examples per rank and micro-step")
     add("--gradient_accumulation_steps", type=int, default=1)
+    add(
+        "--global_batch",
+        type=int,
+        default=0,
+        help="examples per optimizer step, over all ranks, in place of --gradient_accumulation_steps (0: not given)",
+    )
     add("--activation_checkpointing", action="store_true")
     add("--examples", type=int, default=512)
     add("--lr", type=float, default=3e-4)
@@ -86,6 +94,9 @@ def sized(args: argparse.Namespace, tokenizer: ByT5Tokenizer) -> T5Config:
 
 def settings(args: argparse.Namespace) -> TrainingArguments:
     several, cpu = int(os.environ.get("WORLD_SIZE", "1")) > 1, not torch.cuda.is_available()
+    micro_steps = args.gradient_accumulation_steps
+    if args.global_batch:
+        micro_steps = accumulation(args.global_batch, args.batch).micro_steps
     fsdp = {
         "version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -97,7 +108,7 @@ def settings(args: argparse.Namespace) -> TrainingArguments:
         num_train_epochs=args.epochs,
         max_steps=args.max_steps,
         per_device_train_batch_size=args.batch,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        gradient_accumulation_steps=micro_steps,
         # That of fsdp_config would change the names of the weights, and so which checkpoints fit.
         gradient_checkpointing=args.activation_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if args.activation_checkpointing else None,

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Train with DDP and keep one file, model_latest.pt, as most scripts do: plain PyTorch, with nothing of elastic_ext in it.
+"""Train with DDP and keep one file, model_latest.pt, as most scripts do: plain PyTorch, with nothing of elastic_ext in it, unless
+you give --global-batch.
 
     torchrun --nproc-per-node=2 train_ddp.py                       # stock torchrun
     python -m elastic_ext.agent --nproc-per-node=2 train_ddp.py    # the same script under elastic_ext
@@ -10,12 +11,15 @@ After each epoch rank 0 saves model, optimizer and epoch; each start resumes fro
   saves leaves the epoch before.
 * Without storage that all nodes reach: --copies=node. One rank of every node saves the same file to that node's own disk. A node
   that is new, or was away for a while, gets the newest copy that any other node has.
+* --global-batch: a restart with fewer or more ranks keeps the number of examples per optimizer step, and which ones they are.
 * Every epoch draws from generators of its own, so the losses after a resume equal those of an uninterrupted run to the bit.
 """
 
 import argparse
+import itertools
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,9 +43,16 @@ def parse_args() -> argparse.Namespace:
         "--copies", choices=("one", "node"), default="one", help="one: on storage that all nodes reach; node: on each node's disk"
     )
     add("--epochs", type=int, default=5)
-    add("--batch", type=int, default=32, help="examples per rank and step")
+    add("--batch", type=int, default=32, help="examples per rank and micro-step")
+    add(
+        "--global-batch",
+        type=int,
+        default=0,
+        help="examples per optimizer step, over all ranks; needs elastic_ext (0: one micro-step of each rank)",
+    )
     add("--examples", type=int, default=4096)
     add("--lr", type=float, default=1e-3)
+    add("--dropout", type=float, default=0.1)
     add("--seed", type=int, default=0)
     add("--collective-timeout", type=float, default=600.0, help="seconds until a collective fails because a peer is lost")
     return parser.parse_args()
@@ -89,27 +100,52 @@ def load(path: Path) -> dict[str, Any] | None:
     return sent[0]
 
 
-def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader[tuple[Tensor, ...]]) -> float:
-    """The mean loss over all ranks."""
+def train_epoch(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: DataLoader[tuple[Tensor, ...]],
+    micro_steps: int,
+    loss_factor: float,
+) -> float:
+    """The mean loss over all ranks. Micro-batches at the end that are too few for an optimizer step are left out."""
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
-    for points, spiral in batches:
-        loss = F.cross_entropy(model(points.to(device)), spiral.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    steps = len(batches) // micro_steps
+    for number, (points, spiral) in enumerate(itertools.islice(batches, steps * micro_steps), 1):
+        ends_step = number % micro_steps == 0
+        with nullcontext() if ends_step else model.no_sync():  # the last backward averages the sum of all over the ranks
+            loss = F.cross_entropy(model(points.to(device)), spiral.to(device)) * loss_factor
+            loss.backward()
         total += loss.detach()
+        if ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
     dist.all_reduce(total)
-    return float(total) / len(batches) / dist.get_world_size()
+    return float(total) / steps / dist.get_world_size()
+
+
+def accumulated(args: argparse.Namespace) -> tuple[int, float]:
+    """Micro-steps per optimizer step, and the factor of the loss of each."""
+    if not args.global_batch:
+        return 1, 1.0
+    from elastic_ext import accumulation
+
+    made = accumulation(args.global_batch, args.batch)
+    if made.global_batch > args.examples:
+        sys.exit(f"--global-batch is {made.global_batch}, expected at most --examples, {args.examples}")
+    return made.micro_steps, made.loss_factor
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(args.seed)
-    network = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    network = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     model = DistributedDataParallel(network.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     data = examples(args.examples, args.seed)
-    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=args.seed)
+    micro_steps, loss_factor = accumulated(args)
+    whole = args.global_batch > 0  # only whole batches, so that all of them are equally large at every number of ranks
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=args.seed, drop_last=whole)
+    batches = DataLoader(data, args.batch, sampler=sampler, drop_last=whole)
     path, start_epoch = args.checkpoint_dir / NAME, 0
 
     checkpoint = load(path)
@@ -122,7 +158,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     for epoch in range(start_epoch, args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(1_000_000 * args.seed + 1_000 * epoch + dist.get_rank())  # dropout
-        loss = train_epoch(model, optimizer, DataLoader(data, args.batch, sampler=sampler))
+        loss = train_epoch(model, optimizer, batches, micro_steps, loss_factor)
         say(f"epoch {epoch} loss {loss:.6f} ({loss.hex()})")
         if saves(args.copies):
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "loss": loss}

@@ -115,6 +115,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="micro-steps per optimizer step; fewer if a rank has fewer sequences",
     )
     add(
+        "--micro-batch",
+        type=int,
+        default=0,
+        help="sequences that fit on a rank at once: as many micro-steps as the global batch then needs, in place of --accumulate "
+        "(0: not given)",
+    )
+    add(
         "--activation-checkpointing",
         action="store_true",
         help="compute activations again in the backward pass: slower, less memory",
@@ -137,9 +144,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--health-timeout", type=float, default=10.0, help="seconds that a health barrier waits for the other ranks")
     add("--print-state-hash", action="store_true", help="print a hash of parameters and optimizer moments at each load and save")
     args = parser.parse_args(argv)
-    for name in ("keep", "log_every", "accumulate", "seq_len"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected 1 or more")
+    for name, least in (("keep", 1), ("log_every", 1), ("accumulate", 1), ("micro_batch", 0), ("seq_len", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected {least} or more")
     if args.save_every == EPOCH and "://" in args.checkpoint_dir:
         parser.error(
             f"--checkpoint-dir is {args.checkpoint_dir}, expected a path: --save-every=epoch writes files; give steps for a URL"
@@ -242,9 +249,18 @@ class Shares:
         return self.windows // self.global_batch
 
 
-def micro_batches(share: Tensor, accumulate: int, smallest: int) -> list[Tensor]:
-    """Split a rank's share into micro-steps, equally many on each rank. smallest: size of the smallest share."""
-    pieces = min(accumulate, smallest)
+def micro_steps(global_batch: int, world: int, accumulate: int, micro_batch: int) -> int:
+    """Micro-steps per optimizer step: equally many on each rank, and no more than the smallest share has sequences.
+
+    micro_batch: 0, or sequences that fit on a rank at once. The global batch is kept exactly, by uneven shares; a script whose
+    ranks take equal shares, as most do, gets its micro-steps from `elastic_ext.accumulation`.
+    """
+    smallest, largest = global_batch // world, -(-global_batch // world)
+    return min(-(-largest // micro_batch) if micro_batch else accumulate, smallest)
+
+
+def micro_batches(share: Tensor, pieces: int) -> list[Tensor]:
+    """Split a rank's share into this many micro-batches."""
     return [share[i::pieces] for i in range(pieces)]
 
 
@@ -302,6 +318,7 @@ class Trainer:
                 f"--global-batch is {args.global_batch}, expected {self.world} (one sequence per rank) to {len(windows)} "
                 "(all the data): change it, --data-mb, or the number of workers"
             )
+        self.micro_steps = micro_steps(args.global_batch, self.world, args.accumulate, args.micro_batch)
         self.shares = Shares(len(windows), args.global_batch, args.seed, self.rank, self.world)
         self.loader = StatefulDataLoader(windows, batch_sampler=self.shares, num_workers=args.num_workers)
         self.step = self.epoch = 0
@@ -410,10 +427,9 @@ class Trainer:
     def optimizer_step(self, share: Tensor) -> Tensor:
         """One optimizer step on this rank's share of the next global batch; returns the global mean loss, on the device."""
         args = self.args
-        micro_steps = micro_batches(share, args.accumulate, args.global_batch // self.world)
         total = torch.zeros((), device=self.device)
-        for i, text in enumerate(micro_steps):
-            self.model.set_requires_gradient_sync(i + 1 == len(micro_steps))  # accumulate locally, reduce once
+        for i, text in enumerate(micro_batches(share, self.micro_steps)):
+            self.model.set_requires_gradient_sync(i + 1 == self.micro_steps)  # accumulate locally, reduce once
             # Dividing by the number of bytes of all ranks is right for uneven shares, too.
             loss = self.model(text.to(self.device, torch.long)) / (args.global_batch * args.seq_len)
             (loss * self.world).backward()  # FSDP averages gradients over the ranks

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.base.collectives import Collective
 from elastic_ext.base.printable import Block
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import NOTHING_KNOWN
@@ -103,12 +104,14 @@ class HangHandling(Companion):
     Attributes:
         hung: the workers that the others waited for, by local rank; set by `examine`.
         reach: the hosts that did not answer them then.
+        collectives: those in which the workers waited then.
     """
 
     def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, Stuck] = {}
         self.reach = NOTHING_KNOWN
+        self.collectives: tuple[Collective, ...] = ()
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
         self._reported: cuts.Reach | None = None  # what the other nodes know of the quiet workers
         self._waiting = False  # this node claims a stall by the limit of a wait only
@@ -171,6 +174,7 @@ class HangHandling(Companion):
         reach = self._quiet.examine(workers.running_pids())
         self.reach = _recorded(reach)
         stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
+        self.collectives = tuple(each.collective for each in stuck.values() if each.collective is not None)
         culprits = detector.culprits(list(stuck.values()))
         self.hung = {local_rank: each for local_rank, each in stuck.items() if each in culprits}
         records = self._recorder.dump(each.rank for each in stuck.values()) if self._recorder is not None else ""

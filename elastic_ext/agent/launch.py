@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
+from elastic_ext.base import isolated
 from elastic_ext.base.errors import NodeUnfit, UsageError
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import SECRET_VARIABLES, Settings
@@ -45,6 +47,7 @@ EXTRAS, EXTRAS_PER_WORKER = 16, 5
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 OUTPUT_BYTES = 4096  # the end of what a command prints goes to the log
 KILL_S = 1.0  # for a killed command; one that sleeps in the kernel is left behind
+PREFLIGHT = "preflight"  # as health_command: our own check
 BAD_NODE_S = 10.0  # time for bad_node_command: the others wait for this node to leave
 
 
@@ -234,7 +237,11 @@ def check_health(settings: Settings) -> None:
     """Run health_command, if there is one, and log what it printed. Raises NodeUnfit if it does not end with 0 in time."""
     if settings.health_command is None:
         return
-    ended = run_command(settings.health_command, settings.health_timeout, os.environ)
+    command, environ = settings.health_command, dict(os.environ)
+    if command == PREFLIGHT:
+        command = shlex.join([*isolated.command("elastic_ext.cli"), "doctor", "--preflight", "--alone"])
+        environ |= {"ELASTIC_EXT_LOCAL_DIR": settings.local_dir} if settings.local_dir else {}
+    ended = run_command(command, settings.health_timeout, environ)
     why = unfit(ended, settings.health_timeout)
     _log_command(logging.INFO if why is None else logging.WARNING, "health check", ended)
     if why is not None:

@@ -160,9 +160,10 @@ class RunningRound:
         share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
         reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
+        collectives = self.hangs.collectives if self.hangs is not None else ()
         newest = self.resume.newest_steps(self.workers.read_progress())
         path, ranks = redacted(self.resume.checkpoint.path), tuple(self.workers.ranks.values())
-        return Report(node, diagnosis, self.resume.step, stacks, path, reach, *newest, ranks)
+        return Report(node, diagnosis, self.resume.step, stacks, path, reach, *newest, ranks, collectives)
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""

@@ -18,25 +18,25 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
 from elastic_ext.base import names
 from elastic_ext.base import settings as settings_module
-from elastic_ext.base.errors import EX_CONFIG, ElasticExtError
-from elastic_ext.base.printable import cut, printable, redacted
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.cli.findings import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.failures import commands, kubernetes, slurm, user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
 from elastic_ext.rendezvous import address
 from elastic_ext.workers.limits import memory_left
 from elastic_ext.workers.standby import rules
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 PROBE_S = 120.0  # importing torch from a cold network file system may take more than a minute
 CHECK_S = 30.0  # for any other check
 SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
@@ -49,17 +49,6 @@ SHM_FILES = 64
 DESCRIPTORS = 4096  # an agent with 32 workers needs about 300; the agent of rank 0 needs one more per rank of the job
 MEMORY_BYTES = 1 << 30
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-MAX_CHARACTERS = 300  # of an error
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check. state: OK, WARN (jobs run, but something is missing) or FAIL (no job can run). advice: or ""."""
-
-    name: str
-    state: str
-    detail: str
-    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,11 +68,6 @@ class ProbeAnswer(TypedDict, total=False):
 
     found: str
     error: str
-
-
-def one_line(error: object) -> str:
-    """Return the text of an error as one line without credentials."""
-    return cut(redacted(" ".join(str(error).split())), MAX_CHARACTERS)
 
 
 def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:
@@ -392,29 +376,6 @@ def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[F
     inputs = Inputs(read[0] if read else Settings(), endpoint, environ)
     running = [_RunningCheck(name, functools.partial(check, inputs), deadline_s) for name, check, deadline_s in CHECKS]
     return [*first, *(finding for each in running for finding in each.result())]
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 78 if a check failed, else 0."""
-    return EX_CONFIG if any(finding.state == FAIL for finding in findings) else 0
-
-
-def rendered(findings: Sequence[Finding]) -> str:
-    """Return the text to print: one line per finding, and one more for its advice."""
-    width = max(len(finding.name) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.state:4}  {finding.name:{width}}  {printable(finding.detail)}")
-        if finding.advice:
-            lines.append(f"{'':4}  {'':{width}}  -> {printable(finding.advice)}")
-    counts = {state: sum(finding.state == state for finding in findings) for state in (FAIL, WARN)}
-    lines.append(f"\n{len(findings)} checks: {counts[FAIL]} failed, {counts[WARN]} with a warning")
-    return "\n".join(lines)
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """Return {"ok": ..., "checks": [...]} as JSON; each check has the fields of a Finding."""
-    return json.dumps({"ok": exit_code(findings) == 0, "checks": [asdict(finding) for finding in findings]}, indent=2)
 
 
 class _RunningCheck:

@@ -71,6 +71,15 @@ def parser() -> argparse.ArgumentParser:
     )
     examine.add_argument("--rdzv-conf", metavar="KEY=VALUE[,...]", default="", help="settings, as for torchrun")
     examine.add_argument("--json", action="store_true", help="print JSON")
+    examine.add_argument(
+        "--preflight",
+        action="store_true",
+        help="measure instead: devices, memory, disks, checkpoint_dir; started by srun or torchrun on several nodes, also "
+        "all_reduce of each two of them. Fails with an error, or a figure much worse than the median of its peers",
+    )
+    examine.add_argument(
+        "--alone", action="store_true", help="with --preflight: measure this node only, and not checkpoint_dir, which nodes share"
+    )
     examine.set_defaults(run=_doctor)
     return options
 
@@ -105,6 +114,8 @@ def _complete_paths(parser: argparse.ArgumentParser, by_metavar: Mapping[str, ob
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from elastic_ext.cli import doctor  # imported here, because no other command needs its imports
+    from elastic_ext.cli import doctor, preflight  # imported here, because no other command needs their imports
 
-    return doctor.run(args)
+    if args.alone and not args.preflight:
+        raise UsageError("doctor: --alone needs --preflight")
+    return preflight.run(args) if args.preflight else doctor.run(args)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from elastic_ext.base.collectives import compared
 from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
 from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import cuts, policy
@@ -109,6 +110,8 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         back = going_back(report.copied_at, report.saved_at, ledger.failures)
         decision = replace(decision, reason=f"{decision.reason}; {back.reason}", checkpoints_back=int(back.checkpoint))
         now = replace(now, gone_back_to=back.to)
+    if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports)):
+        decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
     now = replace(now, charged=decision.charged)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
@@ -183,6 +186,12 @@ def going_back(copied_at: int | None, saved_at: int | None, earlier: Sequence[Pa
     copies = "the copies in memory are refused; " if copied_at is not None else ""
     before = f"{newest} was tried before, so the one before it" if tried else f"the checkpoint before {newest}"
     return Back(True, f"{copies}{before} is tried, if there is one")
+
+
+def _apart(reports: Mapping[str, Report]) -> str:
+    """Return which ranks wait in another collective than the rest; "" if nothing shows that."""
+    found = [each for report in reports.values() for each in report.collectives]
+    return compared(found, {rank for report in reports.values() for rank in report.ranks})
 
 
 def _shared(stacks: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from elastic_ext.base import records
+from elastic_ext.base.collectives import Collective
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import cut
@@ -147,6 +148,7 @@ class Report:
         copied_at: step of the newest copy in its memory; None: there is none.
         saved_at: step of the newest checkpoint that it knows of; 0: there is none, None: unknown.
         ranks: of its workers.
+        collectives: those in which its workers waited when the job hung.
     """
 
     host: NameOrEmpty
@@ -158,6 +160,7 @@ class Report:
     copied_at: int | None = None
     saved_at: int | None = None
     ranks: tuple[Rank, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def follows(self) -> bool:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from elastic_ext.base.collectives import Collective
 from elastic_ext.hangs.waits import WaitFor, threads
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
@@ -302,7 +303,7 @@ class Stuck:
         rank, steps, reports, quiet_s, phase, state: see WorkerStatus.
         condition: what it does, for people; see `condition`.
         stack: the stacks of its threads, the main thread's last; "": not available.
-        collective: which of its collectives does not complete, for people; "": not known.
+        collective: which of its collectives does not complete; None: not known.
     """
 
     rank: int
@@ -313,7 +314,7 @@ class Stuck:
     state: str
     condition: str
     stack: str = ""
-    collective: str = ""
+    collective: Collective | None = None
 
     @property
     def blame(self) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.base import records
+from elastic_ext.base.collectives import Collective
 from elastic_ext.hangs import detector, process_stats, sockets, stacks, unanswered
 from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
@@ -209,7 +211,7 @@ class HangWatch:
                 stats.state,
                 condition if stack else f"{condition}, and cannot show its stacks",
                 stack,
-                collective_in(stacks_files[local_rank]) if is_outstanding(progress, now) else "",
+                collective_in(stacks_files[local_rank], self._new[local_rank].rank) if is_outstanding(progress, now) else None,
             )
         return found
 
@@ -218,18 +220,18 @@ class HangWatch:
         return self._call_checks.rates(local_rank) if rates == Rates() and self._call_checks is not None else rates
 
 
-def collective_in(stacks_file: str) -> str:
-    """Return which collective of a worker does not complete, for people; "" if it has not said. See `recorder.oldest`."""
+def collective_in(stacks_file: str, rank: int) -> Collective | None:
+    """Return which collective of a worker does not complete; None if it has not said. See `recorder.oldest`."""
     path = worker_env.collective_path(stacks_file)
     try:
         with open(path or "", "rb") as file:
             said = json.loads(file.read(COLLECTIVE_BYTES))
-        return f"{said['operation']} {said['number']} of group {said['group']}"
+        return records.build(Collective, {**said, "rank": rank}, path or "") if said else None
     except FileNotFoundError:
-        return ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None
+    except (OSError, ValueError, TypeError, records.RecordError) as error:
         logger.debug("cannot read %s: %s", path, error)
-        return ""
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
-"""The functions that a training script may call. Except `health_barrier`, they do nothing unless our agent runs the script.
+"""The functions that a training script may call. Except `accumulation` and `health_barrier`, they do nothing unless our agent
+runs the script.
 
 `huggingface` and `lightning` hold the callbacks for those libraries. Importing this package does not import torch.
 """
 
 from elastic_ext.base import log_records
 from elastic_ext.training.barrier import health_barrier
+from elastic_ext.training.global_batch import Accumulation, accumulation
 from elastic_ext.training.progress import Phase, phase, report_flops, report_progress, report_tokens, report_total_steps
 from elastic_ext.training.saves import report_save_failed, report_saved, resume_from, resume_step, save_requested
 
 __all__ = [
+    "Accumulation",
     "Phase",
+    "accumulation",
     "health_barrier",
     "phase",
     "report_flops",

@@ -17,7 +17,7 @@ import torch
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import doctor
-from elastic_ext.cli.doctor import FAIL, OK, WARN, Finding
+from elastic_ext.cli.findings import FAIL, OK, WARN, Finding, rendered
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import Address, HostName
 from tests.etcd_server import EtcdServer
@@ -226,7 +226,7 @@ def test_no_secret_of_an_address_is_shown(address, shown):
 
 
 def test_nothing_that_others_wrote_reaches_the_terminal_raw():
-    shown = doctor.rendered([Finding("other plug-ins", WARN, "bad\x1b[2Jname\nok    etcd  forged", "run \x9b1m")])
+    shown = rendered([Finding("other plug-ins", WARN, "bad\x1b[2Jname\nok    etcd  forged", "run \x9b1m")])
     assert "\x1b" not in shown
     assert "\x9b" not in shown
     assert sum(line.startswith(("ok", "warn", "fail")) for line in shown.splitlines()) == 1

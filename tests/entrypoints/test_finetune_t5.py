@@ -38,7 +38,7 @@ def test_a_killed_job_goes_on_from_its_last_epoch_and_later_at_another_world_siz
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("checkpoint-"))
     assert kept == ["checkpoint-32", "checkpoint-36", "checkpoint-40"]
 
-    more = ["--max_steps=42", "--gradient_accumulation_steps=2", "--activation_checkpointing"]
+    more = ["--max_steps=42", "--global_batch=24", "--activation_checkpointing"]  # on 3 ranks, 2 micro-steps
     other = run([*STOCK, "--nproc_per_node=3", *arguments, *more], tmp_path, **OFFLINE)
     assert other.returncode == 0, other.err
     assert f"resuming from {tmp_path}/checkpoints/checkpoint-40\n" in other.out

@@ -76,6 +76,38 @@ def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: P
 
 
 @pytest.mark.full
+def test_a_restart_with_fewer_ranks_keeps_the_global_batch(tmp_path: Path) -> None:
+    """Which examples are in a step stays, too: losses are those of 4 ranks all along, but for rounding. Else they are not."""
+    flags = [str(SCRIPT), "--batch=16", "--examples=1000", "--dropout=0", "--lr=0.01"]
+    whole, *others = ("--global-batch=128", "--global-batch=128", "--global-batch=0")
+    unbroken = losses(tmp_path, 4, *flags, whole, "--epochs=4", "--checkpoint-dir=whole")
+    kept, changed = (
+        losses(tmp_path, 4, *flags, each, "--epochs=2", f"--checkpoint-dir={number}")
+        + losses(tmp_path, 2, *flags, each, "--epochs=4", f"--checkpoint-dir={number}")
+        for number, each in enumerate(others)
+    )
+    assert len(unbroken) == 4
+    assert kept == pytest.approx(unbroken, rel=1e-4)
+    assert changed[-1] != pytest.approx(unbroken[-1], rel=1e-2)
+
+
+def losses(folder: Path, ranks: int, *words: str) -> list[float]:
+    done = run([*AGENT, f"--nproc-per-node={ranks}", "--max-restarts=0", *words], folder)
+    assert done.returncode == 0, done.err
+    return [float.fromhex(loss) for _, loss in AT.findall(done.out)]
+
+
+@pytest.mark.full
+def test_more_than_there_is_cannot_be_a_global_batch(tmp_path: Path) -> None:
+    done = run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(SCRIPT), "--global-batch=64", "--examples=63"],
+        tmp_path,
+    )
+    assert done.returncode == 1
+    assert "--global-batch is 64, expected at most --examples, 63" in done.err
+
+
+@pytest.mark.full
 def test_each_node_has_the_same_copy_on_its_own_disk_and_a_new_node_gets_it(tmp_path: Path) -> None:
     of_two_nodes(tmp_path, epochs=2)
     files = [tmp_path / name / "model_latest.pt" for name in ("disk0", "disk1")]

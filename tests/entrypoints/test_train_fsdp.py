@@ -162,7 +162,7 @@ def test_4_ranks_become_2_and_3_and_then_1(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     losses, before = [], None
     for launcher in (stock(4), agent(2, directory), stock(3), ALONE):
-        part = launch(launcher, directory, *flags, "--stop-after-steps=3")
+        part = launch(launcher, directory, *flags, "--stop-after-steps=3", "--micro-batch=2")  # 1, 2, 2 and 4 micro-steps
         assert part.status == 0, part.errors
         if before is not None:
             assert part.resumed == [f"{directory}/{stored_at(directory, before[0])} at step {before[0]}"]
@@ -284,10 +284,19 @@ def test_a_missing_torchdata_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_share_out_a_global_batch(train: ModuleType, world: int, accumulate: int) -> None:
     (batch,) = train.Shares(12, 12, seed=0, rank=0, world=1)
     by_rank = [list(train.Shares(12, 12, seed=0, rank=rank, world=world)) for rank in range(world)]
-    shares = [train.micro_batches(torch.tensor(share), accumulate, 12 // world) for (share,) in by_rank]
+    pieces = train.micro_steps(12, world, accumulate, 0)
+    shares = [train.micro_batches(torch.tensor(share), pieces) for (share,) in by_rank]
     assert len({len(share) for share in shares}) == 1  # as many micro-steps, so as many collectives, on each rank
     assert all(len(piece) > 0 for share in shares for piece in share)
     assert sorted(torch.cat([piece for share in shares for piece in share]).tolist()) == sorted(batch)
+
+
+@pytest.mark.parametrize(
+    ("world", "micro_batch", "pieces"),
+    [(1, 4, 3), (2, 4, 2), (3, 4, 1), (1, 5, 3), (5, 2, 2), (5, 3, 1), (12, 1, 1), (8, 1, 1)],  # 8: some ranks have one, some two
+)
+def test_a_micro_batch_that_fits(train: ModuleType, world: int, micro_batch: int, pieces: int) -> None:
+    assert train.micro_steps(12, world, 7, micro_batch) == pieces
 
 
 def test_each_step_has_the_same_global_batch_at_every_world_size(train: ModuleType) -> None:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from elastic_ext.base.collectives import Collective
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.classify import classify
@@ -47,6 +48,27 @@ def again(reports, times, rules=RULES):
         ledger, verdict = judge(reports, ledger, rules, round_)
         verdicts.append(verdict)
     return ledger, verdicts
+
+
+def test_of_a_hang_the_rank_in_another_collective_is_named():
+    """Over all nodes: each of them alone sees nothing wrong. All records travel as JSON."""
+    operations = {0: "all_reduce", 1: "all_reduce", 2: "all_reduce", 3: "all_gather"}
+
+    def told():
+        found = {}
+        for host, ranks in (("ha", (0, 1)), ("hb", (2, 3))):
+            whole = report(host, rank=ranks[0], hang=True, hang_reason="it waits", hang_blame=(2, 5, 0, 2))
+            collectives = tuple(Collective(rank, operations[rank], 412, "1", 0, 4) for rank in ranks)
+            each = dataclasses.replace(whole, ranks=ranks, collectives=collectives)
+            found[host] = decode_report(encode_report(each))
+        return found
+
+    _, verdict = judge(told(), Ledger(), RULES, 1)
+    apart = "; rank 3 is in all_gather 412 of group 1, the others in all_reduce 412 of group 1"
+    assert verdict.decision.reason.endswith(apart)
+    operations[3] = "all_reduce"
+    _, verdict = judge(told(), Ledger(), RULES, 1)
+    assert "all_" not in verdict.decision.reason
 
 
 def test_the_nodes_that_died_of_it_do_not_outvote_the_one_that_caused_it():

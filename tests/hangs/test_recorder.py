@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic_ext.base.collectives import Collective
 from elastic_ext.hangs import stacks
 from elastic_ext.hangs.process_stats import ProcessStats
 from elastic_ext.hangs.stacks import Stay, without_our_thread
@@ -83,9 +84,24 @@ def test_the_oldest_collective_is_named(monkeypatch, tmp_path, entries, expected
     dumped(monkeypatch, entries)
     found = recorder.oldest()
     (tmp_path / "stacks.collective").write_text(json.dumps(found))
-    assert collective_in(str(tmp_path / "stacks")) == expected
+    assert str(collective_in(str(tmp_path / "stacks"), 3) or "") == expected
     assert bool(found) == bool(expected)
-    assert collective_in(str(tmp_path / "other")) == ""
+    assert collective_in(str(tmp_path / "other"), 3) is None
+
+
+def test_what_the_agents_compare_over_the_ranks(monkeypatch, tmp_path):
+    dumped(monkeypatch, [entry("all_reduce", 87, 5, input_sizes=[[4, 2]])])
+    (tmp_path / "stacks.collective").write_text(json.dumps(recorder.oldest()))
+    assert collective_in(str(tmp_path / "stacks"), 3) == Collective(3, "all_reduce", 87, "default_pg", 2, 3, "[[4, 2]]")
+    dumped(monkeypatch, [entry("all_reduce", 87, 5, input_sizes=[[4, 2]] * 100)])
+    assert recorder.oldest()["shapes"] == ""  # longer than a report has room for
+
+
+@pytest.mark.parametrize("said", [{"operation": "x" * 300}, {"number": "many"}, {"group": None}])
+def test_what_a_worker_says_of_a_collective_is_checked(tmp_path, said):
+    whole = {"operation": "all_reduce", "number": 1, "group": "0"}
+    (tmp_path / "stacks.collective").write_text(json.dumps({**whole, **said}))
+    assert collective_in(str(tmp_path / "stacks"), 3) is None
 
 
 def test_what_a_thread_of_the_script_waits_for_does_not_count(monkeypatch):
@@ -103,7 +119,8 @@ def dumped(monkeypatch, entries):
     dump = json.dumps({"version": "2.10", "entries": entries}).encode()
     module = SimpleNamespace(_dump_nccl_trace_json=lambda includeCollectives, onlyActive: dump)
     monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
-    world = SimpleNamespace(pg_names={object(): "0", object(): "3"})
+    group, other = object(), object()
+    world = SimpleNamespace(pg_names={group: "0", other: "3"}, pg_group_ranks={group: {2: 0, 3: 1, 4: 2}})
     monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
 
 

@@ -33,6 +33,8 @@ def test_ranks_in_different_collectives_are_a_hang_by_the_short_limit(tmp_path):
     assert "each waits for other ranks" in done.err
     verdict = json.loads((tmp_path / "verdict").read_text())
     assert verdict["decision"]["kind"] == "hang"
+    apart = r"; rank 0 is in all_reduce \d+ of group default_pg, rank 1 is in all_reduce 1 of group 1$"
+    assert re.search(apart, verdict["decision"]["reason"])
     assert re.findall(r", in all_reduce \d+ of group (\S+)", verdict["stacks"]) == ["default_pg", "1"]
     assert verdict["stacks"].count('distributed_c10d.py"') == 2  # innermost frames of both main threads, whatever paths are long
 
@@ -58,6 +60,7 @@ def test_two_nodes_agree_on_it(request, tmp_path):
     assert found[0] == found[1]
     assert all(f"on {name}: rank" in found[0]["stacks"] for name in "ab")
     assert "waits for other ranks" in found[0]["decision"]["reason"]
+    assert re.search(r"rank 0 is in all_reduce \d+ of .*, rank 1 is in all_reduce 1 of ", found[0]["decision"]["reason"])
 
 
 def test_it_does_not_matter_where_the_main_threads_are(tmp_path):

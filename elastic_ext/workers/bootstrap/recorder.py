@@ -67,7 +67,7 @@ def read() -> dict[str, tuple[int, int]]:
 
 
 def oldest() -> "dict[str, Any]":
-    """Return operation, number and group of the collective that has been outstanding for longest; empty: none is.
+    """Return the collective that has been outstanding for longest, as `base.collectives.Collective`; empty: none is.
 
     Not one of a group that is gone, nor one that a thread of the script's own waits for: another may do this rank's part
     meanwhile. Raises as `read` does.
@@ -84,7 +84,17 @@ def oldest() -> "dict[str, Any]":
     first = min(found, key=lambda each: int(each["time_created_ns"]))
     number, description = first["process_group"]
     group = number if description in ("", "undefined") else description
-    return {"operation": first["profiling_name"].rpartition(":")[2], "number": first["collective_seq_id"], "group": group}
+    found_in = {"operation": first["profiling_name"].rpartition(":")[2], "number": first["collective_seq_id"], "group": group}
+    return {**found_in, **_compared(first)}
+
+
+def _compared(entry: "Mapping[str, Any]") -> "dict[str, Any]":
+    """Return what else the agents compare over the ranks: see `base.collectives.Collective`."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    ranks_of, names = getattr(world, "pg_group_ranks", {}), getattr(world, "pg_names", {})
+    ranks = next((ranks_of.get(group, ()) for group, name in names.items() if name == entry["process_group"][0]), ())
+    shapes = json.dumps(entry.get("input_sizes", ""))
+    return {"first": min(ranks, default=-1), "size": len(ranks), "shapes": shapes if len(shapes) <= 200 else ""}
 
 
 def _dumped(collectives: bool) -> "list[tuple[str, dict[str, Any]]]":

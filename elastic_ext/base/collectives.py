@@ -1,0 +1,99 @@
+"""In which collectives the ranks of a job wait while it hangs, and which rank is in another one than the rest.
+
+A worker describes its own to its agent (`workers.bootstrap.recorder`), agents put them in their reports, and the judgement of
+the failure compares them. Pure, standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from elastic_ext.base.records import Count, Rank
+
+MOST_NAMED = 8  # ranks in a text
+# Operations whose inputs have the same shapes on all ranks of the group.
+_SAME_SHAPES = {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
+
+
+def _is_short(text: str) -> bool:
+    return len(text) <= 200 and text.isprintable()
+
+
+_Short = Annotated[str, _is_short]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The collective that a rank has waited in for longest.
+
+    Attributes:
+        operation: as torch's flight recorder names it, such as all_reduce.
+        number: in its group, in the order in which the rank issues them.
+        group: the group's description, else its name.
+        first: the first rank of the group; -1 if unknown. Groups of other ranks may have the same name.
+        size: number of ranks of the group; 0 if unknown.
+        shapes: of its inputs, as JSON; "" if unknown.
+    """
+
+    rank: Rank
+    operation: _Short
+    number: Count
+    group: _Short
+    first: Rank = -1
+    size: Count = 0
+    shapes: _Short = ""
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.number} of group {self.group}"
+
+
+def compared(found: Sequence[Collective], ranks: Collection[int]) -> str:
+    """Return who waits in another collective than the rest, in one line; "" if nothing shows that.
+
+    Ranks are compared that share a group; in a group of all ranks, those that are in no collective of it, too. Of several such
+    groups the one in which most ranks wait is shown.
+
+    Args:
+        ranks: all ranks of the job.
+    """
+    groups: dict[tuple[str, int, int], list[Collective]] = {}
+    for each in found:
+        groups.setdefault((each.group, each.first, each.size), []).append(each)
+    for (_, _, size), members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        inside = {each.rank for each in members}
+        absent = set(ranks) - inside if size == len(ranks) else set()
+        positions = _positions([*members, *(each for each in found if each.rank in absent)])
+        if missing := absent - {each.rank for each in found}:
+            positions["no collective that its recorder shows"] = sorted(missing)
+        if len(positions) > 1:
+            return _text(positions)
+    return ""
+
+
+def _positions(found: Sequence[Collective]) -> dict[str, list[int]]:
+    """Return the ranks in each collective, in order; shapes tell those apart whose ranks agree on everything else."""
+    ranks: dict[str, list[int]] = {}
+    shapes = {str(each): set[str]() for each in found}
+    for each in found:
+        shapes[str(each)].add(each.shapes)
+    for each in sorted(found, key=lambda one: one.rank):
+        differ = each.operation in _SAME_SHAPES and len(shapes[str(each)] - {""}) > 1
+        ranks.setdefault(f"{each} with inputs {each.shapes}" if differ else str(each), []).append(each.rank)
+    return ranks
+
+
+def _text(positions: dict[str, list[int]]) -> str:
+    """Return the positions in one line, those of fewest ranks first."""
+    *few, (most, at_most) = sorted(positions.items(), key=lambda item: (len(item[1]), item[1]))
+    parts = [f"{_named(ranks)} in {position}" for position, ranks in few]
+    is_rest = len(at_most) > 1 and len(at_most) > len(few[-1][1])
+    return ", ".join([*parts, f"the others in {most}" if is_rest else f"{_named(at_most)} in {most}"])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{more} are"

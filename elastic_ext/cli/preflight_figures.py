@@ -1,0 +1,169 @@
+"""What the figures of a preflight mean: which device, disk or pair of nodes is the outlier. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ext.cli.findings import FAIL, OK, WARN, Finding
+
+PROCESS, MATMUL, COPY, BANDWIDTH, LATENCY = "process", "matmul", "copy", "bandwidth", "latency"
+DISK, STORAGE = "disk", "storage"
+MOST_NAMED = 8  # figures that one finding names
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing that is measured.
+
+    Attributes:
+        title: name of its finding.
+        unit: of its figures.
+        factor: a figure that is so many times worse than the median of its peers is an outlier. Of an even number of peers the
+            better one of the middle two is the median: with three nodes, two of three pairs have the bad one in common.
+        more_is_better: whether a small figure is bad.
+        margin: an outlier is also worse by this, in `unit`.
+        outlier: state of a finding with an outlier.
+        advice: what to do about one.
+    """
+
+    title: str
+    unit: str
+    factor: float
+    more_is_better: bool = True
+    margin: float = 0.0
+    outlier: str = FAIL
+    advice: str = ""
+
+
+_DEVICE = "have the device examined (power, temperature, clocks, ECC errors; `dcgmi diag -r 3`), or leave it out"
+_NETWORK = "have the links of what is named examined (cables, errors counted on the interface, firmware), or leave it out"
+# Devices of one model differ by some per cent, so 1.5 is a fault; a link that has fallen back to the next lower rate has half or
+# less. Disks and storage are shared with others and vary more; latency of a healthy network varies by tens of microseconds.
+MEASURES = {
+    PROCESS: Measure("processes", "", 1.0),  # has a figure only where one fails
+    MATMUL: Measure("matrix products", "TFLOP/s", 1.5, advice=_DEVICE),
+    COPY: Measure("memory copy", "GB/s", 1.5, advice=_DEVICE),
+    BANDWIDTH: Measure("all_reduce of two nodes", "GB/s", 2.0, advice=_NETWORK),
+    LATENCY: Measure("latency of two nodes", "us", 3.0, more_is_better=False, margin=100.0, advice=_NETWORK),
+    DISK: Measure("disk writes", "MB/s", 3.0, outlier=WARN, advice="saves to that disk hold up all nodes"),
+    STORAGE: Measure("storage writes", "MB/s", 3.0, outlier=WARN, advice="saves from that node hold up all nodes"),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement, or why there is none.
+
+    Attributes:
+        measure: key of MEASURES.
+        nodes: the node; of a pair both.
+        part: what of the node was measured: "cuda:3", "/tmp"; "" for a pair.
+        kind: only figures of one kind are compared: the model of a device, the setting that names a directory.
+        value: in the measure's unit; None if it failed.
+        error: why it failed; "".
+        grave: whether no job should run with this error.
+    """
+
+    measure: str
+    nodes: tuple[str, ...]
+    part: str
+    kind: str
+    value: float | None
+    error: str = ""
+    grave: bool = True
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Figure:
+        """Return the figure that `dataclasses.asdict` has made these fields of."""
+        return cls(**{**fields, "nodes": tuple(fields["nodes"])})
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (" and ".join(self.nodes), self.part)))
+
+
+def worse_than_peers(figure: Figure, figures: Sequence[Figure]) -> float | None:
+    """Return how many times worse a figure is than the median of its peers, if it is an outlier; else None."""
+    peers = _peers(figure, figures)
+    if not figure.value or not peers:
+        return None
+    measure = MEASURES[figure.measure]
+    median = _median(measure, peers)
+    times = median / figure.value if measure.more_is_better else figure.value / median
+    return times if times > measure.factor and abs(figure.value - median) > measure.margin else None
+
+
+def outliers(figures: Sequence[Figure]) -> list[Figure]:
+    """Return the figures that are outliers among their peers."""
+    return [figure for figure in figures if worse_than_peers(figure, figures) is not None]
+
+
+def judged(figures: Sequence[Figure]) -> list[Finding]:
+    """Return one finding for each thing that was measured."""
+    by_measure = {name: [figure for figure in figures if figure.measure == name] for name in MEASURES}
+    return [_finding(MEASURES[name], found) for name, found in by_measure.items() if found]
+
+
+def _peers(figure: Figure, figures: Sequence[Figure]) -> list[float]:
+    """Return the values of the others that measure the same of the same kind."""
+    what = (figure.measure, figure.kind)
+    return [each.value for each in figures if each is not figure and each.value and (each.measure, each.kind) == what]
+
+
+def _median(measure: Measure, peers: Sequence[float]) -> float:
+    return statistics.median_high(peers) if measure.more_is_better else statistics.median_low(peers)
+
+
+def _finding(measure: Measure, figures: Sequence[Figure]) -> Finding:
+    failed = [figure for figure in figures if figure.value is None]
+    slow = outliers(figures)
+    if not failed and not slow:
+        return Finding(measure.title, OK, _summary(measure, figures))
+    state = FAIL if any(figure.grave for figure in failed) or (slow and measure.outlier == FAIL) else WARN
+    texts = _blamed([*failed, *slow], figures)
+    texts += [f"{figure}: {figure.error}" for figure in failed] + [_outlier(measure, figure, figures) for figure in slow]
+    more = f"; and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    return Finding(measure.title, state, "; ".join(texts[:MOST_NAMED]) + more, measure.advice)
+
+
+def _outlier(measure: Measure, figure: Figure, figures: Sequence[Figure]) -> str:
+    peers = _peers(figure, figures)
+    times, median = worse_than_peers(figure, figures), _median(measure, peers)
+    others = f"the median of the {len(peers)} others" if len(peers) > 1 else "the other"
+    return (
+        f"{figure}: {figure.value:.3g} {measure.unit}, {times:.1f} times worse than {others}, {median:.3g} "
+        f"(limit: {measure.factor:g} times)"
+    )
+
+
+def _blamed(bad: Sequence[Figure], figures: Sequence[Figure]) -> list[str]:
+    """Name each node of which every pair is bad, of several, while there are good pairs without it."""
+    found = []
+    for node in sorted({node for figure in bad if len(figure.nodes) == 2 for node in figure.nodes}):
+        pairs = [figure for figure in figures if node in figure.nodes]
+        good = [figure for figure in figures if figure not in bad and node not in figure.nodes]
+        if len(pairs) > 1 and good and all(figure in bad for figure in pairs):
+            found.append(f"{node} is what its {len(pairs)} pairs have in common")
+    return found
+
+
+def _summary(measure: Measure, figures: Sequence[Figure]) -> str:
+    values = [figure.value for figure in figures if figure.value is not None]
+    if len(figures) == 1:
+        return f"{figures[0]}: {values[0]:.3g} {measure.unit}; there is no other to compare it with"
+    if len(figures) <= MOST_NAMED // 2:
+        return ", ".join(f"{figure}: {figure.value:.3g}" for figure in figures) + f" {measure.unit}"
+    return f"{len(values)} of them, {min(values):.3g} to {max(values):.3g} {measure.unit}"
+
+
+def tournament(players: int) -> list[list[tuple[int, int]]]:
+    """Return rounds in which each of the players 0, 1, ... meets each other one once, and in each round one at most."""
+    seats: list[int | None] = [*range(players), *([None] if players % 2 else [])]
+    half, rounds = len(seats) // 2, []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [pairs for pairs in rounds if pairs]

@@ -1,0 +1,408 @@
+"""The child process of `preflight.py`: measures devices, disks, storage and the network, with torch.
+
+Its task is JSON in the variable ELASTIC_EXT_PREFLIGHT, the fields of `preflight.Task`. With `together`, torch's variables (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT) describe the processes that measure together; they meet in torch's store only, so that a
+link that is cut costs its own pair and nothing else.
+
+Output, one JSON object per line: {"doing": TEXT} before each step, {"figure": FIELDS} for each Figure; of rank 0 also those of
+all others; {"end": true} at the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.cli.findings import one_line
+from elastic_ext.cli.preflight_figures import (
+    BANDWIDTH,
+    COPY,
+    DISK,
+    LATENCY,
+    MATMUL,
+    PROCESS,
+    STORAGE,
+    Figure,
+    outliers,
+    tournament,
+)
+from elastic_ext.rendezvous import address
+
+MATMUL_S, COPY_S, DISK_S = 0.3, 0.2, 0.5  # to measure for; each runs twice at least
+TILE = 1024  # rows of the smallest matrix
+DEVICES_S = 4.0  # for all devices of this process together
+DISK_BYTES, STORAGE_BYTES = 4 << 20, 4 << 20  # of one write
+MEETING_S = 30.0  # for the other processes to come
+PAIR_S = 5.0  # for two nodes to connect, and for each of their collectives
+PAIRS_S = 6.0  # a round of the tournament begins no later than this; with many nodes not each pair is measured
+FIRST_BYTES, MOST_BYTES = 64 << 10, 64 << 20  # of an all_reduce
+LONG_S = 0.05  # a larger one is not tried after one that takes so long
+LATENCY_S = 0.2
+
+
+def main() -> None:
+    output = os.dup(1)
+    os.dup2(2, 1)  # libraries may print
+    with os.fdopen(output, "w", buffering=1) as file:
+
+        def report(what: str, value: object) -> None:
+            print(json.dumps({what: value}), file=file, flush=True)
+
+        _Probe(json.loads(os.environ["ELASTIC_EXT_PREFLIGHT"]), report).run()
+        report("end", True)
+    os._exit(0)  # skip the threads of libraries
+
+
+class _Probe:
+    """All that one process measures. task: fields of `preflight.Task`."""
+
+    def __init__(self, task: Mapping[str, Any], report: Callable[[str, object], None]) -> None:
+        self._task, self._report = task, report
+        self._figures: list[Figure] = []
+
+    def run(self) -> None:
+        """Measure and report."""
+        self._report("doing", "looking for devices")
+        found = _devices()
+        party = self._meet() if self._task["together"] else None
+        name, first, count = (party.name, party.local, len(party.mates)) if party else (socket.gethostname(), 0, 1)
+        self._measure_devices(name, found[first::count])
+        if first == 0:
+            self._measure_directories(name)
+        if party is not None:
+            self._measure_pairs(party, found[first % len(found)])
+            self._gather(party)
+        for figure in self._figures:
+            self._report("figure", asdict(figure))
+
+    def _meet(self) -> _Party:
+        self._report("doing", "waiting for the other processes")
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _choose_interface(os.environ["MASTER_ADDR"])
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_S)))
+        store = dist.PrefixStore("elastic_ext/preflight", store)
+        own = socket.gethostname()
+        store.set(f"node/{rank}", json.dumps([self._task["node"] or own, own]))
+        keys = [f"node/{each}" for each in range(world)]
+        if not _answers(store, keys, MEETING_S):
+            missing = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
+            sys.exit(f"rank {missing} did not come within {MEETING_S:g} s")
+        nodes = [json.loads(store.get(f"node/{each}")) for each in range(world)]
+        return _Party(store, rank, tuple(key for key, _ in nodes), tuple(host for _, host in nodes))
+
+    def _measure_devices(self, node: str, names: Sequence[str]) -> None:
+        """Measure each device; measure those once more that are outliers, and keep the better figure."""
+        share = min(1.0, DEVICES_S / (len(names) * (MATMUL_S + COPY_S))) if names else 1.0
+        found: list[Figure] = []
+        for name in names:
+            self._report("doing", f"measuring {name}")
+            found += _device_figures(node, name, share)
+        for slow in outliers(found):
+            self._report("doing", f"measuring {slow.part} again")
+            again = [each for each in _device_figures(node, slow.part, share) if each.measure == slow.measure]
+            found = [each for each in found if each is not slow] + [
+                max(slow, *again, key=lambda each: -1.0 if each.value is None else each.value)
+            ]
+        self._figures += found
+
+    def _measure_directories(self, node: str) -> None:
+        for setting, directory in self._task["disks"].items():
+            self._report("doing", f"writing to {directory}")
+            self._figures.append(_disk_figure(node, setting, directory))
+        if self._task["storage"]:
+            self._report("doing", "writing to checkpoint_dir")
+            self._figures.append(_storage_figure(node, self._task["storage"]))
+
+    def _measure_pairs(self, party: _Party, device: str) -> None:
+        began = time.monotonic()
+        party.ends(0)  # its own part
+        for number, pairs in enumerate(tournament(len(party.nodes)), 1):
+            if not party.goes_on(number, time.monotonic() - began < PAIRS_S):
+                break
+            pair = next((pair for pair in pairs if party.node in pair), None)
+            if pair is not None:
+                names = tuple(party.names[each] for each in pair)
+                self._report("doing", f"an all_reduce of {' and '.join(names)}")
+                members = [rank for each in pair for rank in party.ranks(each)]
+                found = _pair_figures(party, members, f"{number}/{pair[0]}", device, names)
+                self._figures += found if party.rank == members[0] else []
+            party.ends(number)
+
+    def _gather(self, party: _Party) -> None:
+        """Give rank 0 the figures of all."""
+        self._report("doing", "gathering the figures")
+        party.store.set(f"figures/{party.rank}", json.dumps([asdict(figure) for figure in self._figures]))
+        if party.rank == 0:
+            others = range(1, len(party.keys))
+            _answers(party.store, [f"figures/{rank}" for rank in others], MEETING_S)
+            for rank in others:
+                if party.store.check([f"figures/{rank}"]):
+                    self._figures += [Figure.of(fields) for fields in json.loads(party.store.get(f"figures/{rank}"))]
+                else:
+                    name, error = party.names[party.nodes.index(party.keys[rank])], "gave no figures; its own output says why"
+                    self._figures.append(Figure(PROCESS, (name,), f"rank {rank}", "", None, error))
+
+
+@dataclass(frozen=True)
+class _Party:
+    """The processes that measure together. keys: of each rank, what its node has for itself; hosts: its host's name."""
+
+    store: dist.Store
+    rank: int
+    keys: tuple[str, ...]
+    hosts: tuple[str, ...]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The key of each node, in the order of their first ranks."""
+        return list(dict.fromkeys(self.keys))
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each node: that of its host, with a number where hosts have the same name."""
+        hosts = [self.hosts[self.keys.index(node)] for node in self.nodes]
+        return [host if hosts.count(host) == 1 else f"{host}#{number}" for number, host in enumerate(hosts)]
+
+    @property
+    def node(self) -> int:
+        """The number of this process's node."""
+        return self.nodes.index(self.keys[self.rank])
+
+    @property
+    def name(self) -> str:
+        return self.names[self.node]
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this node."""
+        return self.ranks(self.node)
+
+    @property
+    def local(self) -> int:
+        return self.mates.index(self.rank)
+
+    def ranks(self, node: int) -> list[int]:
+        return [rank for rank, key in enumerate(self.keys) if key == self.nodes[node]]
+
+    def goes_on(self, number: int, has_time: bool) -> bool:
+        """Return whether there is a round `number`, from 1: rank 0 decides, once all have ended the one before."""
+        if self.rank == 0:
+            ready = _answers(self.store, [f"all/{number - 1}"], MEETING_S)
+            self.store.set(f"round/{number}", "go" if has_time and ready else "stop")
+        elif not _answers(self.store, [f"round/{number}"], 2 * MEETING_S):
+            sys.exit(f"rank 0 began no round within {2 * MEETING_S:g} s")
+        return bool(self.store.get(f"round/{number}") == b"go")
+
+    def ends(self, number: int) -> None:
+        if self.store.add(f"ended/{number}", 1) == len(self.keys):
+            self.store.set(f"all/{number}", "")
+
+
+def _answers(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _choose_interface(master: str) -> None:
+    """Have gloo use the interface towards the others where this host's name leads to the loopback, as the agent does."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or address.is_loopback(master):
+        return
+    found = address.look_up(address.address_towards(master))
+    if found.loops and found.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = found.interface
+
+
+# Measuring.
+
+
+def _devices() -> list[str]:
+    if not torch.accelerator.is_available():
+        return ["cpu"]
+    kind = torch.accelerator.current_accelerator().type
+    return [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
+
+
+def _best_s(run: Callable[[], object], for_s: float, sync: Callable[[], object]) -> float:
+    """Return the shortest time of several runs, in seconds. Best, because whatever else runs here only makes it longer."""
+    run()
+    sync()
+    best, began = float("inf"), time.monotonic()
+    for count in range(1, 1000):
+        start = time.perf_counter()
+        run()
+        sync()
+        best = min(best, time.perf_counter() - start)
+        if count >= 2 and time.monotonic() - began > for_s:
+            break
+    return best
+
+
+def _device_figures(node: str, name: str, share: float) -> list[Figure]:
+    """Measure matrix products and a copy within a device's memory. share: of the usual time."""
+    device, cpu = torch.device(name), name == "cpu"
+    kind = _processor() if cpu else str(getattr(torch, device.type).get_device_name(device))
+
+    def sync() -> None:
+        if not cpu:
+            torch.accelerator.synchronize(device)
+
+    figures = []
+    for measure, run in ((MATMUL, _tflops), (COPY, _copy_gb_s)):
+        try:
+            value, error, grave = run(device, share, sync), "", True
+        except _WrongResult as wrong:
+            value, error, grave = None, str(wrong), True
+        except RuntimeError as failure:  # of CUDA, too
+            value, error = None, one_line(failure)
+            grave = not isinstance(failure, torch.OutOfMemoryError)  # another process uses it: no fault of the device
+        figures.append(Figure(measure, (node,), name, kind, value, error, grave))
+    return figures
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _WrongResult(Exception):
+    """A device has computed a wrong result."""
+
+
+def _tflops(device: torch.device, share: float, sync: Callable[[], object]) -> float:
+    """Return the rate of matrix products, in TFLOP/s. Raises _WrongResult.
+
+    The numbers are -1, 0 and 1, so that sums are whole numbers which each format here holds exactly, added in any order. The
+    matrix consists of equal tiles, and so does the right product; of the first tile a product with a vector is compared
+    (Freivalds' check).
+    """
+    chance = torch.Generator().manual_seed(0)
+    tile, vector = (torch.randint(-1, 2, (TILE, columns), generator=chance) for columns in (TILE, 1))
+    repeats, kind = (1, torch.float32) if device.type == "cpu" else (8, torch.bfloat16)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    factor = tile.to(device, kind).repeat(repeats, repeats)
+    product = torch.empty_like(factor)
+    best = _best_s(lambda: torch.mm(factor, factor, out=product), share * MATMUL_S, sync)
+    tiles, first = product.view(repeats, TILE, repeats, TILE), product[:TILE, :TILE]
+    expected = repeats * (tile @ (tile @ vector))
+    if not torch.equal(first.cpu().long() @ vector, expected) or not bool((tiles == first[None, :, None, :]).all()):
+        raise _WrongResult("a product of matrices is wrong")
+    return float(2 * len(factor) ** 3 / best / 1e12)
+
+
+def _copy_gb_s(device: torch.device, share: float, sync: Callable[[], object]) -> float:
+    """Return the rate of copies within the device's memory, in GB/s. Raises _WrongResult."""
+    size = (64 << 20) if device.type == "cpu" else (512 << 20)
+    source = torch.arange(size // 4, dtype=torch.int32, device=device)
+    copy = torch.zeros_like(source)
+    best = _best_s(lambda: copy.copy_(source), share * COPY_S, sync)
+    if not torch.equal(copy, source):
+        raise _WrongResult("a copy in memory differs from its source")
+    return size / best / 1e9
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), platform.machine())
+    except OSError:
+        model = platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _disk_figure(node: str, setting: str, directory: str) -> Figure:
+    """Write, with fsync, to a file without a name."""
+    data, written, began = os.urandom(DISK_BYTES), 0, time.monotonic()
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            while written < 2 * DISK_BYTES or time.monotonic() - began < DISK_S:
+                file.write(data)
+                os.fsync(file.fileno())
+                written += DISK_BYTES
+                if written >= 32 * DISK_BYTES:
+                    break
+    except OSError as error:
+        # A full disk is no fault of the node: saves go to checkpoint_dir then.
+        return Figure(DISK, (node,), directory, setting, None, one_line(error), error.errno not in _FULL)
+    return Figure(DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
+
+
+def _storage_figure(node: str, url: str) -> Figure:
+    name, data = f".elastic_ext_preflight_{uuid.uuid4().hex}", os.urandom(STORAGE_BYTES)
+    began = time.monotonic()
+    try:
+        storage = open_storage(url)
+        storage.put(name, data)
+        took_s = time.monotonic() - began
+        storage.remove(name)
+    except (OSError, UsageError) as error:
+        return Figure(STORAGE, (node,), "checkpoint_dir", "", None, one_line(error))
+    return Figure(STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
+
+
+def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, names: tuple[str, ...]) -> list[Figure]:
+    """Measure all_reduce of all ranks of two nodes. members: their ranks. key: of their part of the store."""
+    try:
+        store, timeout = dist.PrefixStore(f"pair/{key}", party.store), timedelta(seconds=PAIR_S)
+        nccl = device.startswith("cuda")
+        place = torch.device(device if nccl else "cpu")
+        if nccl:
+            torch.cuda.set_device(place)
+        group = (dist.ProcessGroupNCCL if nccl else dist.ProcessGroupGloo)(
+            store, members.index(party.rank), len(members), timeout
+        )
+        latency_us, gb_s = _measured(group, place)
+    except RuntimeError as error:
+        return [Figure(BANDWIDTH, names, "", "", None, one_line(error))]
+    return [Figure(BANDWIDTH, names, "", "", gb_s), Figure(LATENCY, names, "", "", latency_us)]
+
+
+def _measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Return the latency in microseconds, and the bandwidth of the largest all_reduce in GB/s."""
+
+    def reduce(tensor: Tensor) -> None:
+        group.allreduce([tensor]).wait()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    def slowest(value: float) -> float:
+        """Every rank gets the same answer, so all go on to the same all_reduce."""
+        agreed = torch.tensor([value], dtype=torch.float64, device=device)
+        group.allreduce([agreed], dist.ReduceOp.MAX).wait()
+        return float(agreed)
+
+    def best_s(size: int, runs: int) -> float:
+        tensor, times = torch.zeros(size // 4, device=device), []
+        for _ in range(runs):
+            start = time.perf_counter()
+            reduce(tensor)
+            times.append(time.perf_counter() - start)
+        return slowest(min(times))
+
+    once_s = best_s(4, 3)
+    latency_s = best_s(4, max(3, min(50, int(LATENCY_S / once_s))))
+    size = FIRST_BYTES
+    while (took_s := best_s(size, 2)) < LONG_S and size < MOST_BYTES:
+        size *= 4
+    return latency_s * 1e6, size / took_s / 1e9
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""`elastic-ext doctor --preflight`: what figures mean, and real measurements on CPUs, alone and together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from contextlib import ExitStack
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base.settings import Settings
+from elastic_ext.cli import preflight
+from elastic_ext.cli.findings import FAIL, OK, WARN, Finding
+from elastic_ext.cli.preflight_figures import (
+    BANDWIDTH,
+    COPY,
+    DISK,
+    LATENCY,
+    MATMUL,
+    MEASURES,
+    PROCESS,
+    STORAGE,
+    Figure,
+    judged,
+    outliers,
+    tournament,
+)
+from tests import lossy_network
+from tests.jobs import AGENT, TORCHRUN, Job, run
+from tests.lossy_network import CLEAN, LossyNetwork, Way
+from tests.ports import free_port
+from tests.until import LIMIT_S
+
+PREFLIGHT = ["-m", "elastic_ext.cli", "doctor", "--preflight", "--json"]
+
+
+# What figures mean.
+
+
+def device(number: int, value: float | None, kind: str = "H100", measure: str = MATMUL, **more: object) -> Figure:
+    return Figure(measure, ("n1",), f"cuda:{number}", kind, value, **more)
+
+
+def pair(one: str, other: str, value: float | None, measure: str = BANDWIDTH, error: str = "") -> Figure:
+    return Figure(measure, (one, other), "", "", value, error)
+
+
+def the_finding(figures: list[Figure]) -> Finding:
+    (found,) = judged(figures)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "slow"),
+    [
+        ([400.0], []),  # nothing to compare it with
+        ([400.0, 390.0], []),
+        ([400.0, 200.0], [1]),
+        ([400.0, 410.0, 390.0, 300.0, 405.0], []),  # 1.3 times: within what is stated
+        ([400.0, 410.0, 390.0, 250.0, 405.0], [3]),
+        ([900.0, 400.0, 400.0, 400.0], []),  # a fast one harms nobody
+    ],
+)
+@pytest.mark.parametrize("measure", [MATMUL, COPY])
+def test_a_device_is_compared_with_the_median_of_the_others(values, slow, measure):
+    figures = [device(number, value, measure=measure) for number, value in enumerate(values)]
+    assert outliers(figures) == [figures[number] for number in slow]
+    found = the_finding(figures)
+    assert found.state == (FAIL if slow else OK)
+    assert [f"cuda:{number}" in found.detail for number in slow] == [True] * len(slow)
+
+
+def test_the_outlier_is_named_with_the_factor():
+    found = the_finding([device(0, 400.0), device(1, 404.0), device(2, 100.0)])
+    assert found.detail == "n1 cuda:2: 100 TFLOP/s, 4.0 times worse than the median of the 2 others, 404 (limit: 1.5 times)"
+    assert "have the device examined" in found.advice
+
+
+def test_only_devices_of_one_model_are_compared():
+    assert the_finding([device(0, 400.0), device(1, 100.0, kind="T4")]).state == OK
+
+
+def test_a_wrong_result_is_a_failure_and_a_busy_device_is_not():
+    wrong = the_finding([device(0, 400.0), device(1, None, error="the product of two matrices is wrong")])
+    assert (wrong.state, wrong.detail) == (FAIL, "n1 cuda:1: the product of two matrices is wrong")
+    assert the_finding([device(0, None, error="out of memory", grave=False)]).state == WARN
+
+
+@pytest.mark.parametrize(("latency_us", "state"), [(35.0, OK), (105.0, OK), (250.0, FAIL)])
+def test_a_latency_is_an_outlier_only_where_it_is_long(latency_us, state):
+    """A healthy network's varies by tens of microseconds, several times the least."""
+    figures = [pair(a, b, 10.0, LATENCY) for a, b in ("ab", "ac", "bc")]
+    assert the_finding([*figures, pair("a", "d", latency_us, LATENCY)]).state == state
+
+
+@pytest.mark.parametrize("measure", [DISK, STORAGE])
+def test_a_slow_disk_or_storage_is_a_warning_and_one_that_fails_is_not(measure):
+    def of(node: str, value: float | None, error: str = "") -> Figure:
+        return Figure(measure, (node,), "/tmp", "TMPDIR", value, error)
+
+    assert the_finding([of("a", 900.0), of("b", 800.0), of("c", 400.0)]).state == OK
+    slow = the_finding([of("a", 900.0), of("b", 800.0), of("c", 100.0)])
+    assert (slow.state, slow.detail[:3]) == (WARN, "c /")
+    assert the_finding([of("a", 900.0), of("b", None, "Input/output error")]).state == FAIL
+
+
+@pytest.mark.parametrize("bad", [0.5, None])
+@pytest.mark.parametrize("nodes", ["abc", "abcdef"])
+def test_the_node_that_slow_pairs_have_in_common_is_named(nodes, bad):
+    figures = [pair(a, b, bad if "c" in (a, b) else 4.0, error="" if bad else "timed out") for a, b in combinations(nodes, 2)]
+    found = the_finding(figures)
+    assert found.state == FAIL
+    assert found.detail.startswith(f"c is what its {len(nodes) - 1} pairs have in common; a and c: ")
+
+
+def test_a_slow_link_between_two_nodes_names_neither():
+    found = the_finding([pair(a, b, 0.5 if a + b == "ac" else 4.0) for a, b in combinations("abcd", 2)])
+    assert found.detail.startswith("a and c: 0.5 GB/s, 8.0 times worse")
+    assert "in common" not in found.detail
+
+
+def test_two_nodes_cannot_tell_whose_fault_it_is():
+    found = the_finding([pair("a", "b", None, error="timed out")])
+    assert (found.state, found.detail) == (FAIL, "a and b: timed out")
+    assert the_finding([pair("a", "b", 0.1)]).detail == "a and b: 0.1 GB/s; there is no other to compare it with"
+
+
+def test_a_finding_of_many_is_one_screen():
+    found = the_finding([device(number, None, error="unspecified launch failure") for number in range(50)])
+    assert found.detail.endswith("n1 cuda:7: unspecified launch failure; and 42 more")
+
+
+def test_each_measure_has_a_finding_in_order():
+    figures = [Figure(measure, ("a",), "x", "", 1.0) for measure in reversed(MEASURES) if measure != PROCESS]
+    assert [found.name for found in judged(figures)] == [measure.title for name, measure in MEASURES.items() if name != PROCESS]
+    assert all(measure.factor > 1 for name, measure in MEASURES.items() if name != PROCESS)
+
+
+@pytest.mark.parametrize("players", range(10))
+def test_in_a_tournament_each_pair_meets_once(players):
+    rounds = tournament(players)
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == list(combinations(range(players), 2))
+    assert all(len({player for pair in pairs for player in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) == (players - 1 + players % 2 if players > 1 else 0)
+
+
+# Who measures what.
+
+OF_TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "GROUP_RANK": "1"}
+OF_SRUN = {
+    "SLURM_JOB_ID": "1000", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1",
+    "MASTER_ADDR": "n1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        (OF_TORCHRUN, {"NODE": "1"}),
+        ({**OF_TORCHRUN, "WORLD_SIZE": "1"}, {}),
+        (OF_SRUN, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": str(32000 + 1002 % 768), "NODE": "1"}),
+        ({**OF_SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {}),
+        ({"SLURM_JOB_ID": "1000", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {}),  # a batch script
+    ],
+)
+def test_who_measures_together(environ, expected):
+    assert preflight.party({"PATH": "", **environ}) == expected
+
+
+def test_hosts_of_a_step_that_cannot_be_found_are_no_address():
+    assert preflight.party({**OF_SRUN, "MASTER_ADDR": "", "PATH": ""})["MASTER_ADDR"] == ""
+
+
+def test_where_is_written_to(tmp_path):
+    settings = Settings(checkpoint_dir=str(tmp_path), local_dir=str(tmp_path / "not" / "yet"))
+    task = preflight._task(settings, False, {})
+    assert task.disks["local_dir"] == str(tmp_path)
+    assert (task.storage, task.together) == (str(tmp_path), False)
+    assert preflight._task(settings, True, {}).storage == ""
+    assert preflight._task(Settings(checkpoint_dir=str(tmp_path / "absent")), False, {}).storage == ""
+    assert preflight._task(Settings(checkpoint_dir="s3://bucket/x"), False, {"NODE": "2"}).together
+
+
+# Real measurements.
+
+
+def checks(out: str) -> dict[str, tuple[str, str]]:
+    """State and detail of each finding, by name."""
+    return {check["name"]: (check["state"], check["detail"]) for check in json.loads(out)["checks"]}
+
+
+@pytest.mark.seam
+def test_a_machine_alone(tmp_path):
+    """However slow it is: there is nothing to compare its device with."""
+    for name in ("tmp", "checkpoints", "local"):
+        (tmp_path / name).mkdir()
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path}/checkpoints,local_dir={tmp_path}/local"
+    done = run([sys.executable, *PREFLIGHT, conf], tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert done.returncode == 0, done.all
+    found = checks(done.out)
+    assert {name: state for name, (state, _) in found.items()} == dict.fromkeys(
+        ("matrix products", "memory copy", "disk writes", "storage writes"), OK
+    )
+    assert all(f"{tmp_path}/{name}: " in found["disk writes"][1] for name in ("tmp", "local"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.full
+def test_a_disk_that_cannot_be_written_to_makes_a_node_unfit(tmp_path):
+    """By hand it is 78; as health_command, this node leaves with 69 before it starts a worker. Another one starts its workers."""
+    done = run([sys.executable, *PREFLIGHT, "--rdzv-conf=local_dir=/proc"], tmp_path)
+    assert done.returncode == 78, done.all
+    state, detail = checks(done.out)["disk writes"]
+    assert state == FAIL
+    assert "/proc: " in detail
+
+    (tmp_path / "job.py").write_text("print('started')")
+    for local_dir, code in (("/proc", 69), (str(tmp_path / "local"), 0)):
+        conf = f"--rdzv-conf=health_command=preflight,checkpoint_dir={tmp_path}/checkpoints,local_dir={local_dir}"
+        job = run([*AGENT, "--nproc-per-node=1", conf, "job.py"], tmp_path, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
+        assert job.returncode == code, job.all
+        assert ("started" in job.out) == (code == 0)
+        assert ("  fail  disk writes" in job.err) == (code == 69), job.err
+        assert "storage writes" not in job.err
+
+
+@pytest.mark.full
+def test_stock_torchrun_on_two_nodes(tmp_path):
+    """Two agents on this machine, with two processes each: each process takes its share, rank 0 prints for all.
+
+    Their processors may be unequally busy, so what comes out of the figures, and the exit code, is not looked at.
+    """
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job", "--local-addr=127.0.0.1"]
+    command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", *where, *PREFLIGHT]
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(Job(command, tmp_path, GLOO_SOCKET_IFNAME="lo")) for _ in range(2)]
+        done = [job.finish() for job in jobs]
+    (out,) = [each.out for each in done if each.out]
+    figures = [Figure.of(fields) for fields in json.loads(out)["figures"]]
+    host = socket.gethostname()
+    one, other = f"{host}#0", f"{host}#1"
+    assert {(figure.measure, *figure.nodes) for figure in figures} == {
+        *((measure, node) for measure in (MATMUL, COPY, DISK) for node in (one, other)),
+        *((measure, one, other) for measure in (BANDWIDTH, LATENCY)),
+    }
+    assert all(figure.value for figure in figures), out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["late", "apart"])
+def test_the_host_with_a_bad_link_is_named(tmp_path, how):
+    """Three hosts; what the third one sends comes 60 ms late, or nothing that the second and the third send each other comes."""
+    lossy_network.required()
+    hosts = ["one", "two", "three"]
+    with LossyNetwork(hosts) as network, ExitStack() as stack:
+        if how == "late":
+            network.change({"three": (Way(delay_s=0.06), CLEAN)})
+        else:
+            network.part(("two", "three"))
+        common = {"WORLD_SIZE": "3", "MASTER_ADDR": network.addresses["one"], "MASTER_PORT": "29500"}
+        jobs = [
+            stack.enter_context(
+                Job(
+                    [*network.inside(host), sys.executable, *PREFLIGHT], tmp_path, **common,
+                    RANK=str(rank), GROUP_RANK=str(rank), GLOO_SOCKET_IFNAME=lossy_network.DEVICE,
+                )
+            )
+            for rank, host in enumerate(hosts)
+        ]  # fmt: skip
+        done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [78, 0, 0], "".join(each.all for each in done)
+    assert [each.out for each in done[1:]] == ["", ""]
+    found = checks(done[0].out)
+    if how == "late":
+        state, detail = found["latency of two nodes"]
+        assert state == FAIL
+        assert "#2 is what its 2 pairs have in common" in detail
+    else:
+        state, detail = found["all_reduce of two nodes"]
+        assert state == FAIL
+        assert "#1 and " in detail
+        assert "in common" not in detail
+        assert "#0" not in detail
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("program", "limit_s", "why"),
+    [
+        ("import time; time.sleep(1000)", 0.5, "measuring cuda:3: no end within 0.5 s"),
+        ("import sys; sys.exit('no room')", LIMIT_S, "measuring cuda:3: no room"),
+        ("import os; os.abort()", LIMIT_S, "measuring cuda:3: ended with code -6"),
+    ],
+)
+def test_what_was_measured_when_the_child_came_to_no_end(tmp_path, monkeypatch, program, limit_s, why):
+    script = Path(tmp_path, "probe.py")
+    script.write_text(f'print(\'{{"doing": "measuring cuda:3"}}\', flush=True); {program}')
+    monkeypatch.setattr(preflight, "PROBE", str(script))
+    assert preflight.measure({}, limit_s) == ([], Finding("preflight", FAIL, why))

@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "hangs": "base workers",
     "training": "base workers",
     "checkpoints": "base training",
+    "planning": "base checkpoints failures hangs",
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
     "embedded": "base etcd failures own_etcd rendezvous",
     "agent": ". base checkpoints events failures embedded hangs http own_etcd rendezvous status telemetry workers",
-    "cli": ". base checkpoints embedded etcd failures own_etcd rendezvous status telemetry timeline workers",
+    "cli": ". base checkpoints embedded etcd failures own_etcd planning rendezvous status telemetry timeline workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.
@@ -45,8 +46,9 @@ PURE = (
         "status/status_records.py",
         "status/trainjob.py",
     ),
-    *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
+    *("checkpoints/choice/offers.py", "checkpoints/memory/interval.py", "checkpoints/memory/pace.py"),
     *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
+    *(f"planning/{name}.py" for name in ("advice", "expectation", "times")),
 )
 
 

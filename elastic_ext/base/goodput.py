@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -140,6 +141,19 @@ class Shared:
 
     spent: Spent = field(default_factory=Spent)
     hosts: Count = 0
+
+
+def best_interval_s(stall_s: float, between_s: float) -> float:
+    """Return Daly's optimum (Future Generation Computer Systems 22, 2006; Young's with two more terms) of the time between saves.
+
+    Args:
+        stall_s: seconds for which a save stalls training.
+        between_s: mean running time between two interruptions.
+    """
+    if stall_s >= 2 * between_s:
+        return between_s
+    part = stall_s / (2 * between_s)
+    return math.sqrt(2 * stall_s * between_s) * (1 + math.sqrt(part) / 3 + part / 9) - stall_s
 
 
 def newest_positions(positions: Iterable[CheckpointPosition]) -> tuple[CheckpointPosition, ...]:

@@ -271,7 +271,7 @@ class Interval:
 
 
 def advised_interval(spent: Spent, hosts: int) -> Interval:
-    """Return Daly's optimum (Future Generation Computer Systems 22, 2006; Young's with two more terms) of what was measured.
+    """Return Daly's optimum of what was measured, see `goodput.best_interval_s`.
 
     It needs ENOUGH interruptions and ENOUGH saves, and training must stand for them at all. All of `spent` are sums over hosts,
     and every host sees every interruption and every save, so each quotient is that of the job.
@@ -288,12 +288,7 @@ def advised_interval(spent: Spent, hosts: int) -> Interval:
         return Interval(
             None, "saves do not stall training, or no script reports them: any interval is as good", stall_s, restart_s, between_s
         )
-    if stall_s >= 2 * between_s:
-        advised_s = between_s
-    else:
-        part = stall_s / (2 * between_s)
-        advised_s = math.sqrt(2 * stall_s * between_s) * (1 + math.sqrt(part) / 3 + part / 9) - stall_s
     reason = (
         f"a save stalls {stall_s:.3g} s, a restart takes {restart_s:.3g} s, {between_s:.3g} s of running between interruptions"
     )
-    return Interval(advised_s, reason, stall_s, restart_s, between_s)
+    return Interval(goodput.best_interval_s(stall_s, between_s), reason, stall_s, restart_s, between_s)

@@ -188,7 +188,7 @@ class MemorySaver:
     """Copies the state of one rank. All ranks take the same steps, because each decision follows from what all have reported."""
 
     def __init__(self, tier: LocalTier, room: Room, every: int | None, objects: Objects, ranks: Ranks) -> None:
-        """every: see `pace.choose`. ranks: in a group of its own, because a thread uses it."""
+        """every: see `interval.choose`. ranks: in a group of its own, because a thread uses it."""
         self._tier, self._peer, self._objects, self._ranks = tier, room.peer, objects, ranks
         self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
         self._copying = Copying(objects.optimizers)

@@ -25,7 +25,8 @@ from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import contract, pace, part
 from elastic_ext.checkpoints.memory.contract import Room, Send
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
-from elastic_ext.checkpoints.memory.pace import CopyTrouble, Schedule, StepTimes, Timing
+from elastic_ext.checkpoints.memory.interval import Timing
+from elastic_ext.checkpoints.memory.pace import CopyTrouble, Schedule, StepTimes
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names

@@ -89,7 +89,7 @@ BENCHMARKS = (
     Benchmark("checkpoint_stall", SAVES),
     Benchmark("memory_tier", (*SAVES, "elastic_ext/workers/standby")),
     Benchmark("checkpoints", SAVES),
-    Benchmark("simulate", ("benchmarks/scale", "elastic_ext/planning", "elastic_ext/failures", "elastic_ext/hangs/detector.py")),
+    Benchmark("simulate", ("benchmarks/scale", "elastic_ext/planning", "elastic_ext/failures", "elastic_ext/hangs")),
 )
 
 

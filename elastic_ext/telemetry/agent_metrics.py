@@ -54,15 +54,11 @@ RESTART_KINDS = frozenset({*KINDS, MEMBERSHIP})
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """One worker at the time of a scrape: its ranks, and its row of the progress table.
-
-    skew: its recent time per step divided by the median of this agent's workers; None if unknown.
-    """
+    """One worker at the time of a scrape: its ranks, and its row of the progress table."""
 
     local_rank: int
     rank: int
     row: Progress
-    skew: float | None = None
 
 
 class UnixClock:
@@ -187,6 +183,19 @@ class AgentMetrics(FamilyCollector):
         with self._lock:
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
+    def late(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
+        """Set which ranks and hosts are late.
+
+        Args:
+            named: host, rank (-1: the whole host), seconds and share of a step of each.
+            largest: share of the latest, named or not; None if unknown.
+        """
+        rows = {(_label(host), str(rank) if rank >= 0 else ""): (late_s, share) for host, rank, late_s, share in named}
+        with self._lock:
+            self._values["elastic_ext_straggler_seconds"] = {labels: late_s for labels, (late_s, _) in rows.items()}
+            self._values["elastic_ext_straggler_ratio"] = {labels: share for labels, (_, share) in rows.items()}
+            self._set(lateness_largest_ratio=largest)
+
     def worker_started(self, how: str, reason: str) -> None:
         """Count a start of a worker.
 
@@ -304,7 +313,6 @@ class AgentMetrics(FamilyCollector):
         yield "steps", (), row.steps
         yield "step_seconds", (), Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
         yield "last_step_timestamp_seconds", (), self._clock.at(row.last_step_ns / 1e9) if row.last_step_ns else None
-        yield "step_skew_ratio", (), each.skew
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
         yield "checkpoint_saves", (SAVED,), row.saves

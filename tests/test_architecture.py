@@ -46,7 +46,7 @@ PURE = (
         "status/trainjob.py",
     ),
     *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
-    *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
+    *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py", "hangs/waits.py"),
 )
 
 

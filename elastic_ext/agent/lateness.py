@@ -21,11 +21,15 @@ from torch.distributed import DistStoreError
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store
+from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.held_signals import held, raise_again
+from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.round_store import Store
 from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak, WorkerSample
+from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.rendezvous.drains import Answer
 from elastic_ext.status.status_records import Straggler
 from elastic_ext.workers import worker_env
 
@@ -35,6 +39,7 @@ WAIT_S = 5.0  # for the samples of other nodes, and for a question to them
 ANSWER_S = 0.5  # for an answer, which takes a millisecond
 SLICE_S = 0.05  # of such a wait: the end of the round waits for no more than this
 NO_QUESTION = "none"
+REPLACE = "replace"  # value of the setting slow_node
 JOIN_S = 1.0
 PINGS = 4  # of each host, of which the fastest counts
 MOST_PINGS = 512  # of all hosts together: a comparison takes less than a second
@@ -65,12 +70,40 @@ def this_clock() -> str:
         return ""
 
 
+class Replacement:
+    """Has the host of a straggler leave, by `slow_node=replace`. For one round, which ends when it does."""
+
+    def __init__(self, job: Rendezvous) -> None:
+        self._job = job
+        self._answered = ""  # the last answer, which is logged once
+
+    def look(self, named: Sequence[Streak], now: float) -> None:
+        """Ask the job if something is late enough. now: monotonic seconds. It may take seconds."""
+        settings = self._job.settings
+        streak = lateness.to_replace(named, now, settings.slow_node_after) if settings.slow_node == REPLACE else None
+        if streak is None:
+            return
+        reason = f"slow_node=replace: {straggler(streak).text}"
+        try:
+            admission = self._job.replace_host(streak.late.host, reason)
+        except (ElasticExtError, OSError) as error:
+            logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
+            return
+        if admission.reason != self._answered:
+            self._answered = admission.reason
+            leaves = admission.answer in (Answer.ADMITTED, Answer.ASKED)
+            what = "leaves at the next checkpoint" if leaves else "stays"
+            logger.warning("elastic_ext: %s %s (%s): %s", shown(streak.late.host), what, shown(admission.reason), shown(reason))
+
+
 class LatenessWatch(Companion):
     """Compares the samples of one round, on a thread of its own: a store that hangs must not block the loop."""
 
-    def __init__(self, node: NodeInRound, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None]) -> None:
+    def __init__(
+        self, node: NodeInRound, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: Replacement
+    ) -> None:
         """on_compared: called on that thread, on the node of rank 0, with all that was found, and what is named now."""
-        self._node, self._on_compared = node, on_compared
+        self._node, self._on_compared, self._replacement = node, on_compared, replacement
         self._clock = this_clock()
         self._seen: list[int] = []
         self._due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: workers have samples; False: the round is over
@@ -131,8 +164,10 @@ class LatenessWatch(Companion):
                 continue
             nodes, clocks = self._gather(sample, step)
             found = lateness.compare(nodes, clocks)
-            streaks = lateness.follow(streaks, found, time.monotonic())
-            self._on_compared(found, lateness.named(streaks))
+            streaks = lateness.follow(streaks, found, now := time.monotonic())
+            named = lateness.named(streaks)
+            self._on_compared(found, named)
+            self._replacement.look(named, now)
 
     def _own_sample(self) -> NodeSample | None:
         """Return the samples of this node's workers; None if they are not all of one step."""

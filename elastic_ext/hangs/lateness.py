@@ -29,6 +29,7 @@ from elastic_ext.base.records import Count, Name, NameOrEmpty, Rank, Within
 
 SHARE = 0.05  # of a step
 NAMED_WINDOWS = 3
+REPLACE_SHARE = 0.1  # of a step; a restart costs some steps, too
 FORGET_WINDOWS = 2  # without lateness, after which what was named is no longer
 SCHEMA = 1
 MAX_LATE = 32  # named at most, the latest first
@@ -328,3 +329,15 @@ def named(streaks: Streaks) -> list[Streak]:
     """Return what is named, the latest first."""
     found = [each for each in streaks.values() if each.named]
     return sorted(found, key=lambda each: -each.late.share)[:MAX_LATE]
+
+
+def to_replace(found: Iterable[Streak], now: float, after_s: float) -> Streak | None:
+    """Return what has been late for so long, and still is, that its host is worth a restart; the latest. found: see `named`."""
+    return next(
+        (
+            each
+            for each in found
+            if each.late.counts and not each.missed and each.late.share >= REPLACE_SHARE and now - each.since >= after_s
+        ),
+        None,
+    )

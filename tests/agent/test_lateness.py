@@ -34,15 +34,15 @@ def other_clock() -> list[str]:
     return OTHER_CLOCK if subprocess.run([*OTHER_CLOCK, "true"], capture_output=True, check=False).returncode == 0 else []
 
 
-def two_nodes(stack: ExitStack, server: EtcdServer, tmp_path: Path, *late: str) -> list[Job]:
-    """Start a job of two nodes of two ranks each. late: arguments of late_job.py after STOP."""
+def nodes(stack: ExitStack, server: EtcdServer, tmp_path: Path, *late: str, names: str = "ab", conf: str = "") -> list[Job]:
+    """Start a job of two nodes of two ranks each, and spares. late: arguments of late_job.py after STOP."""
     where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=2"]
-    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, "--rdzv-conf=last_call=1", JOB, str(tmp_path / "stop"), *late]
+    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf=last_call=1{conf}", JOB, str(tmp_path / "stop"), *late]
     env = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events")}
-    clocks = {"na": [], "nb": other_clock()}
+    clocks = {"b": other_clock()}
     return [
-        stack.enter_context(Job([*clock, *command], tmp_path, ELASTIC_EXT_NODE_NAME=name, **env))
-        for name, clock in clocks.items()
+        stack.enter_context(Job([*clocks.get(name, []), *command], tmp_path, ELASTIC_EXT_NODE_NAME=f"n{name}", **env))
+        for name in names
     ]
 
 
@@ -50,7 +50,7 @@ def two_nodes(stack: ExitStack, server: EtcdServer, tmp_path: Path, *late: str) 
 @pytest.mark.parametrize(("ranks", "who"), [(("3",), r"rank 3 on n[ab]"), (("2", "3"), r"n[ab], with all its ranks,")])
 def test_what_is_late_is_named_on_two_nodes(server, tmp_path, ranks, who):
     with ExitStack() as stack:
-        jobs = two_nodes(stack, server, tmp_path, "0.04", "0.04", *ranks)
+        jobs = nodes(stack, server, tmp_path, "0.04", "0.04", *ranks)
         for job in jobs:
             job.wait_for("rank . is process", 2)
         (first,) = (job for job in jobs if "rank 0 is process" in job.out)
@@ -65,3 +65,19 @@ def test_what_is_late_is_named_on_two_nodes(server, tmp_path, ranks, who):
     assert (event["late"], event["rank"]) == (True, int(ranks[0]) if len(ranks) == 1 else None)
     assert 0.03 < event["seconds"] < 0.08
     assert 0.2 < event["share"] < 0.8
+
+
+@pytest.mark.full
+def test_with_slow_node_replace_a_spare_takes_the_place_of_a_late_host(server, tmp_path):
+    """Once it has been late for slow_node_after, at the next checkpoint."""
+    conf = ",slow_node=replace,slow_node_after=1"
+    with ExitStack() as stack:
+        jobs = nodes(stack, server, tmp_path, "0.04", "0.04", "nb", conf=conf)
+        for job in jobs:
+            job.wait_for("rank . is process", 2)
+        (spare,) = nodes(stack, server, tmp_path, "0.04", "0.04", "nb", names="c", conf=conf)
+        spare.wait_for("rank . is process", 2)
+        (tmp_path / "stop").touch()
+        done = [job.finish() for job in (*jobs, spare)]
+    assert [each.returncode for each in done] == [0, 69, 0], [each.err for each in done]
+    assert "slow_node=replace: " in done[1].err

@@ -15,6 +15,7 @@ from elastic_ext.hangs.lateness import (
     NodeSample,
     Ping,
     RankSample,
+    Streak,
     Window,
     WorkerSample,
     aligned,
@@ -169,3 +170,12 @@ def test_a_name_takes_three_comparisons_in_a_row_and_goes_after_two():
 def test_a_sample_survives_the_way_to_another_node():
     (node, _) = samples(issued(lambda rank, number: 20 * MS, 4, 80, 3), 2, 3)
     assert lateness.decode(lateness.encode(node), "late/512/0") == node
+
+
+@pytest.mark.parametrize(
+    ("median_us", "missed", "lasted_s", "expected"),
+    [(20 * MS, 0, 300, True), (20 * MS, 0, 299, False), (20 * MS, 1, 300, False), (5 * MS, 0, 300, False)],
+)
+def test_what_has_been_late_for_long_is_worth_a_restart(median_us, missed, lasted_s, expected):
+    streak = Streak(late(median_us), 30, missed, 1000.0, True)
+    assert lateness.to_replace([streak], 1000.0 + lasted_s, 300.0) == (streak if expected else None)

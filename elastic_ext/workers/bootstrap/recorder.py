@@ -133,7 +133,8 @@ def issued() -> dict[str, dict[int, int]]:
         for each in entries:
             name = each["process_group"][0]
             if name in ranks and not each["is_p2p"] and each["thread_id"] not in others:
-                of = found.setdefault(f"{kind} {name} {ranks[name][0]} {len(ranks[name])}", {})
+                group = f"{kind} {name.replace('/', '_')} {ranks[name][0]} {len(ranks[name])}"
+                of = found.setdefault(group, {})
                 of.setdefault(int(each["collective_seq_id"]), int(each["time_created_ns"]))
     return found
 

@@ -76,6 +76,7 @@ BENCHMARKS = (
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
+    Benchmark("stragglers", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent/lateness.py")),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
     Benchmark("growth", ETCD),
     Benchmark("rendezvous", ETCD),

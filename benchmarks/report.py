@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 PAGE = measure.RESULTS / "README.md"
 AGENT = ("elastic_ext/agent", "elastic_ext/workers", "elastic_ext/rendezvous", "elastic_ext/embedded", "elastic_ext/failures")
 ETCD = ("elastic_ext/rendezvous", "elastic_ext/etcd")
+LATENESS = ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")
 SAVES = ("elastic_ext/checkpoints",)
 HEAD = """# Results
 
@@ -76,7 +77,8 @@ BENCHMARKS = (
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
-    Benchmark("stragglers", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent/lateness.py")),
+    Benchmark("stragglers", LATENESS, "--quiet-minutes=0 --pairs=0", needs="root"),
+    Benchmark("stragglers", LATENESS, "--rows= --pairs=0", "quiet", "root"),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
     Benchmark("growth", ETCD),
     Benchmark("rendezvous", ETCD),

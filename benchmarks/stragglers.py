@@ -76,12 +76,10 @@ class Found:
     Attributes:
         stamps: of rank 0, by event; see straggling_job.py.
         names: the events `straggler` that begin one.
-        output: the end of it.
     """
 
     stamps: dict[str, dict[str, Any]]
     names: tuple[dict[str, Any], ...]
-    output: str
 
     @property
     def rate(self) -> float | None:
@@ -109,12 +107,13 @@ def other_clock() -> list[str]:
 
 
 def run_job(plan: dict[str, Any], end_when_named: bool, **variables: str) -> Found:
-    """Run one job of two nodes. plan: what straggling_job.py wants, without its files."""
+    """Run one job of two nodes. plan: what straggling_job.py wants, without its files. Raises RuntimeError: it did not train."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         events, output = folder / "events", folder / "output"
         files = {"stamps": str(folder / "stamps"), "until": str(events if end_when_named else folder / "never")}
         where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=stragglers", "--nnodes=2"]
+        where.append("--local-addr=127.0.0.1")
         torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2"]
         script = [str(SCRIPT), json.dumps(plan | files)]
         commands = [
@@ -124,7 +123,10 @@ def run_job(plan: dict[str, Any], end_when_named: bool, **variables: str) -> Fou
         env = jobs.environment(ELASTIC_EXT_EVENTS_FILE=str(events), **variables)
         with open(output, "w", errors="replace") as file:
             jobs.run_all(commands, directory, env, file, plan["seconds"] + START_S)
-        return Found(_stamps(folder / "stamps"), tuple(_names(events)), output.read_text(errors="replace")[-jobs.TAIL :])
+        found = Found(_stamps(folder / "stamps"), tuple(_names(events)))
+        if "end" not in found.stamps:
+            raise RuntimeError(f"the job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
+        return found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ MAX_SAMPLE = 1 << 20  # bytes of a worker's file
 
 
 @dataclass(frozen=True)
-class NodeInRound:
+class OwnPlace:
     """This node in the round. store_at: host and port of the round's store."""
 
     host: str
@@ -70,7 +70,7 @@ def this_clock() -> str:
         return ""
 
 
-class Replacement:
+class SlowNodes:
     """Has the host of a straggler leave, by `slow_node=replace`. For one round, which ends when it does."""
 
     def __init__(self, job: Rendezvous) -> None:
@@ -100,7 +100,7 @@ class LatenessWatch(Companion):
     """Compares the samples of one round, on a thread of its own: a store that hangs must not block the loop."""
 
     def __init__(
-        self, node: NodeInRound, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: Replacement
+        self, node: OwnPlace, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: SlowNodes
     ) -> None:
         """on_compared: called on that thread, on the node of rank 0, with all that was found, and what is named now."""
         self._node, self._on_compared, self._replacement = node, on_compared, replacement

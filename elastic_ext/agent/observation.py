@@ -39,7 +39,7 @@ from elastic_ext.status.job_status import Own, ReportAges, Sources
 from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
-from elastic_ext.telemetry.collectors import EtcdHealth, OutageChange, VerdictMetrics
+from elastic_ext.telemetry.collectors import EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
 from elastic_ext.telemetry.script_metrics import ScriptMetrics
 from elastic_ext.workers.progress import Progress
 
@@ -376,7 +376,9 @@ class Observation(Companion):
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
         self._verdicts = VerdictMetrics(handler.host, settings.refuse_node)
+        self._lateness = LatenessMetrics()
         metrics.registry.register(self._verdicts)
+        metrics.registry.register(self._lateness)
         handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
@@ -427,7 +429,7 @@ class Observation(Companion):
 
     def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
         """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
-        self._metrics.late([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
+        self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
         if self._job is not None:
             self._job.node.late(tuple(stragglers))
 

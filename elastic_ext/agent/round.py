@@ -17,7 +17,7 @@ from elastic_ext.agent import launch, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, show_stragglers
-from elastic_ext.agent.lateness import LatenessWatch, NodeInRound, Replacement
+from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
@@ -400,9 +400,9 @@ class RoundStart:
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
         if settings.bootstrap and progress is not None and self._group.workers[0].world_size > 1:
-            node = NodeInRound(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
+            node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.
-            others.append(LatenessWatch(node, companions.compared, Replacement(self._handler)))
+            others.append(LatenessWatch(node, companions.compared, SlowNodes(self._handler)))
         others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 

@@ -4,7 +4,9 @@ Steps of synchronous training take equally long on all ranks, so step times show
 issues a collective, which torch's flight recorder knows (`workers.bootstrap.recorder`). A rank is late by how much later it
 issues a collective than the first rank of the group does. After a collective all ranks go on at the same moment, so the
 lateness at each adds up over a step. But ranks may run ahead: if the first rank issues a collective before the last one has
-issued the collective before it, nobody has waited for that one yet, and only the growth of the lateness counts.
+issued the collective before it, no rank has waited for that one yet, and only the growth of the lateness counts. The same holds
+where lateness carries over from one collective to the next, as its small changes from step to step show: DDP issues the buckets
+of a step one after another and waits at its end.
 
 Two things are told apart, per group and step: by how much a rank is later than the other ranks of its host, which one clock
 shows exactly; and by how much a host, by its typical rank, is later than the typical host, by clocks that are aligned
@@ -31,6 +33,9 @@ SHARE = 0.05  # of a step
 NAMED_WINDOWS = 3
 REPLACE_SHARE = 0.1  # of a step; a restart costs some steps, too
 FORGET_WINDOWS = 2  # without lateness, after which what was named is no longer
+LEAST_STEPS = 8  # in a window, to find out where lateness carries over
+CARRIED = 0.5  # of a change at one collective is seen at the next: all of it without a wait, none after one
+OUTLIER = 4.0  # times the usual distance from the middle
 SCHEMA = 1
 MAX_LATE = 32  # named at most, the latest first
 
@@ -218,12 +223,10 @@ def _of_group(
     found = []
     for place, ranks in ranks_of.items():
         if len(ranks) > 1:
-            for rank, late_us in _beyond_typical(_per_step({each: times[each].at_us for each in ranks}, per_step)).items():
+            for rank, late_us in _beyond_typical(_per_step({each: times[each].at_us for each in ranks}, per_step)[0]).items():
                 found.append(_late(nodes[place].host, rank, group, late_us, 0.0, step_us))
     if len(ranks_of) > 1:
-        of_rank = {rank: each.at_us for rank, each in times.items()}
-        late = _per_step(of_rank, per_step)
-        waits = _waits_per_step(of_rank, per_step)
+        late, waits = _per_step({rank: each.at_us for rank, each in times.items()}, per_step)
         typical = {place: _lower_median([late[rank] for rank in ranks]) for place, ranks in ranks_of.items()}
         for place, late_us in _beyond_typical(typical).items():
             error_us = _error_us(place, {each: clocks[each] for each in ranks_of}, waits)
@@ -246,28 +249,55 @@ def _late(host: str, rank: int, group: str, late_us: Sequence[float], error_us: 
     )
 
 
-def _waits(at_us: Mapping[int, Sequence[float]]) -> tuple[list[float], list[bool]]:
-    """Return when the first rank issued each collective, and whether all ranks may have waited for the one before it."""
+def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], list[bool]]:
+    """Return by how much each rank issued each collective after the first rank did, and whether they may have waited before it.
+
+    They have not where the first rank ran ahead, nor where lateness carries over at this place of a step.
+    """
     first, last = ([pick(column) for column in zip(*at_us.values(), strict=True)] for pick in (min, max))
-    return first, [False, *(now >= before for now, before in zip(first[1:], last, strict=False))]
+    late = {rank: [mine - earliest for mine, earliest in zip(times, first, strict=True)] for rank, times in at_us.items()}
+    carried = [_carries_over(late.values(), place, per_step) for place in range(per_step)]
+    waited = [first[at] >= last[at - 1] and not carried[at % per_step] for at in range(1, len(first))]
+    return late, [False, *waited]
 
 
-def _per_step(at_us: Mapping[int, Sequence[float]], per_step: int) -> dict[int, list[float]]:
-    """Return the lateness of each rank in each step. A step is any `per_step` collectives in a row; a part of one is scaled."""
-    first, waited = _waits(at_us)
+def _carries_over(late: Iterable[Sequence[float]], place: int, per_step: int) -> bool:
+    """Return whether a rank that is later than usual at one collective is so at the next, at this place of a step.
+
+    After a wait all begin anew, and what a rank is late by has nothing to do with what it was late by before.
+    """
+    products = squares = 0.0
+    for times in late:
+        begin = place or per_step
+        pairs = [_deviations(times[at::per_step]) for at in (begin - 1, begin)]
+        for before, now in zip(*pairs, strict=False):
+            products += before * now
+            squares += before * before
+    return squares > 0 and products / squares > CARRIED
+
+
+def _deviations(values: Sequence[float]) -> list[float]:
+    """Return how far each is from the middle one; outliers, as of a pause, count as a few times the usual distance."""
+    if len(values) < LEAST_STEPS:
+        return []
+    middle = statistics.median(values)
+    most = OUTLIER * statistics.median(abs(each - middle) for each in values)
+    return [max(-most, min(most, each - middle)) for each in values]
+
+
+def _per_step(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], float]:
+    """Return the lateness of each rank in each step, and how many collectives of a step all may have waited for.
+
+    A step is any `per_step` collectives in a row; a part of one is scaled.
+    """
+    late_us, waited = _lateness(at_us, per_step)
     found = {}
-    for rank, times in at_us.items():
-        late = [mine - earliest for mine, earliest in zip(times, first, strict=True)]
+    for rank, late in late_us.items():
         added = [late[at] if waited[at] else late[at] - late[at - 1] for at in range(1, len(late))]
         size = min(per_step, len(added))
         steps = [sum(added[at : at + size]) for at in range(0, len(added) - size + 1, size)]
         found[rank] = [each * per_step / size for each in steps]
-    return found
-
-
-def _waits_per_step(at_us: Mapping[int, Sequence[float]], per_step: int) -> float:
-    _, waited = _waits(at_us)
-    return max(1.0, per_step * sum(waited) / (len(waited) - 1))
+    return found, max(1.0, per_step * sum(waited) / (len(waited) - 1))
 
 
 def _lower_median(values: Sequence[Sequence[float]]) -> list[float]:

@@ -183,19 +183,6 @@ class AgentMetrics(FamilyCollector):
         with self._lock:
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
-    def late(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
-        """Set which ranks and hosts are late.
-
-        Args:
-            named: host, rank (-1: the whole host), seconds and share of a step of each.
-            largest: share of the latest, named or not; None if unknown.
-        """
-        rows = {(_label(host), str(rank) if rank >= 0 else ""): (late_s, share) for host, rank, late_s, share in named}
-        with self._lock:
-            self._values["elastic_ext_straggler_seconds"] = {labels: late_s for labels, (late_s, _) in rows.items()}
-            self._values["elastic_ext_straggler_ratio"] = {labels: share for labels, (_, share) in rows.items()}
-            self._set(lateness_largest_ratio=largest)
-
     def worker_started(self, how: str, reason: str) -> None:
         """Count a start of a worker.
 

@@ -188,18 +188,6 @@ JOB = {
         "What the agent does now (1): a phase of a recovery, or running, backoff, ended.", "state", known=_known(*STATES)
     ),
     "elastic_ext_ended_timestamp_seconds": gauge("Time at which the agent's part of the job ended; absent before that."),
-    "elastic_ext_straggler_seconds": gauge(
-        "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
-        "host. Of the whole job, on the agent of rank 0 only.",
-        "host",
-        "rank",
-        most="32",
-    ),
-    "elastic_ext_straggler_ratio": gauge("The same, as a share of the step.", "host", "rank", most="32"),
-    "elastic_ext_lateness_largest_ratio": gauge(
-        "The latest rank or host of the job by the last comparison, named or not, as a share of a step; on the agent of rank 0 "
-        "only."
-    ),
     "elastic_ext_worker_starts": counter(
         "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
         "how",
@@ -274,6 +262,21 @@ VERDICTS = {
         "Failures that the job's verdicts have blamed on this node since its agent started.", known=ZERO
     ),
     "elastic_ext_refused_nodes": gauge("Hosts that the job refuses now, by the verdicts that this agent has seen.", known=ZERO),
+}
+# Of the whole job, on the agent of rank 0 only; see `collectors`.
+LATENESS = {
+    "elastic_ext_straggler_seconds": gauge(
+        "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
+        "host. Of the whole job, on the agent of rank 0 only.",
+        "host",
+        "rank",
+        most="32",
+    ),
+    "elastic_ext_straggler_ratio": gauge("The same, as a share of the step.", "host", "rank", most="32"),
+    "elastic_ext_lateness_largest_ratio": gauge(
+        "The latest rank or host of the job by the last comparison, named or not, as a share of a step; on the agent of rank 0 "
+        "only."
+    ),
 }
 # With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
 ETCD_CALL = "elastic_ext_etcd_call_seconds"

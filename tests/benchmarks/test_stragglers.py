@@ -53,7 +53,7 @@ STAMPS = {"late": {"event": "late", "time": 10.0, "steps": 99, "host": "na"}}
     ],
 )
 def test_what_a_job_counts_as(names, expected):
-    assert stragglers.outcome(Found(STAMPS, tuple(names), ""), ROWS["rank-10"]) == expected
+    assert stragglers.outcome(Found(STAMPS, tuple(names)), ROWS["rank-10"]) == expected
 
 
 def test_a_row_that_takes_too_long_breaks_the_promise():

@@ -27,7 +27,7 @@ ASKED_NS = 4 * 10**9
 """Without a change of the counts for this time, the recorder is asked which collectives are outstanding."""
 AGAIN_NS = 10 * 10**9
 """... and again after this time."""
-SAMPLE_S = 8.0
+SAMPLE_S = 10.0
 """From one sample of issued collectives to the next, at least, and less than twice as long."""
 MOST, LEAST = 256, 32  # numbers of a group in a sample
 NUMBERS = 2**16

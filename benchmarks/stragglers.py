@@ -42,7 +42,7 @@ from tests.etcd_server import free_port
 SCRIPT = Path(__file__).with_name("workers") / "straggling_job.py"
 STEP_S = 0.06
 BEGIN_S = 12.0  # after the first steps: the job has been sampled
-START_S = 60.0  # for a job to start and to end
+START_S = 180.0  # for a job to start and to end, on a busy machine
 AIM_S = 60.0  # until named
 AIM_OVERHEAD = 0.005
 MATMULS = 60  # of the row `quiet`: about 20 ms

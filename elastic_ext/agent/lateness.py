@@ -36,13 +36,14 @@ from elastic_ext.workers import worker_env
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0  # for the samples of other nodes, and for a question to them
-ANSWER_S = 0.5  # for an answer, which takes a millisecond
-SLICE_S = 0.05  # of such a wait: the end of the round waits for no more than this
+ANSWER = timedelta(seconds=1)  # for an answer, and for the next question, which take a millisecond
+LOOK_S = 0.05  # between two looks for what comes
 NO_QUESTION = "none"
 REPLACE = "replace"  # value of the setting slow_node
 JOIN_S = 1.0
+TURN_S = 0.2  # for each node that is asked before, at most; it takes about LOOK_S
 PINGS = 4  # of each host, of which the fastest counts
-MOST_PINGS = 512  # of all hosts together: a comparison takes less than a second
+MOST_SILENT = 3  # hosts that do not answer; then no more are asked in this comparison
 MAX_SAMPLE = 1 << 20  # bytes of a worker's file
 
 
@@ -192,19 +193,24 @@ class LatenessWatch(Companion):
         if forget:
             store.delete_key(round_store.late(forget, node))
         store.set(round_store.late(step, node), lateness.encode(sample))
-        for number in range(_pings(self._node.nodes)):
+        for number in range(PINGS):
+            question = round_store.clock(step, node, number)
             try:
-                self._await(store, question := round_store.clock(step, node, number), time.monotonic() + WAIT_S)
-            except TimeoutError:
-                return  # it does not compare this step
-            if store.get(question) == NO_QUESTION.encode():
+                if number:  # the answers count that come at once, and so not the first
+                    store.wait([question], ANSWER)
+                else:
+                    self._await(store, question, time.monotonic() + WAIT_S + TURN_S * node)
+                asked = store.get(question)
+            except (TimeoutError, DistStoreError):
+                return  # it does not compare this step, or no longer waits
+            if asked == NO_QUESTION.encode():
                 store.delete_key(question)
                 return
             store.set(round_store.clock_answer(step, node, number), str(time.monotonic_ns() // 1000))
 
     def _gather(self, own: NodeSample, step: int) -> tuple[list[NodeSample], list[Alignment]]:
         """Return the samples of all nodes that have one of this step, the own one first, and how their clocks are aligned."""
-        nodes, clocks = [own], [Alignment()]
+        nodes, clocks, silent = [own], [Alignment()], 0
         by = time.monotonic() + WAIT_S
         for node in range(1, self._node.nodes):
             store, key = self._connected(), round_store.late(step, node)
@@ -219,20 +225,22 @@ class LatenessWatch(Companion):
                 store.set(round_store.clock(step, node, 0), NO_QUESTION)
                 clocks.append(Alignment())
             else:
-                clocks.append(lateness.aligned(self._ping(store, node, step)))
+                pings = self._ping(store, node, step) if silent < MOST_SILENT else []
+                silent += not pings
+                clocks.append(lateness.aligned(pings))
         return nodes, clocks
 
     def _ping(self, store: Store, node: int, step: int) -> list[Ping]:
         found = []
-        for number in range(_pings(self._node.nodes)):
+        for number in range(PINGS):
             question, answer = round_store.clock(step, node, number), round_store.clock_answer(step, node, number)
             sent_us = time.monotonic_ns() // 1000
             try:
                 store.set(question, "")
-                self._await(store, answer, time.monotonic() + ANSWER_S)
+                store.wait([answer], ANSWER)
                 answered_us = time.monotonic_ns() // 1000
                 found.append(Ping(sent_us, int(store.get(answer)), answered_us))
-            except TimeoutError:
+            except DistStoreError:  # not in time
                 break
             finally:
                 store.delete_key(question)
@@ -240,17 +248,15 @@ class LatenessWatch(Companion):
         return found
 
     def _await(self, store: Store, key: str, by: float) -> None:
-        """Wait for a key. by: monotonic seconds. Raises TimeoutError; StoreSilent: the round is over."""
-        while not self._over.is_set():
-            left_s = by - time.monotonic()
-            try:
-                store.wait([key], timedelta(seconds=max(0.001, min(SLICE_S, left_s))))
-            except DistStoreError:  # not in time; a connection that is lost is another error
-                if left_s <= SLICE_S:
-                    raise TimeoutError(f"{key} did not come in time") from None
-                continue
-            return
-        raise StoreSilent
+        """Wait for a key. by: monotonic seconds. Raises TimeoutError; StoreSilent: the round is over.
+
+        It looks again and again: each `wait` of a store that is not in time writes two warnings to stderr (torch 2.13).
+        """
+        while not store.check([key]):
+            if self._over.wait(LOOK_S):
+                raise StoreSilent
+            if time.monotonic() >= by:
+                raise TimeoutError(f"{key} did not come in time")
 
 
 def straggler(streak: Streak) -> Straggler:
@@ -266,10 +272,6 @@ def straggler(streak: Streak) -> Straggler:
         round(max(0.0, late.share), 4),
         round(error_s, 6),
     )
-
-
-def _pings(nodes: int) -> int:
-    return max(1, min(PINGS, MOST_PINGS // nodes))
 
 
 def _read_sample(stacks_file: str | None) -> WorkerSample | None:

@@ -96,9 +96,7 @@ def oldest() -> "dict[str, Any]":
 
 def _compared(entry: "Mapping[str, Any]") -> "dict[str, Any]":
     """Return what else the agents compare over the ranks: see `base.collectives.Collective`."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    ranks_of, names = getattr(world, "pg_group_ranks", {}), getattr(world, "pg_names", {})
-    ranks = next((ranks_of.get(group, ()) for group, name in names.items() if name == entry["process_group"][0]), ())
+    ranks = _ranks_of_groups().get(entry["process_group"][0], [])
     shapes = json.dumps(entry.get("input_sizes", ""))
     return {"first": min(ranks, default=-1), "size": len(ranks), "shapes": shapes if len(shapes) <= 200 else ""}
 

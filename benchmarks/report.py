@@ -80,6 +80,9 @@ BENCHMARKS = (
     Benchmark(
         "stragglers", LATENESS, "--repeat=1 --rows=host-30,rank-30 --seconds=100 --quiet-minutes=0 --pairs=0", needs="root"
     ),
+    Benchmark(
+        "stragglers", LATENESS, "--repeat=1 --rows=host-10,rank-10 --seconds=90 --quiet-minutes=0 --pairs=0", "ten", "root"
+    ),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
     Benchmark("growth", ETCD),
     Benchmark("rendezvous", ETCD),

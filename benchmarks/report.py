@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 PAGE = measure.RESULTS / "README.md"
 AGENT = ("elastic_ext/agent", "elastic_ext/workers", "elastic_ext/rendezvous", "elastic_ext/embedded", "elastic_ext/failures")
 ETCD = ("elastic_ext/rendezvous", "elastic_ext/etcd")
+LATENESS = ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")
 SAVES = ("elastic_ext/checkpoints",)
 HEAD = """# Results
 
@@ -76,6 +77,12 @@ BENCHMARKS = (
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
+    Benchmark(
+        "stragglers", LATENESS, "--repeat=1 --rows=host-30,rank-30 --seconds=100 --quiet-minutes=0 --pairs=0", needs="root"
+    ),
+    Benchmark(
+        "stragglers", LATENESS, "--repeat=1 --rows=host-10,rank-10 --seconds=90 --quiet-minutes=0 --pairs=0", "ten", "root"
+    ),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
     Benchmark("growth", ETCD),
     Benchmark("rendezvous", ETCD),

@@ -69,7 +69,15 @@ def exit_codes() -> str:
 def metrics() -> str:
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
-    tables = (families.JOB, families.WORKERS, families.OTHERS, families.VERDICTS, families.ETCD, families.GOODPUT)
+    tables = (
+        families.JOB,
+        families.WORKERS,
+        families.OTHERS,
+        families.VERDICTS,
+        families.LATENESS,
+        families.ETCD,
+        families.GOODPUT,
+    )
     for name, family in (item for table in tables for item in table.items()):
         kind = family.new(name).type
         rows.append((f"`{name}{suffixes.get(kind, '')}`", kind, ", ".join(family.labels), family.most, family.help))

@@ -47,7 +47,7 @@ PURE = (
         "status/trainjob.py",
     ),
     *("checkpoints/choice/offers.py", "checkpoints/memory/interval.py", "checkpoints/memory/pace.py"),
-    *("hangs/detector.py", "hangs/unanswered.py", "hangs/waits.py"),
+    *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py", "hangs/waits.py"),
     *(f"planning/{name}.py" for name in ("advice", "expectation", "times")),
 )
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 import torch
@@ -19,6 +19,7 @@ from elastic_ext.agent import launch
 from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorkers
 from elastic_ext.agent.hangs import FlightRecorder
 from elastic_ext.agent.journal import Journal
+from elastic_ext.agent.lateness import straggler
 from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
@@ -29,6 +30,7 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
+from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.status.trainjob import TrainerStatus, Training, TrainJobState, status_of
 from elastic_ext.status.trainjob_posts import Poster, Target, target_of
@@ -304,6 +306,12 @@ class JobCompanions:
             *([CopierUpdates(self.copier)] if self.copier is not None else []),
             *reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]
+
+    def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
+        """Show and report which ranks and hosts are late. Any thread may call this."""
+        stragglers = [straggler(each) for each in named]
+        self.observation.late(stragglers, max((each.share for each in found if each.error_us is not None), default=None))
+        self.journal.late(stragglers)
 
     def leave(self, handler: Rendezvous, error: BaseException) -> None:
         """Leave the job to the other nodes, once this agent's end is on record. error: what ends it."""

@@ -121,11 +121,6 @@ class HangHandling(Companion):
         """Whether all workers of this node stall, or are quiet, as of the last check: the job may hang."""
         return self._watch.stalled or self._quiet.reach is not None
 
-    @property
-    def step_s(self) -> Mapping[int, float]:
-        """Recent seconds per step, by local rank; empty if unknown. Any thread may read it."""
-        return self._watch.step_s
-
     def next_check_s(self) -> float:
         """Return the seconds until the next check is due."""
         return min(self._watch.next_check_s(), self._quiet.next_check_s())

@@ -5,10 +5,11 @@ A companion for what happens to the workers; the agent's loop calls it for the r
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from signal import Signals
 from types import TracebackType
 
@@ -24,6 +25,7 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.held_signals import held, raise_again
+from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.events.event_table import Source
 from elastic_ext.events.output import Events, Spans
@@ -33,18 +35,28 @@ from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.status.status_records import Straggler
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.collectors import OutageChange
+
+logger = logging.getLogger(__name__)
 
 FIRST = "start"  # cause of the first round of an agent
 
 
 @dataclass
 class _Reported:
-    """What was last reported, since only changes are. members: nodes and workers of the last round. saved_step: of this round."""
+    """What was last reported, since only changes are.
+
+    Attributes:
+        members: nodes and workers of the last round.
+        saved_step: of this round.
+        late: stragglers of this round, by host and rank.
+    """
 
     members: tuple[int, int] | None = None
     saved_step: int | None = None
+    late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)
 
 
 class Journal(Companion):
@@ -161,6 +173,32 @@ class Journal(Companion):
         found, quiet_s = culprits.values(), None if since is None else max(0.0, time.monotonic() - since)
         self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
+    def late(self, stragglers: Sequence[Straggler]) -> None:
+        """Report each rank or host that is late from now on, or no longer, also in the log. Any thread may call this."""
+        now = {(each.node, each.rank): each for each in stragglers}
+        before, self._reported.late = self._reported.late, now
+        for key, each in now.items():
+            if key not in before:
+                logger.warning("elastic_ext: %s", shown(each.text))
+                self._straggles(each, True)
+        for key, each in before.items():
+            if key not in now:
+                logger.warning("elastic_ext: %s is late no longer", shown(each.who))
+                self._straggles(each, False)
+
+    def _straggles(self, of: Straggler, late: bool) -> None:
+        self.events.emit(
+            "straggler",
+            late=late,
+            host=of.node,
+            rank=of.rank if of.rank >= 0 else None,
+            seconds=of.late_s,
+            p90_seconds=of.p90_s,
+            step_seconds=of.step_s,
+            share=of.share,
+            error_seconds=of.error_s,
+        )
+
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Report a failure on this node and of the verdict; return the text for the log. See `verdicts.failure_text`."""
         diagnosis, evidence = cause.diagnosis, cause.diagnosis.evidence
@@ -245,6 +283,7 @@ class Journal(Companion):
         codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
         self.events.emit("workers_stopped", exit_codes=codes, seconds=max(0.0, time.monotonic() - self._began))
         self._workers = self._reported.saved_step = None
+        self._reported.late = {}
 
     def _look_for_first_steps(self) -> None:
         """Report once per round when all workers of this node have made a step."""

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import random
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,22 +37,9 @@ ROUNDING_S = 1e-3  # of a sum
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
 
 
-def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s: Mapping[int, float]) -> list[WorkerProgress]:
-    """Return a row for each worker that reports its progress.
-
-    Args:
-        workers: their progress, by local rank.
-        ranks: their global ranks, by local rank.
-        step_s: recent seconds per step, by local rank, where known.
-    """
-    median_s = statistics.median(step_s.values()) if step_s else 0.0
-    return [
-        WorkerProgress(
-            local_rank, ranks[local_rank], row, step_s[local_rank] / median_s if local_rank in step_s and median_s > 0 else None
-        )
-        for local_rank, row in enumerate(workers)
-        if row.pid
-    ]
+def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int]) -> list[WorkerProgress]:
+    """Return a row for each worker that reports its progress. workers, ranks: progress and global ranks, by local rank."""
+    return [WorkerProgress(local_rank, ranks[local_rank], row) for local_rank, row in enumerate(workers) if row.pid]
 
 
 def worker_time(progress: Progress) -> WorkerTime:

@@ -36,10 +36,10 @@ from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status, status_records
 from elastic_ext.status.job_status import Own, ReportAges, Sources
-from elastic_ext.status.status_records import GoodputPoint, NodeReport, Pace, RoundHistory
+from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
-from elastic_ext.telemetry.collectors import EtcdHealth, OutageChange, VerdictMetrics
+from elastic_ext.telemetry.collectors import EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
 from elastic_ext.telemetry.script_metrics import ScriptMetrics
 from elastic_ext.workers.progress import Progress
 
@@ -155,7 +155,7 @@ class JobView:
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
         report = self.node.now(time.monotonic()).report
-        shown = report if report.node_rank == 0 else replace(report, rounds=())
+        shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
         try:
             self._handler.show(status_records.encode_report(shown), last)
         except (ElasticExtError, OSError) as error:
@@ -209,7 +209,6 @@ def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, 
         round=round_,
         standbys=int(sum(each.value for each in samples)),
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        pace=tuple(Pace(each.rank, round(each.skew, 3)) for each in rows if each.skew is not None),
     )
     return _with_progress(report, [each.row for each in rows], place.resumed_at or 0, now) if rows else report
 
@@ -271,6 +270,7 @@ class OwnNode:
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
         """on_state: called by the loop when its state has changed; it must return at once."""
         self.place = NodePlace()
+        self._stragglers: tuple[Straggler, ...] = ()
         self._handler, self._metrics = handler, metrics
         self._on_state = on_state
         self._history, self._points = RoundHistory(), Points()
@@ -288,6 +288,13 @@ class OwnNode:
         with self._lock:
             self._history.explain(self._handler.round, why)
 
+    def late(self, stragglers: tuple[Straggler, ...]) -> None:
+        """Note which ranks and hosts of the job are late. Any thread may call this."""
+        with self._lock:
+            before, self._stragglers = self._stragglers, stragglers
+        if [each.who for each in before] != [each.who for each in stragglers]:
+            self._on_state()
+
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
         report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
@@ -300,7 +307,7 @@ class OwnNode:
                 report = after(self._last[1], report, max(0.0, now - self._last[0]))
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
-            report = replace(report, rounds=self._history.spans(now))
+            report = replace(report, rounds=self._history.spans(now), stragglers=self._stragglers)
             return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 
@@ -369,7 +376,9 @@ class Observation(Companion):
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
         self._verdicts = VerdictMetrics(handler.host, settings.refuse_node)
+        self._lateness = LatenessMetrics()
         metrics.registry.register(self._verdicts)
+        metrics.registry.register(self._lateness)
         handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
@@ -418,7 +427,14 @@ class Observation(Companion):
         if self._scripts is not None:
             self._scripts.look()
 
+    def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
+        """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
+        self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
+        if self._job is not None:
+            self._job.node.late(tuple(stragglers))
+
     def workers_ended(self, workers: LocalWorkers) -> None:
+        self.late((), None)
         if self._job is not None:
             self._job.node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:

@@ -17,6 +17,7 @@ from elastic_ext.agent import launch, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, show_stragglers
+from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
@@ -167,8 +168,7 @@ class RunningRound:
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""
-        step_s = self.hangs.step_s if self.hangs is not None else {}
-        return progress_rows(self.workers.read_progress(), self.workers.ranks, step_s)
+        return progress_rows(self.workers.read_progress(), self.workers.ranks)
 
     def close(self) -> None:
         """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""
@@ -398,7 +398,12 @@ class RoundStart:
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
-        others = [DrainWatch(self._handler, saves, settings), *companions.round_companions]
+        others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
+        if settings.bootstrap and progress is not None and self._group.workers[0].world_size > 1:
+            node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
+            # It ends before those that show what it finds.
+            others.append(LatenessWatch(node, companions.compared, SlowNodes(self._handler)))
+        others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 
     @property

@@ -9,6 +9,12 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
     save/N/at                   "BOUNDARY NUMBER": the step boundary of     worker of rank 0        workers
                                 the save, and the last request it answers
+    late/STEP/NODE              a hangs.lateness.NodeSample, taken after      each agent; deleted     agent of group rank 0
+                                this step, by group rank of the node        by it two samples on
+    clock/STEP/NODE/N           "": the N-th question what time it is       agent of group rank 0   that node's agent
+                                there; "none": there will be no question
+    clock/STEP/NODE/N/answer    the answer, as monotonic microseconds; both that node's agent       agent of group rank 0
+                                are deleted by the asker
     health/RESTARTS/N/RANK      "", once RANK has reached its N-th barrier  that worker             workers
     health/RESTARTS/N/count     number of ranks that have reached it        workers                 workers
     health/RESTARTS/N/all       "", once all have                           the last worker         workers
@@ -41,6 +47,18 @@ def save_at(number: int) -> str:
     return f"save/{number}/at"
 
 
+def late(step: int, node: int) -> str:
+    return f"late/{step}/{node}"
+
+
+def clock(step: int, node: int, number: int) -> str:
+    return f"clock/{step}/{node}/{number}"
+
+
+def clock_answer(step: int, node: int, number: int) -> str:
+    return f"{clock(step, node, number)}/answer"
+
+
 def health(restarts: str, number: int) -> str:
     """Return the prefix of a health barrier. restarts: TORCHELASTIC_RESTART_COUNT, since stock torchrun reuses one store."""
     return f"health/{restarts}/{number}"
@@ -52,6 +70,8 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
     def check(self, keys: list[str], /) -> bool: ...
+
+    def delete_key(self, key: str, /) -> bool: ...
 
     def get(self, key: str, /) -> bytes: ...
 

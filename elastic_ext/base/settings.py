@@ -252,6 +252,14 @@ class Settings:
     settle: float = _setting(
         0.5, SECONDS, "how long the job waits, after the first report of a failure, for reports of other nodes"
     )
+    slow_node: str = _setting(
+        "report",
+        one_of("report", "replace"),
+        "what becomes of a node that is late, or one of whose ranks is (see [stragglers](hangs.md#stragglers)): `report`, or "
+        "`replace`: once it has been late by 10 % of a step or more for slow_node_after, and while a spare waits, it leaves with "
+        "69 at the next checkpoint, as after `elastic-ext drain`",
+    )
+    slow_node_after: float = _setting(300.0, SECONDS, "how long a node must have been late to be replaced")
     standby: bool = _setting(
         True,
         BOOLEAN,

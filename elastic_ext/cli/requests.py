@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import counted
 from elastic_ext.base.records import RecordError
@@ -18,7 +17,6 @@ from elastic_ext.etcd import (
     Delete,
     EtcdClient,
     EtcdError,
-    Get,
     Snapshot,
     Unavailable,
     UnsupportedVersion,
@@ -27,15 +25,14 @@ from elastic_ext.etcd.values import Deleted, KeyValue
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable
+from elastic_ext.rendezvous.drain_requests import OVER, RunningJob
 from elastic_ext.rendezvous.drains import Admission, Answer, DrainRequest
 from elastic_ext.rendezvous.header_record import swap, with_save
-from elastic_ext.rendezvous.job_records import SharedSettings, nodes_in
+from elastic_ext.rendezvous.job_records import nodes_in
 from elastic_ext.rendezvous.job_status import NoSuchJob
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import SCHEMA, Drain, Header, Node, RecordReader, State, decode
+from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 from elastic_ext.rendezvous.tasks import LostRace
-
-OVER = (State.DONE, State.CLOSED)
 
 
 class Ending(Enum):
@@ -153,73 +150,20 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
 _ENDINGS = {Answer.LEFT: Ending.DRAINED, Answer.TOO_FEW: Ending.TOO_FEW}
 
 
-@dataclass(frozen=True)
-class _Records:
-    """The records of a job at one revision. found: the header's own. members: ids of the nodes in the header's round."""
-
-    header: Header
-    found: KeyValue
-    nodes: dict[str, Node]
-    refused: dict[str, str]
-    min_nodes: int
-    members: frozenset[str]
-
-
-class _Job:
-    """The records of a job, read and written. All methods raise EtcdError and RecordError."""
-
-    def __init__(self, client: EtcdClient, run_id: str) -> None:
-        self.client, self.keys = client, JobKeys(run_ids.checked(run_id))
-        self._run_id, self.reader = run_id, RecordReader(lambda fault: None)
-
-    def read(self) -> _Records:
-        """Read what a decision needs. Raises NoSuchJob: none runs."""
-        keys = self.keys
-        gets = [Get(keys.header), Get(keys.job), Get(keys.nodes, prefix=True), Get(keys.refusals, prefix=True)]
-        gets.append(Get(keys.assignments, prefix=True))
-        header, job, nodes, refusals, assigned = self.client.txn([], gets).readings
-        found = self.reader.header(header.kv) if header.kv is not None else None
-        if header.kv is None or found is None or job.kv is None:
-            raise NoSuchJob(f"the job {self._run_id} is not running: its store holds no round of it")
-        if found.state in OVER:
-            raise NoSuchJob(f"the job {self._run_id} has ended: {found.reason}")
-        shared = records.read(SharedSettings, job.kv.value, keys.job, SCHEMA)
-        refused = {
-            host: kv.value.decode(errors="replace")
-            for kv in refusals.kvs
-            if (host := self.reader.id_of(keys.refusals, kv.key)) is not None
-        }
-        members = frozenset(
-            id_
-            for kv in assigned.kvs
-            if (id_ := self.reader.id_of(keys.assignments, kv.key)) is not None
-            and (assignment := self.reader.assignment(kv)) is not None
-            and assignment.of(found)
-        )
-        return _Records(found, header.kv, nodes_in(nodes.kvs, keys, self.reader), refused, shared.min_nodes, members)
-
-    def write(self, seen: _Records, header: Header, *others: Delete) -> bool:
-        """Write the header over the one that was read. Return False if another one has come meanwhile."""
-        over = (seen.found.mod_revision, seen.found.lease_id)
-        return swap(self.client, self.keys, header, over=over, puts=others).succeeded
+class _Job(RunningJob):
+    """The records of a job, as drains change them. All methods raise EtcdError and RecordError."""
 
     def ask(self, request: DrainRequest, timeout_s: float) -> tuple[Admission, DrainAsked | None]:
-        """Write the request if it is admitted; None: there is nothing to wait for. Check and write are one decision, since
-        every other drain changes the header. Raises UsageError: no such node, or several machines have this name; LostRace.
+        """Write the request if it is admitted; None: there is nothing to wait for. Raises UsageError: no such node, or several
+        machines have this name; LostRace.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            seen = self.read()
-            admission = drains.admit(request, seen.header, seen.nodes, seen.refused, seen.min_nodes)
-            if admission.answer in (Answer.UNKNOWN, Answer.AMBIGUOUS):
-                raise UsageError(admission.reason)
-            if admission.answer in _ENDINGS:
-                return admission, None
-            if admission.header is seen.header or self.write(seen, admission.header):
-                ran = seen.header.state is not State.RUNNING or not seen.members.isdisjoint(admission.nodes)
-                return admission, DrainAsked(drains.host_of(admission.nodes[0]), admission.nodes, seen.header.round, ran)
-            if time.monotonic() >= deadline:
-                raise LostRace("the job's header kept changing; nothing was changed, try again")
+        admission, seen = self.admit(request, timeout_s)
+        if admission.answer in (Answer.UNKNOWN, Answer.AMBIGUOUS):
+            raise UsageError(admission.reason)
+        if admission.answer in _ENDINGS:
+            return admission, None
+        ran = seen.header.state is not State.RUNNING or not seen.members.isdisjoint(admission.nodes)
+        return admission, DrainAsked(drains.host_of(admission.nodes[0]), admission.nodes, seen.header.round, ran)
 
     def withdraw(self, host: str) -> bool:
         """Take a drain back; return False if it has begun."""

@@ -150,9 +150,7 @@ def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     yield from _goodput(document, terminal)
     yield from _timeline(document, terminal)
     yield from _nodes(document, terminal)
-    for slow in document.stragglers:
-        who, than = (f"rank {slow.rank} on {slow.node}", "worker of its node") if slow.rank >= 0 else (slow.node, "node")
-        yield ((f"straggler: {who} takes {slow.skew:.2f} times as long per step as the median {than}", BUSY),)
+    yield from (((f"straggler: {slow.text}", BUSY),) for slow in document.stragglers)
     explained = {each.round for each in document.failures[-LATEST:]}
     for span in document.rounds[-LATEST:]:
         yield ((_round(replace(span, why="") if span.round in explained else span), PLAIN),)

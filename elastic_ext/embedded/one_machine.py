@@ -36,6 +36,7 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledge
 from elastic_ext.rendezvous import contract, judging, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
+from elastic_ext.rendezvous.drains import Admission, Answer
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State
@@ -305,6 +306,9 @@ class OneMachine(contract.Base):
 
     def revocation(self) -> None:
         """Return None: there is no other node."""
+
+    def replace_host(self, host: str, reason: str) -> Admission:
+        return Admission(Answer.TOO_FEW, "there is one node only", Header())
 
     def show(self, report: str, last: bool) -> None:
         """Do nothing: there is nowhere to show it; the agent has its own page."""

@@ -135,6 +135,18 @@ EVENTS: dict[str, EventType] = {
         "A checkpoint is complete in `checkpoint_dir`, copied from `local_dir`.",
         Field("lag_steps", INTEGER, "steps by which the newest local one is ahead; null: unknown", "steps", optional=True),
     ),
+    "straggler": _event(
+        "A rank, or a whole host, is late from now on, or no longer: it issues the collectives of a step later than the others. "
+        "Written by the agent of rank 0.",
+        Field("late", BOOLEAN, "false: it is late no longer; the figures are those of when it last was"),
+        Field("host", TEXT, "its host"),
+        Field("rank", INTEGER, "its rank; null: all ranks of the host", optional=True),
+        Field("seconds", NUMBER, "by how much per step, median", _SECONDS),
+        Field("p90_seconds", NUMBER, "the same, 90th percentile", _SECONDS),
+        Field("step_seconds", NUMBER, "time of a step", _SECONDS),
+        Field("share", NUMBER, "`seconds` as a part of the step"),
+        Field("error_seconds", NUMBER, "by how much `seconds` may be wrong, because the clocks of hosts differ", _SECONDS),
+    ),
     "round_over": _event(
         "The workers of this node must stop, though none of them has failed.",
         Field(

@@ -1,9 +1,6 @@
 """Watches one round's workers for hangs. Reads their progress and their process stats when the detector says that it is time.
 
 `HangWatch` follows `detector`; `QuietWatch`, apart from it, looks for a silence that a missing answer explains (`unanswered`).
-`Speeds` finds ranks that are slower than the others, by their step times. If every step has a collective of all ranks, all take
-as long as the slowest one, and there is nothing to find: ranks differ where they step independently (local SGD, pipelines of
-unequal depth, gradient accumulation without synchronisation).
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import functools
 import json
 import logging
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,36 +26,9 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-SLOW = 1.25  # times the median of the others
-MIN_STEPS = 10  # by each rank, or a single evaluation would make it a straggler
 NOTHING_FOUND = Assessment(False, (), "not checked yet")
 COLLECTIVE_BYTES = 4096
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
-
-
-@dataclass(frozen=True)
-class StepMark:
-    """The number of steps that a rank has done, and the end of the last one (monotonic seconds)."""
-
-    steps: int
-    at_s: float
-
-
-def step_times(before: Mapping[int, StepMark], now: Mapping[int, StepMark]) -> dict[int, float] | None:
-    """Return the seconds per step between two marks, by rank; None if a rank has done fewer than MIN_STEPS in between."""
-    if before.keys() != now.keys() or any(now[rank].steps - before[rank].steps < MIN_STEPS for rank in now):
-        return None
-    return {rank: (now[rank].at_s - before[rank].at_s) / (now[rank].steps - before[rank].steps) for rank in now}
-
-
-def stragglers(times: Mapping[int, float]) -> dict[int, float]:
-    """Return the slow ranks, each with its step time divided by the median of the others."""
-    found = {}
-    for rank, seconds in times.items():
-        others = statistics.median([other for each, other in times.items() if each != rank] or [seconds])
-        if others > 0 and seconds > SLOW * others:
-            found[rank] = seconds / others
-    return found
 
 
 class HangWatch:
@@ -81,7 +50,6 @@ class HangWatch:
         self._next_check = self._next_stats = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
         self._call_checks: CallChecks | None = None  # while all are quiet for a good part of the limit of a wait
-        self._speeds = Speeds(dict(ranks))
         self._warned = False
         self._first_answers = FirstAnswers()
 
@@ -94,11 +62,6 @@ class HangWatch:
     def imminent(self) -> bool:
         """Whether they soon will."""
         return self._found.imminent
-
-    @property
-    def step_s(self) -> dict[int, float]:
-        """Return the recent seconds per step, by local rank; empty: not known yet. Replaced, never changed in place."""
-        return self._speeds.step_s
 
     def next_check_s(self) -> float:
         """Return the seconds until check() has something to do."""
@@ -114,7 +77,6 @@ class HangWatch:
             return None
         if now > self._next_check + detector.LATE_S:
             self._restart_count(now)
-        self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
         if self._fixed_s is None:
             self._first_answers.ask(pids, self._progress, now)
         workers = self._status(pids, now)
@@ -303,32 +265,6 @@ class Stall:
         idle_s, recent_s = last.at - worked, RECENT_SHARE * limit_s
         slept = last.at - self._slept.get(local_rank, -math.inf) < recent_s
         return replace(worker, idle_s=idle_s, working=idle_s < recent_s, asleep_in_kernel=slept)
-
-
-class Speeds:
-    """The workers' step times over a round, and which ranks are slower than the others."""
-
-    def __init__(self, ranks: Mapping[int, int]) -> None:
-        """Start without step times. ranks: the workers' global ranks, by local rank."""
-        self.step_s: dict[int, float] = {}
-        self._ranks = ranks
-        self._marks: dict[int, StepMark] = {}
-        self._slow: frozenset[int] = frozenset()
-
-    def update(self, progress: Mapping[int, Progress]) -> None:
-        """Update the step times and log each change in which ranks are slow. progress: by local rank."""
-        marks = {rank: StepMark(each.steps, each.last_step_ns / 1e9) for rank, each in progress.items() if each.steps}
-        times = step_times(self._marks, marks)
-        if times is None:
-            if self._marks.keys() != marks.keys():
-                self._marks = marks
-            return
-        self.step_s, self._marks = times, marks
-        slow = stragglers(times)
-        if slow.keys() != self._slow:
-            shown = ", ".join(f"rank {self._ranks[rank]} ({ratio:.2f} times the median)" for rank, ratio in sorted(slow.items()))
-            logger.warning("elastic_ext: slower than the other ranks: %s", shown or "none any more")
-            self._slow = frozenset(slow)
 
 
 class QuietWatch:

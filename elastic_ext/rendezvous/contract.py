@@ -22,6 +22,7 @@ from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.failures import slurm
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
+from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
 
@@ -238,6 +239,12 @@ class Rendezvous(Protocol):
     @property
     def drain(self) -> Drain | None:
         """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""
+
+    def replace_host(self, host: str, reason: str) -> Admission:
+        """Have the nodes of a host leave at the next checkpoint, if a spare waits. From a thread that may wait for seconds.
+
+        Raises ElasticExtError, OSError: it is unknown whether it leaves.
+        """
 
     def share_goodput(self, spent: Spent) -> Shared:
         """Add what this agent has spent since the last call; return the sum of the job as far as known. For a thread of its own.

@@ -22,6 +22,8 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
 from elastic_ext.rendezvous import contract, drains, job_status, run_id
+from elastic_ext.rendezvous.drain_requests import RunningJob
+from elastic_ext.rendezvous.drains import Admission, DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.job_status import JobStatus
@@ -34,6 +36,8 @@ from elastic_ext.rendezvous.round_store import RoundStore, StoreConnector, serve
 from elastic_ext.rendezvous.shared_goodput import AgentPosition, EtcdGoodput
 
 logger = logging.getLogger(__name__)
+
+REPLACE_TIMEOUT_S = 5.0  # for the header to stop changing
 
 
 class OwnStore(Protocol):
@@ -179,6 +183,11 @@ class EtcdRendezvous(contract.Base):
     @property
     def drain(self) -> Drain | None:
         return drains.of_node(self._participant.header, self.node_id)
+
+    def replace_host(self, host: str, reason: str) -> Admission:
+        request = DrainRequest(host, reason, self.settings.refuse_node)
+        job = RunningJob(self._participant.client, self.get_run_id())
+        return job.admit(request, REPLACE_TIMEOUT_S, needs_spare=True)[0]
 
     def share_goodput(self, spent: Spent) -> Shared:
         return self._goodput.share(spent)

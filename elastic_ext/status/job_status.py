@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, StateSeconds
@@ -32,10 +31,7 @@ from elastic_ext.status.status_records import (
 )
 from elastic_ext.telemetry import families
 
-STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
-MAX_STRAGGLERS = 32
 FRESH_S = 1.0  # that the workers of one node may start after those of another
-ENOUGH_NODES = 3  # whose paces have a median that shows a slow one
 MAX_TEXT = 600  # characters of a reason
 MAX_AT = 40  # of a time
 
@@ -92,7 +88,7 @@ def build(sources: Sources) -> Document:
         nodes=tuple(nodes),
         rounds=tuple(replace(each, why=cut(shown(verdicts.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
         failures=failures,
-        stragglers=_stragglers(reports, nodes),
+        stragglers=_stragglers(reports),
         refused=tuple(Refusal(shown(host), cut(shown(why), MAX_TEXT)) for host, why in sorted(status.refused.items())),
         goodput=tuple(StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
         goodput_points=own.points if own is not None else (),
@@ -246,21 +242,11 @@ def _failure(verdict: JobVerdict) -> Failure:
     )
 
 
-def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]], nodes: list[NodeStatus]) -> tuple[Straggler, ...]:
-    """Return the slowest. Where collectives keep all ranks in step, a step takes all of them equally long."""
-    found = [
-        Straggler(shown(report.name), pace.rank, round(pace.skew, 3))
-        for report, _ in reports.values()
-        if report.state == families.RUNNING
-        for pace in report.pace
-        if pace.skew >= STRAGGLER_SKEW
-    ]
-    paces = {each.id: each.steps_per_s for each in nodes if each.state == families.RUNNING and each.steps_per_s}
-    if len(paces) >= ENOUGH_NODES:
-        usual = median(paces.values())
-        slow = ((each, usual / paces[each.id]) for each in nodes if each.id in paces)
-        found += [Straggler(node.name, -1, round(skew, 3)) for node, skew in slow if skew >= STRAGGLER_SKEW]
-    return tuple(sorted(found, key=lambda each: -each.skew)[:MAX_STRAGGLERS])
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
+    """Return those that the node of rank 0 has found. Another node may have had that rank before."""
+    found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
+    newest = max(found, key=lambda report: report.round, default=None)
+    return tuple(replace(each, node=shown(each.node)) for each in newest.stragglers) if newest is not None else ()
 
 
 def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]:

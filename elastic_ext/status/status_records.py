@@ -25,11 +25,35 @@ Ratio = Annotated[float, Within(0, 1e9)]
 
 
 @dataclass(frozen=True)
-class Pace:
-    """A worker's time per step relative to the median of its node. rank: global."""
+class Straggler:
+    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others; see `hangs.lateness`.
 
+    Attributes:
+        late_s, p90_s: per step, median and 90th percentile.
+        share: part of a step that it is late by.
+        error_s: by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host.
+    """
+
+    node: NameOrEmpty
     rank: Rank
-    skew: Ratio
+    late_s: Seconds
+    p90_s: Seconds
+    step_s: Seconds
+    share: Ratio
+    error_s: Seconds = 0.0
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.node}" if self.rank >= 0 else f"{self.node}, with all its ranks,"
+
+    @property
+    def text(self) -> str:
+        clocks = f" (clocks aligned to {self.error_s * 1e3:.2g} ms)" if self.error_s else ""
+        return f"{self.who} is late by {_ms(self.late_s)} of a step of {_ms(self.step_s)}: {self.share:.0%}{clocks}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,7 @@ class NodeReport:
         last_step_s: age of the last step of the worker whose last step is oldest; None before the first.
         saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.
         standbys: warm standbys that are ready.
-        pace: of its workers, those that are known.
+        stragglers: of the whole job. Only the node of rank 0 reports them.
         at: wall clock of the node at this moment, as text, for people only.
         rounds: those that this agent saw, oldest first. Only the node of rank 0 reports them.
     """
@@ -76,7 +100,7 @@ class NodeReport:
     saved_step: Step | None = None
     saved_s: Seconds | None = None
     standbys: Count = 0
-    pace: tuple[Pace, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
     at: str = ""
     rounds: tuple[RoundSpan, ...] = ()
 
@@ -217,15 +241,6 @@ class NodeStatus:
     standbys: int = 0
     seen_s: float | None = None
     told_at: str = ""
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A worker that takes longer per step than the median of its node, by this factor; or a node, rank -1, than the others."""
-
-    node: str
-    rank: int
-    skew: float
 
 
 @dataclass(frozen=True)

@@ -54,15 +54,11 @@ RESTART_KINDS = frozenset({*KINDS, MEMBERSHIP})
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """One worker at the time of a scrape: its ranks, and its row of the progress table.
-
-    skew: its recent time per step divided by the median of this agent's workers; None if unknown.
-    """
+    """One worker at the time of a scrape: its ranks, and its row of the progress table."""
 
     local_rank: int
     rank: int
     row: Progress
-    skew: float | None = None
 
 
 class UnixClock:
@@ -304,7 +300,6 @@ class AgentMetrics(FamilyCollector):
         yield "steps", (), row.steps
         yield "step_seconds", (), Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
         yield "last_step_timestamp_seconds", (), self._clock.at(row.last_step_ns / 1e9) if row.last_step_ns else None
-        yield "step_skew_ratio", (), each.skew
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
         yield "checkpoint_saves", (SAVED,), row.saves

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from elastic_ext.base.goodput import Shared
 from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.printable import shown
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import UnixClock
 from elastic_ext.telemetry.families import DECISIONS, FAILED, OK, OTHER, FamilyCollector, HistogramCounts, Labels, Values
@@ -70,6 +71,31 @@ class VerdictMetrics(FamilyCollector):
             self._counts["elastic_ext_refused_nodes"][()] = len(self._refused)
             found = [(name, labels, value) for name, counts in self._counts.items() for labels, value in counts.items()]
         yield from found
+
+
+class LatenessMetrics(FamilyCollector):
+    """The ranks and hosts of the job that are late. Any thread may call any method."""
+
+    table = families.LATENESS
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, Labels, float | None]] = []  # replaced, never changed
+
+    def show(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
+        """Show these and no others.
+
+        Args:
+            named: host, rank (-1: the whole host), seconds and share of a step of each.
+            largest: share of the latest, named or not; None if unknown.
+        """
+        found: list[tuple[str, Labels, float | None]] = [("elastic_ext_lateness_largest_ratio", (), largest)]
+        for host, rank, late_s, share in named:
+            labels = shown(host), str(rank) if rank >= 0 else ""
+            found += [("elastic_ext_straggler_seconds", labels, late_s), ("elastic_ext_straggler_ratio", labels, share)]
+        self._found = found
+
+    def values(self) -> Values:
+        yield from self._found
 
 
 @dataclass(frozen=True)

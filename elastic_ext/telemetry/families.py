@@ -263,6 +263,21 @@ VERDICTS = {
     ),
     "elastic_ext_refused_nodes": gauge("Hosts that the job refuses now, by the verdicts that this agent has seen.", known=ZERO),
 }
+# Of the whole job, on the agent of rank 0 only; see `collectors`.
+LATENESS = {
+    "elastic_ext_straggler_seconds": gauge(
+        "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
+        "host. Of the whole job, on the agent of rank 0 only.",
+        "host",
+        "rank",
+        most="32",
+    ),
+    "elastic_ext_straggler_ratio": gauge("The same, as a share of the step.", "host", "rank", most="32"),
+    "elastic_ext_lateness_largest_ratio": gauge(
+        "The latest rank or host of the job by the last comparison, named or not, as a share of a step; on the agent of rank 0 "
+        "only."
+    ),
+}
 # With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
 ETCD_CALL = "elastic_ext_etcd_call_seconds"
 ETCD_CALLS = "elastic_ext_etcd_calls"
@@ -294,7 +309,6 @@ WORKERS = _per_worker(
         "_steps": counter("Optimizer steps of the worker since its start."),
         "_step_seconds": summary("Time from one optimizer step to the next, with all that the script does between them."),
         "_last_step_timestamp_seconds": gauge("Time of the worker's last optimizer step."),
-        "_step_skew_ratio": gauge("Recent time per optimizer step, relative to the median of this agent's workers."),
         "_saved_step": gauge("Step of the last checkpoint that this worker saw committed."),
         "_last_save_timestamp_seconds": gauge("Time at which the worker last saw a checkpoint committed."),
         "_checkpoint_saves": counter(

@@ -8,7 +8,8 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
     progress          path of the progress table
     slot              int, number of this worker's row in the table
     wake_pipe         path of the agent's wake pipe: the worker writes one byte when it has changed what the agent waits for
-    stacks            path of the file to which STACKS_SIGNAL appends the stacks of all threads; beside it, see `collective_path`
+    stacks            path of the file to which STACKS_SIGNAL appends the stacks of all threads; beside it, see
+                      `collective_path` and `issued_path`
     stderr            path of a named pipe to open as the worker's stderr
     quiet_traceback   bool: the agent shows the traceback, so the worker need not print it
     modules           path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
@@ -91,6 +92,11 @@ def loads(text: str) -> "WorkerMessage":
 def collective_path(stacks: "str | None") -> "str | None":
     """Return where the worker writes which collective does not complete, as JSON. stacks: see the message."""
     return None if stacks is None else f"{stacks}.collective"
+
+
+def issued_path(stacks: "str | None") -> "str | None":
+    """Return where the worker writes when it issued its collectives, as a `hangs.lateness.WorkerSample`. stacks: see there."""
+    return None if stacks is None else f"{stacks}.issued"
 
 
 def posts_status() -> bool:

@@ -163,15 +163,15 @@ STRAGGLERS = Row(
     "Stragglers",
     (
         lines(
-            "Step time against the job's median",
-            "none",
-            (f"topk(10, {of_run('worker:elastic_ext_worker_step_seconds:skew5m')})", "rank {{rank}} on {{node}}"),
-            about="1: as the others. All ranks wait for the slowest.",
+            "Late ranks and hosts, as a share of a step",
+            "percentunit",
+            (f"topk(10, max by (host, rank) ({series('straggler_ratio')}))", "{{host}} {{rank}}"),
+            about="By how much later than the others they issue the collectives of a step. All ranks wait for the latest.",
         ),
         lines(
-            "Step time against the workers of the same agent",
-            "none",
-            (f"topk(10, {of_run('worker:elastic_ext_worker_step_skew_ratio:ranked')})", "rank {{rank}} on {{node}}"),
+            "The latest rank or host, named or not",
+            "percentunit",
+            (f"max({series('lateness_largest_ratio')})", "share of a step"),
         ),
         lines(
             "Step time",

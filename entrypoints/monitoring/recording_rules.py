@@ -21,7 +21,8 @@ NEWEST = "agent:elastic_ext_info:newest"
 GAUGES = (
     *("agent_state", "round", "world_size", "restarts_charged", "max_restarts", "node_strikes", "refused_nodes"),
     *("last_recovery_seconds", "standbys", "goodput_ratio", "checkpoint_copy_lag_steps"),
-    *("worker_info", "worker_step_skew_ratio", "worker_last_step_timestamp_seconds", "worker_last_save_timestamp_seconds"),
+    *("straggler_seconds", "straggler_ratio", "lateness_largest_ratio"),
+    *("worker_info", "worker_last_step_timestamp_seconds", "worker_last_save_timestamp_seconds"),
     "worker_memory_step",
 )
 COUNTERS = (
@@ -147,8 +148,6 @@ OF_JOBS = (
     Rule(FAILED_IN_MEMORY, failed_share(PARTS), (("what", "transfer to another node"),)),
     Rule(MEAN, f"rate({STEP_SUM}[5m]) / (rate({STEP_COUNT}[5m]) > 0)"),
     Rule(MEDIAN, f"quantile by (run_id) (0.5, {MEAN})"),
-    Rule("worker:elastic_ext_worker_step_seconds:skew5m", f"{MEAN} / on (run_id) group_left () {MEDIAN}\n{WITH_RANK}"),
-    Rule("worker:elastic_ext_worker_step_skew_ratio:ranked", f"{labelled('worker_step_skew_ratio')}\n{WITH_RANK}"),
     Rule(
         "agent:elastic_ext_etcd_calls_failed:ratio_rate5m",
         f'sum by (run_id, node, {AGENT}) (rate({CALLS}{{outcome="failed"}}[5m]))\n'

@@ -223,5 +223,4 @@ def test_rows_of_the_metrics():
         Progress(0, 0, 0, 0, False),  # its bootstrap is not in place
     ]
     ranks = {0: 8, 1: 9, 2: 10}
-    assert progress_rows(workers, ranks, {}) == [WorkerProgress(0, 8, workers[0]), WorkerProgress(1, 9, workers[1])]
-    assert [each.skew for each in progress_rows(workers, ranks, {0: 1.0, 1: 3.0})] == [0.5, 1.5]
+    assert progress_rows(workers, ranks) == [WorkerProgress(0, 8, workers[0]), WorkerProgress(1, 9, workers[1])]

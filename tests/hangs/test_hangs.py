@@ -20,10 +20,9 @@ from elastic_ext.agent import launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.hangs import detector, watch
+from elastic_ext.hangs import detector
 from elastic_ext.hangs.detector import Stuck, WorkerStatus
 from elastic_ext.hangs.waits import WaitFor
-from elastic_ext.hangs.watch import StepMark
 from elastic_ext.workers import progress_layout
 from tests import jobs
 from tests.embedded_server import EmbeddedServer
@@ -394,21 +393,6 @@ def stop(clock: Clock, working: bool) -> float:
 def raised(clock: Clock) -> float:
     assert clock.alarms, "the clock and its workers would never raise one"
     return float(re.findall(r"at (\d+) s", clock.alarms[0])[0])
-
-
-# Stragglers.
-
-
-def test_the_slow_one_is_named_by_how_much():
-    before = {rank: StepMark(10, 100.0) for rank in range(4)}
-    now = {rank: StepMark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
-    times = watch.step_times(before, now)
-    assert times == pytest.approx({0: 1.0, 1: 1.1, 2: 2.0, 3: 0.9})
-    assert watch.stragglers(times) == pytest.approx({2: 2.0})
-    assert watch.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
-    assert watch.stragglers({0: 5.0}) == {}
-    assert watch.step_times(before, {**now, 3: StepMark(19, 118.0)}) is None  # too few to say
-    assert watch.step_times({}, now) is None
 
 
 # Real jobs.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_ext.base.collectives import Collective
-from elastic_ext.hangs import stacks
+from elastic_ext.hangs import lateness, stacks
 from elastic_ext.hangs.process_stats import ProcessStats
 from elastic_ext.hangs.stacks import Stay, without_our_thread
 from elastic_ext.hangs.waits import WaitFor
@@ -172,3 +172,93 @@ def test_stacks_do_not_show_our_own_thread():
     assert without_our_thread(script) == script
     assert without_our_thread(ours) == ours[ours.index("Current") :]
     assert without_our_thread("") == ""
+
+
+# When this rank issued its collectives.
+
+
+def dump_of(numbers, group=("0", "default_pg"), **changes):
+    entries = [
+        {
+            "collective_seq_id": number,
+            "is_p2p": False,
+            "process_group": list(group),
+            "thread_id": "1",
+            "time_created_ns": number * 1_000_000,
+            **changes,
+        }
+        for number in numbers
+    ]
+    return json.dumps(
+        {"comm_lib_version": "", "entries": entries, "pg_status": {}}, sort_keys=True, separators=(",", ":")
+    ).encode()
+
+
+@pytest.mark.parametrize("most", [1, 7, 300])
+def test_only_the_newest_collectives_of_a_dump_are_parsed(most):
+    found = recorder.newest(dump_of(range(300)), most)
+    assert [each["collective_seq_id"] for each in found] == list(range(300 - most, 300))
+
+
+def test_a_dump_that_is_written_another_way_is_parsed_as_a_whole():
+    text = json.dumps(json.loads(dump_of(range(30))), indent=1)
+    assert [each["collective_seq_id"] for each in recorder.newest(text, 2)] == [28, 29]
+    assert recorder.newest(b'{"version": "2.10"}', 5) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [(range(100), 64), (range(31, 100), 64), (range(65, 127), None), (range(40, 97), 64), (range(31), None), ([], None)],
+)
+def test_all_ranks_choose_the_same_window(numbers, expected):
+    chosen = recorder.window({number: number * 10 for number in numbers}, 32)
+    assert (chosen[0] if chosen else None) == expected
+    if chosen:
+        assert chosen[1] == [number * 10 for number in range(expected, expected + 32)]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(2, 256), (256, 256), (512, 128), (100_000, 32)])
+def test_a_window_of_many_ranks_is_shorter(size, expected):
+    assert recorder.window_of(size) == expected
+
+
+@pytest.fixture
+def four_ranks(monkeypatch):
+    """The default group of four ranks, whose last collective is the value of this."""
+    last = [10]
+    module = SimpleNamespace(
+        _dump_nccl_trace_json=lambda **_: b'{"version": "2.10"}', _dump_fr_trace_json=lambda **_: dump_of(range(last[0] + 1))
+    )
+    world = SimpleNamespace(pg_names={"pg": "0", "alone": "1"}, pg_group_ranks={"pg": {0: 0, 1: 1, 2: 2, 3: 3}, "alone": {2: 0}})
+    monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
+    monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+    return last
+
+
+def test_a_rank_samples_after_the_same_steps_as_the_others(four_ranks):
+    steps, published = [1], []
+    sampler = recorder.Sampler(lambda: steps[0], published.append)
+    sampler.look(2 * S)
+    steps[0] = 31
+    sampler.look(5 * S)  # a step takes 0.1 s
+    assert sampler.at_step == 128
+    steps[0], four_ranks[0] = 127, 126 * 6
+    sampler.look(14 * S)
+    assert published == []
+    steps[0], four_ranks[0] = 129, 128 * 6 + 10
+    sampler.look(15 * S)
+    (text,) = published
+    sample = lateness.decode_worker(text, "it")
+    assert (sample.step, sample.step_us) == (128, 13 * 10**6 // 128)
+    (window,) = sample.windows
+    assert (window.group, window.first, window.per_step, len(window.after_us)) == ("1 0 0 4", 512, 6.0, 256)
+    assert window.after_us[:3] == (0, 1000, 2000)
+
+
+def test_a_rank_alone_samples_nothing(monkeypatch):
+    monkeypatch.setitem(
+        recorder.sys.modules,
+        "torch.distributed.distributed_c10d",
+        SimpleNamespace(_world=SimpleNamespace(pg_names={"pg": "0"}, pg_group_ranks={"pg": {0: 0}})),
+    )
+    assert recorder.issued() == {}

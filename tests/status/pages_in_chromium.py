@@ -97,7 +97,7 @@ def document(count: int = 4, state: str = "running", name: str = "n{}", last: Fa
         nodes=nodes,
         rounds=rounds,
         failures=(failure(), *([last] if last else [])),
-        stragglers=(Straggler("n2", 17, 1.43), Straggler("n1", -1, 1.21)),
+        stragglers=(Straggler("n2", 17, 0.021, 0.025, 0.064, 0.328), Straggler("n1", -1, 0.006, 0.01, 0.064, 0.09, 0.0004)),
         goodput=spent(60),
         goodput_points=points,
         unknown=(Unknown("failures", "only verdicts that this node has heard"),),

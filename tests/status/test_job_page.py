@@ -68,7 +68,7 @@ def test_text_of_others_stays_text(browser: Any) -> None:
     shown = replace(
         shown,
         job=replace(shown.job, run_id=hostile, state=hostile, reason=hostile, backend=hostile),
-        stragglers=(Straggler(hostile, 1, 2.0),),
+        stragglers=(Straggler(hostile, 1, 0.02, 0.03, 0.06, 0.33),),
         refused=(Refusal(hostile, hostile),),
         goodput=(StateSeconds(hostile, 9.0), StateSeconds("constructor", 1.0)),
         unknown=(Unknown(hostile, hostile),),

@@ -177,7 +177,7 @@ def test_workers_are_shown() -> None:
     began, at = time.time(), time.monotonic_ns() - 2 * 10**9
     saves = {"saved_step": 8, "saved_ns": at - 98 * 10**9, "saves": 2, "failed_saves": 3, "saving_s": 0.7}
     rows = [
-        WorkerProgress(0, 8, Progress(7, 12, at - 5_500_000_000, at, True, **saves), 1.5),
+        WorkerProgress(0, 8, Progress(7, 12, at - 5_500_000_000, at, True, **saves)),
         WorkerProgress(1, 9, Progress(8, 0, 0, 0, True)),
     ]
     metrics = agent(progress=lambda: rows, gpus=lambda: ["GPU-1"])
@@ -191,7 +191,6 @@ def test_workers_are_shown() -> None:
         ("elastic_ext_worker_steps_total", first): 12,
         ("elastic_ext_worker_step_seconds_count", first): 11,
         ("elastic_ext_worker_step_seconds_sum", first): 5.5,
-        ("elastic_ext_worker_step_skew_ratio", first): 1.5,
         ("elastic_ext_worker_saved_step", first): 8,
         ("elastic_ext_worker_checkpoint_saves_total", (*first, ("outcome", "saved"))): 2,
         ("elastic_ext_worker_checkpoint_saves_total", (*first, ("outcome", "failed"))): 3,

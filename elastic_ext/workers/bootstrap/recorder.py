@@ -1,4 +1,5 @@
-"""Reads torch's flight recorder in a worker: since when has a collective of this process been outstanding, and which?
+"""Reads torch's flight recorder in a worker: since when has a collective of this process been outstanding, and which? And when
+did this rank issue its last collectives, which the agents compare with the other ranks (`hangs.lateness`)?
 
 The recorder counts, per process group, the last collective that was enqueued and the last that has completed (torch 2.8 to 2.15,
 NCCL and gloo). Asked for these counts alone, it answers in less than a millisecond, wherever the training thread is. But they may
@@ -7,6 +8,8 @@ last one of a group which is destroyed right after it, and NCCL counts sends and
 question which collectives are outstanding, which takes up to 0.1 s to answer. Where the recorder is off
 (TORCH_FR_BUFFER_SIZE=0) it knows no groups. Loaded by path at the first step, so it uses only the standard library and what the
 script has imported.
+
+Times of the recorder are those of CLOCK_REALTIME (c10::getTime of torch 2.8 to 2.15, on Linux).
 """
 
 import json
@@ -24,6 +27,12 @@ ASKED_NS = 4 * 10**9
 """Without a change of the counts for this time, the recorder is asked which collectives are outstanding."""
 AGAIN_NS = 10 * 10**9
 """... and again after this time."""
+SAMPLE_S = 10.0
+"""From one sample of issued collectives to the next, at least, and less than twice as long."""
+MOST, LEAST = 256, 32  # numbers of a group in a sample
+NUMBERS = 2**16
+"""Of all ranks of a group in their samples, above LEAST for each: the agent of rank 0 reads them all."""
+_ENTRY = b'{"collective_seq_id":'  # a collective in a dump begins with its first key: they are sorted
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and all others
 
 
@@ -72,11 +81,8 @@ def oldest() -> "dict[str, Any]":
     Not one of a group that is gone, nor one that a thread of the script's own waits for: another may do this rank's part
     meanwhile. Raises as `read` does.
     """
-    groups = sys.modules.get("torch.distributed.distributed_c10d")
     found = [each for _, said in _dumped(collectives=True) for each in said.get("entries", [])]
-    live = set(groups._world.pg_names.values()) if groups is not None else set()
-    main, dummy = threading.main_thread(), threading._DummyThread  # torch's own, as for the backward pass
-    others = {str(each.ident) for each in threading.enumerate() if each is not main and not isinstance(each, dummy)}
+    live, others = _ranks_of_groups(), _threads_of_the_script()
     found = [each for each in found if not each["retired"] and each["state"] != "completed" and not each["is_p2p"]]
     found = [each for each in found if each["process_group"][0] in live and each["thread_id"] not in others]
     if not found:
@@ -90,11 +96,139 @@ def oldest() -> "dict[str, Any]":
 
 def _compared(entry: "Mapping[str, Any]") -> "dict[str, Any]":
     """Return what else the agents compare over the ranks: see `base.collectives.Collective`."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    ranks_of, names = getattr(world, "pg_group_ranks", {}), getattr(world, "pg_names", {})
-    ranks = next((ranks_of.get(group, ()) for group, name in names.items() if name == entry["process_group"][0]), ())
+    ranks = _ranks_of_groups().get(entry["process_group"][0], [])
     shapes = json.dumps(entry.get("input_sizes", ""))
     return {"first": min(ranks, default=-1), "size": len(ranks), "shapes": shapes if len(shapes) <= 200 else ""}
+
+
+def _ranks_of_groups() -> "dict[str, list[int]]":
+    """Return the ranks of each live process group, by its name."""
+    groups = sys.modules.get("torch.distributed.distributed_c10d")
+    if groups is None:
+        return {}
+    return {name: sorted(groups._world.pg_group_ranks.get(group, ())) for group, name in groups._world.pg_names.items()}
+
+
+def _threads_of_the_script() -> set[str]:
+    main, dummy = threading.main_thread(), threading._DummyThread  # torch's own, as for the backward pass
+    return {str(each.ident) for each in threading.enumerate() if each is not main and not isinstance(each, dummy)}
+
+
+def issued() -> dict[str, dict[int, int]]:
+    """Return when this rank issued its last collectives, by group and number, in ns of CLOCK_REALTIME.
+
+    A group's name tells its recorder, its own name, its first rank and its size: groups of other ranks may have the same name.
+    Operations that were issued as one have one number: the first counts. Raises as `read` does.
+    """
+    ranks = {name: each for name, each in _ranks_of_groups().items() if len(each) > 1}
+    found: dict[str, dict[int, int]] = {}
+    if not ranks:
+        return found
+    others, c10d = _threads_of_the_script(), sys.modules["torch._C._distributed_c10d"]
+    most = 2 * sum(window_of(len(each)) for each in ranks.values())
+    for kind, dump in enumerate(getattr(c10d, name, None) for name in _DUMPS):
+        entries = newest(dump(includeCollectives=True, onlyActive=False), most) if dump is not None else []
+        for each in entries:
+            name = each["process_group"][0]
+            if name in ranks and not each["is_p2p"] and each["thread_id"] not in others:
+                group = f"{kind} {name.replace('/', '_')} {ranks[name][0]} {len(ranks[name])}"
+                of = found.setdefault(group, {})
+                of.setdefault(int(each["collective_seq_id"]), int(each["time_created_ns"]))
+    return found
+
+
+def newest(dump: "bytes | str", most: int) -> "list[dict[str, Any]]":
+    """Return the last collectives of a dump, in order. Only these are parsed: all 2000 would take 20 ms."""
+    data = dump.encode() if isinstance(dump, str) else dump
+    begin = len(data)
+    for _ in range(most):
+        if (at := data.rfind(_ENTRY, 0, begin)) < 0:
+            break
+        begin = at
+    if begin == len(data):  # there is none, or a future torch writes them another way
+        return json.loads(data).get("entries", [])[-most:]  # type: ignore[no-any-return]
+    text, at, found, decode = data[begin:].decode(), 0, [], json.JSONDecoder().raw_decode
+    while True:
+        entry, at = decode(text, at)
+        found.append(entry)
+        if text[at] != ",":
+            return found
+        at += 1
+
+
+def window_of(size: int) -> int:
+    """Return how many collectives of a group of this size are in a sample: a power of two."""
+    window = MOST
+    while window > LEAST and window * size > NUMBERS:
+        window //= 2
+    return window
+
+
+def window(times: "Mapping[int, int]", length: int) -> "tuple[int, list[int]] | None":
+    """Return the first number and the times of the newest window without a gap that begins at a multiple of its length.
+
+    So all ranks choose the same numbers, unless they are about to begin the next window.
+    """
+    last = max(times, default=-1) // length * length + length
+    for first in (last - length, last - 2 * length):
+        if all(number in times for number in range(first, first + length)):
+            return first, [times[number] for number in range(first, first + length)]
+    return None
+
+
+class Sampler:
+    """Samples when this rank issued its last collectives, after the same optimizer steps as the other ranks do: a dump stops the
+    script for some ms, and if the ranks stopped at different moments, each would wait for all others.
+
+    Attributes:
+        at_step: the number of steps after which the next sample is due; 0: that is not known yet.
+    """
+
+    def __init__(self, steps: "Callable[[], int]", publish: "Callable[[str], None]") -> None:
+        """steps: returns the number of steps done. publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON."""
+        self.at_step = 0
+        self._steps, self._publish = steps, publish
+        self._before = (0, 0)  # steps and monotonic ns of the last sample
+        self._numbers: dict[str, int] = {}  # the last collective of each group then
+
+    def look(self, now_ns: int) -> None:
+        """Take a sample if it is due. now_ns: time.monotonic_ns(). Raises as `read` does, and OSError."""
+        steps, (steps_before, at_ns) = self._steps(), self._before
+        if not at_ns:
+            self._take(steps, now_ns, 0)
+        elif steps > steps_before and not self.at_step:
+            step_ns = max(1, (now_ns - at_ns) // (steps - steps_before))
+            every = 1 << (int(SAMPLE_S * 1e9) // step_ns).bit_length()
+            self.at_step = steps // every * every + every
+        elif self.at_step and steps >= self.at_step:
+            at_step, self.at_step = self.at_step, 0
+            self._take(steps, now_ns, at_step)
+
+    def _take(self, steps: int, now_ns: int, at_step: int) -> None:
+        ahead_ns = time.time_ns() - time.monotonic_ns()
+        found = issued()
+        (steps_before, at_ns), self._before = self._before, (steps, now_ns)
+        before, self._numbers = self._numbers, {group: max(times) for group, times in found.items()}
+        if not at_step:
+            return
+        windows = []
+        for group, times in found.items():
+            chosen = window(times, window_of(int(group.rpartition(" ")[2])))
+            per_step = (self._numbers[group] - before.get(group, 0)) / (steps - steps_before)
+            if chosen is not None and per_step > 0:
+                first, at = chosen
+                after_us = [(each - at[0]) // 1000 for each in at]
+                windows.append(
+                    {
+                        "group": group,
+                        "first": first,
+                        "per_step": round(per_step, 3),
+                        "base_us": (at[0] - ahead_ns) // 1000,
+                        "after_us": after_us,
+                    }
+                )
+        step_us = (now_ns - at_ns) // (steps - steps_before) // 1000
+        self._publish(json.dumps({"schema": 1, "step": at_step, "step_us": step_us, "windows": windows}))
 
 
 def _dumped(collectives: bool) -> "list[tuple[str, dict[str, Any]]]":
@@ -105,13 +239,14 @@ def _dumped(collectives: bool) -> "list[tuple[str, dict[str, Any]]]":
 
 
 class RecorderWatch(threading.Thread):
-    """Reads the counts every CHECK_S, until the script ends."""
+    """Reads the counts every CHECK_S, until the script ends, and lets the sampler look then, and when `wake` is set."""
 
     def __init__(
         self,
         publish: "Callable[[int, int], None]",
         describe: "Callable[[str], None]",
         warn: "Callable[[str], None]",
+        sampler: Sampler,
     ) -> None:
         """Prepare.
 
@@ -121,13 +256,30 @@ class RecorderWatch(threading.Thread):
             warn: gets the reason why the recorder cannot be read.
         """
         super().__init__(name="elastic_ext flight recorder", daemon=True)
-        self.over = threading.Event()
+        self.wake, self.sampler = threading.Event(), sampler
+        self._over = self._cannot_sample = False
         self._publish, self._describe, self._warn = publish, describe, warn
+
+    def end(self) -> None:
+        """End soon. Returns at once."""
+        self._over = True
+        self.wake.set()
+
+    def _sample(self) -> None:
+        try:
+            self.sampler.look(time.monotonic_ns())
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OSError, IndexError) as error:
+            self._warn(f"cannot sample torch's flight recorder: {error!r}; nothing says whether this rank is late")
+            self._cannot_sample, self.sampler.at_step = True, 0
 
     def run(self) -> None:
         outstanding, seen, asked_ns = Outstanding(), dict[str, tuple[int, int]](), 0
         found: dict[str, Any] = {}
-        while not self.over.wait(CHECK_S):
+        while True:
+            self.wake.wait(CHECK_S)
+            self.wake.clear()
+            if self._over:
+                break
             try:
                 counts, now_ns = read(), time.monotonic_ns()
                 since_ns = outstanding.since_ns(counts, now_ns)
@@ -143,4 +295,6 @@ class RecorderWatch(threading.Thread):
                 self._warn(f"cannot read torch's flight recorder: {error!r}; a hang of spinning collectives is noticed later")
                 break
             self._publish(since_ns if found else 0, now_ns)
+            if counts and not self._cannot_sample:
+                self._sample()
         self._publish(0, time.monotonic_ns())

@@ -115,14 +115,14 @@ class _Reports:
         self._row: memoryview | None = None
         self._wake_path: str | None = None
         self._modules_path: str | None = None
-        self._collective_path: str | None = None
+        self._stacks_path: str | None = None
         self._environ: dict[str, str] = {}
         self._recorder: Any = None  # recorder.RecorderWatch
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row = os.getpid(), row
         self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
-        self._collective_path = worker_env.collective_path(message.get("stacks"))
+        self._stacks_path = message.get("stacks")
         self._environ = dict(os.environ)
 
     def ending(self, error: BaseException, ended_ns: int) -> None:
@@ -143,25 +143,38 @@ class _Reports:
         def publish(since_ns: int, now_ns: int) -> None:
             row[layout.OUTSTANDING_NS], row[layout.OUTSTANDING_AT_NS] = since_ns, now_ns
 
-        path = self._collective_path
+        collective, issued = worker_env.collective_path(self._stacks_path), worker_env.issued_path(self._stacks_path)
 
         def describe(text: str) -> None:
             try:
-                if path is not None:
-                    error_file.replace(path, text)
+                if collective is not None:
+                    error_file.replace(collective, text)
             except OSError as error:
                 _warn(f"the agent cannot name the collective that does not complete: {error}")
 
+        def publish_sample(text: str) -> None:
+            if issued is not None:
+                error_file.replace(issued, text)
+                row[layout.SAMPLES] += 1
+                worker_env.wake(self._wake_path)
+
         try:
-            self._recorder = _load("recorder").RecorderWatch(publish, describe, _warn)
+            recorder = _load("recorder")
+            sampler = recorder.Sampler(lambda: row[layout.STEPS], publish_sample)
+            self._recorder = recorder.RecorderWatch(publish, describe, _warn, sampler)
             self._recorder.start()
         except (OSError, ImportError, RuntimeError) as error:  # elastic_ext is being replaced, or there are no more threads
             _warn(f"torch's flight recorder is not read: {error}; a hang of spinning collectives is noticed later")
 
+    def stepped(self, steps: int) -> None:
+        """Note the number of steps done, in the training thread."""
+        if self._recorder is not None and steps == self._recorder.sampler.at_step:
+            self._recorder.wake.set()
+
     def over(self) -> None:
         """The script is over."""
         if self._recorder is not None and self._pid == os.getpid():
-            self._recorder.over.set()
+            self._recorder.end()
 
     def exit_handlers_done(self) -> None:
         if self._row is not None and self._pid == os.getpid() and self._row[layout.ENDS_WITH]:
@@ -404,6 +417,7 @@ class _StepCounter:
             layout.settle(self._row, now)
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
+            _reports.stepped(self._row[layout.STEPS])
 
 
 def _untraced(hook: "Callable[..., None]") -> "Callable[..., None]":

@@ -1,0 +1,295 @@
+"""How long until a late rank or host is named, is it the right one, and is anything named in a job that nothing disturbs?
+
+    python benchmarks/stragglers.py [--repeat 3] [--rows rank-10,rank-30,host-10,host-30] [--seconds 120]
+                                    [--quiet-minutes 30] [--pairs 5] [--pair-seconds 40]
+
+Two nodes of two ranks, DDP over gloo, on one machine; `--rdzv-backend=ext_c10d`, with defaults. With root, the second node runs
+in a time namespace whose monotonic clock is 1000 s ahead, so that the agents have to align their clocks.
+
+    rank-N      from some moment on rank 3 sleeps longer in each step, by N % of it
+    host-N      ranks 2 and 3 do
+    quiet       nobody does, for --quiet-minutes, beside a process that uses a core for 5 s of each 10 s. Each rank computes for
+                about a third of its step. Whatever is named is a false name
+    overhead    the rate of steps, without sleeps, against the same with the recorder off (TORCH_FR_BUFFER_SIZE=0), where nothing
+                is sampled; in turns, and the median of the ratios of --pairs pairs
+
+Seconds until named count from the first late step to the event `straggler`. Stock torchrun has nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jobs
+import measure
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.etcd_server import free_port
+
+SCRIPT = Path(__file__).with_name("workers") / "straggling_job.py"
+STEP_S = 0.06
+BEGIN_S = 12.0  # after the first steps: the job has been sampled
+START_S = 180.0  # for a job to start and to end, on a busy machine
+AIM_S = 60.0  # until named
+AIM_OVERHEAD = 0.005
+MATMULS = 60  # of the row `quiet`: about 20 ms
+MATMULS_ALONE = 40  # of the row `overhead`, without sleeps
+AHEAD_S = 1000
+LOAD = "import time\nwhile True:\n    end = time.monotonic() + 5\n    while time.monotonic() < end: pass\n    time.sleep(5)\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """late: ranks. part: of a step. rank: to be named on the host; None: the host as a whole."""
+
+    title: str
+    late: tuple[int, ...]
+    part: float
+    rank: int | None
+
+
+ROWS = {
+    "rank-10": Row("one rank, by 10 % of a step", (3,), 0.1, 3),
+    "rank-30": Row("one rank, by 30 % of a step", (3,), 0.3, 3),
+    "host-10": Row("one host, by 10 % of a step", (2, 3), 0.1, None),
+    "host-30": Row("one host, by 30 % of a step", (2, 3), 0.3, None),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one job has shown.
+
+    Attributes:
+        stamps: of rank 0, by event; see straggling_job.py.
+        names: the events `straggler` that begin one.
+    """
+
+    stamps: dict[str, dict[str, Any]]
+    names: tuple[dict[str, Any], ...]
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second."""
+        begin, end = self.stamps.get("begin"), self.stamps.get("end")
+        return (end["steps"] - begin["steps"]) / (end["time"] - begin["time"]) if begin and end else None
+
+
+@dataclass(frozen=True)
+class Try:
+    """named_s: until the first name; None: nothing was named. right: it was the right one."""
+
+    named_s: float | None
+    right: bool
+    share: float | None
+
+
+def other_clock() -> list[str]:
+    """The beginning of a command that gives it a monotonic clock of its own; empty where that is not possible."""
+    unshare = shutil.which("unshare")
+    own = ["--time", f"--monotonic={AHEAD_S}", "--fork", "--kill-child"]
+    if unshare is None or os.geteuid() != 0:
+        return []
+    return [unshare, *own] if subprocess.run([unshare, *own, "true"], capture_output=True, check=False).returncode == 0 else []
+
+
+def run_job(plan: dict[str, Any], end_when_named: bool, **variables: str) -> Found:
+    """Run one job of two nodes. plan: what straggling_job.py wants, without its files. Raises RuntimeError: it did not train."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        events, output = folder / "events", folder / "output"
+        files = {"stamps": str(folder / "stamps"), "until": str(events if end_when_named else folder / "never")}
+        where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=stragglers", "--nnodes=2"]
+        where.append("--local-addr=127.0.0.1")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2"]
+        script = [str(SCRIPT), json.dumps(plan | files)]
+        commands = [
+            [*prefix, "env", f"ELASTIC_EXT_NODE_NAME={name}", *torchrun, *script]
+            for name, prefix in (("na", []), ("nb", other_clock()))
+        ]
+        env = jobs.environment(ELASTIC_EXT_EVENTS_FILE=str(events), **variables)
+        with open(output, "w", errors="replace") as file:
+            jobs.run_all(commands, directory, env, file, plan["seconds"] + START_S)
+        found = Found(_stamps(folder / "stamps"), tuple(_names(events)))
+        if "end" not in found.stamps:
+            raise RuntimeError(f"the job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
+        return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        yield json.loads(line)
+
+
+def _stamps(path: Path) -> dict[str, dict[str, Any]]:
+    return {each["event"]: each for each in _lines(path)}
+
+
+def _names(path: Path) -> Iterator[dict[str, Any]]:
+    for each in _lines(path):
+        if each["event"] == "straggler" and each["late"]:
+            yield each
+
+
+def outcome(found: Found, row: Row) -> Try:
+    """Judge one job."""
+    late = found.stamps.get("late")
+    if late is None or not found.names:
+        return Try(None, False, None)
+    first = found.names[0]
+    named_s = datetime.fromisoformat(first["time"].replace("Z", "+00:00")).timestamp() - late["time"]
+    right = all(each["rank"] == row.rank and each["host"] != late["host"] for each in found.names) and named_s >= 0
+    return Try(named_s, right, first["share"])
+
+
+def one_try(row: Row, seconds: float) -> Try:
+    plan = {"step_s": STEP_S, "matmul": 0, "late": row.late, "late_s": STEP_S * row.part, "begin_s": BEGIN_S}
+    return outcome(run_job(plan | {"seconds": BEGIN_S + seconds}, end_when_named=True), row)
+
+
+@contextmanager
+def load() -> Iterator[None]:
+    """A process that uses a core half of the time."""
+    process = subprocess.Popen([sys.executable, "-c", LOAD])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def quiet(minutes: float) -> dict[str, Any]:
+    """Run the job that nothing disturbs but the load."""
+    plan = {"step_s": STEP_S - 0.02, "matmul": MATMULS, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": 60 * minutes}
+    with load():
+        found = run_job(plan, end_when_named=False)
+    return {
+        "minutes": minutes,
+        "false_names": len(found.names),
+        "names": [{key: each[key] for key in ("host", "rank", "seconds", "share")} for each in found.names],
+        "steps_s": measure.rounded(found.rate),
+    }
+
+
+def overhead(pairs: int, seconds: float) -> dict[str, Any]:
+    """Compare rates of steps."""
+    plan = {"step_s": 0.0, "matmul": MATMULS_ALONE, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": seconds}
+    ratios, rates = [], []
+    for pair in range(pairs):
+        found: dict[str, float | None] = {}
+        for side in ("on", "off") if pair % 2 else ("off", "on"):
+            variables = {"TORCH_FR_BUFFER_SIZE": "0"} if side == "off" else {}
+            found[side] = run_job(plan, end_when_named=False, **variables).rate
+        print("overhead", found, file=sys.stderr, flush=True)
+        if (ratio := measure.ratio(found["on"], found["off"])) is not None:
+            ratios.append(ratio)
+            rates.append(found["on"])
+    middle = measure.median(ratios)
+    return {
+        "ratio": measure.rounded(middle, 4),
+        "all": [measure.rounded(each, 4) for each in ratios],
+        "steps_s": measure.rounded(measure.median([each for each in rates if each is not None])),
+        "seconds": seconds,
+        "kept": middle is not None and middle >= 1 - AIM_OVERHEAD,
+    }
+
+
+def summary(tries: Sequence[Try]) -> dict[str, Any]:
+    named_s = [each.named_s for each in tries if each.named_s is not None]
+    return {
+        "tries": len(tries),
+        "right": sum(each.right for each in tries),
+        "median_s": measure.rounded(measure.median(named_s), 1),
+        "all_s": [measure.rounded(each, 1) for each in named_s],
+        "share": measure.rounded(measure.median([each.share for each in tries if each.share is not None])),
+    }
+
+
+def kept(record: dict[str, Any]) -> bool:
+    """Whether all aims were reached, of what was measured."""
+    rows = all(row["right"] == row["tries"] and max(row["all_s"], default=AIM_S + 1) <= AIM_S for row in record["rows"])
+    calm = record["quiet"] is None or record["quiet"]["false_names"] == 0
+    return rows and calm and (record["overhead"] is None or record["overhead"]["kept"])
+
+
+def shown(record: dict[str, Any]) -> str:
+    cells = []
+    for row in record["rows"]:
+        seconds = [measure.shown(each, 0) for each in (row["median_s"], max(row["all_s"], default=None))]
+        cells.append([ROWS[row["row"]].title, f"{row['right']} of {row['tries']}", *seconds, measure.shown(row["share"])])
+    parts = [measure.table(["late", "named right", "seconds", "at most", "share of a step"], cells)] if cells else []
+    if (calm := record["quiet"]) is not None:
+        parts.append(
+            f"A job that nothing disturbs, beside other load, for {calm['minutes']:g} minutes: {calm['false_names']} names."
+        )
+    if (cost := record["overhead"]) is not None:
+        parts.append(
+            f"Steps per second with the recorder and its samples, against without: {measure.shown(cost['ratio'], 4)} "
+            f"({len(cost['all'])} pairs of {cost['seconds']:g} s, {measure.shown(cost['steps_s'], 1)} steps/s; "
+            f"the aim is {1 - AIM_OVERHEAD:g})."
+        )
+    clocks = f"clocks {AHEAD_S} s apart" if record["clocks_apart"] else "one clock"
+    parts.append(f"Two nodes of two ranks on one machine, {clocks}, steps of {record['step_s'] * 1e3:g} ms.")
+    return "\n\n".join(parts)
+
+
+def draw(figure: Any, record: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    rows = record["rows"]
+    bars = axes.barh(range(len(rows)), [row["median_s"] or 0 for row in rows], height=0.5, color="#4c9f70")
+    axes.bar_label(bars, [f"{row['right']} of {row['tries']} right" for row in rows], padding=3)
+    for at, row in enumerate(rows):
+        axes.plot(row["all_s"], [at] * len(row["all_s"]), ".", color="#333333", markersize=4)
+    axes.axvline(AIM_S, color="#999999", linestyle=":", label="aim")
+    axes.set_yticks(range(len(rows)), [ROWS[row["row"]].title for row in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds until named", title="A rank or a host that is late")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, help="number of tries of each row")
+    parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s; or empty")
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long a name may take")
+    parser.add_argument("--quiet-minutes", type=float, default=30.0, help="length of the job that nothing disturbs; 0: none")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs for the overhead; 0: none")
+    parser.add_argument("--pair-seconds", type=float, default=40.0, help="length of each of them")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    args = parser.parse_args()
+    wanted = args.rows.split(",") if args.rows else []
+    if unknown := [row for row in wanted if row not in ROWS]:
+        parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join(ROWS)}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leave through the with blocks
+    machine = measure.machine()
+    jobs.adopt_orphans()
+    rows = []
+    for name in wanted:
+        tries = []
+        for _ in range(args.repeat):
+            tries.append(one_try(ROWS[name], args.seconds))
+            print(name, tries[-1], file=sys.stderr, flush=True)
+        rows.append({"row": name, **summary(tries)})
+    record: dict[str, Any] = {"benchmark": "stragglers", "rows": rows, "step_s": STEP_S, "clocks_apart": bool(other_clock())}
+    record["quiet"] = quiet(args.quiet_minutes) if args.quiet_minutes else None
+    record["overhead"] = overhead(args.pairs, args.pair_seconds) if args.pairs else None
+    record |= {"repeat": args.repeat, "machine": machine, "kept": kept(record)}
+    measure.publish(args.results, record, shown(record), lambda figure: draw(figure, record))
+    return 0 if record["kept"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

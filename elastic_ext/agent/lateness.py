@@ -1,0 +1,288 @@
+"""Which rank or host of this round is late: gathers the workers' samples, and compares them on the node of rank 0.
+
+Samples go through the round's store, which lives in the memory of rank 0's agent and ends with the round, as they do: in etcd
+each would be kept until the next compaction. For the comparison the clocks of hosts are aligned by asking each other agent for
+its time, through the same store, and not by the start of the round: two clocks drift apart by up to some ms a minute, and one
+start says nothing of its own error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistStoreError
+
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.base import round_store
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.held_signals import held, raise_again
+from elastic_ext.base.printable import shown
+from elastic_ext.base.records import RecordError
+from elastic_ext.base.round_store import Store
+from elastic_ext.hangs import lateness
+from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak, WorkerSample
+from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.rendezvous.drains import Answer
+from elastic_ext.status.status_records import Straggler
+from elastic_ext.workers import worker_env
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 5.0  # for the samples of other nodes, and for a question to them
+ANSWER = timedelta(seconds=1)  # for an answer, and for the next question, which take a millisecond
+LOOK_S = 0.05  # between two looks for what comes
+NO_QUESTION = "none"
+REPLACE = "replace"  # value of the setting slow_node
+JOIN_S = 1.0
+TURN_S = 0.2  # for each node that is asked before, at most; it takes about LOOK_S
+PINGS = 4  # of each host, of which the fastest counts
+MOST_SILENT = 3  # hosts that do not answer; then no more are asked in this comparison
+MAX_SAMPLE = 1 << 20  # bytes of a worker's file
+
+
+@dataclass(frozen=True)
+class OwnPlace:
+    """This node in the round. store_at: host and port of the round's store."""
+
+    host: str
+    rank: int
+    nodes: int
+    store_at: tuple[str, int]
+
+
+class StoreSilent(Exception):
+    """A key did not come in time, or the round is over."""
+
+
+def this_clock() -> str:
+    """Return what tells the monotonic clock of this process from others: the boot, and the namespace of clocks; "" if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}".replace("/", "_")
+    except OSError as error:
+        logger.debug("the clock of this host cannot be told from others: %s", error)
+        return ""
+
+
+class SlowNodes:
+    """Has the host of a straggler leave, by `slow_node=replace`. For one round, which ends when it does."""
+
+    def __init__(self, job: Rendezvous) -> None:
+        self._job = job
+        self._answered = ""  # the last answer, which is logged once
+
+    def look(self, named: Sequence[Streak], now: float) -> None:
+        """Ask the job if something is late enough. now: monotonic seconds. It may take seconds."""
+        settings = self._job.settings
+        streak = lateness.to_replace(named, now, settings.slow_node_after) if settings.slow_node == REPLACE else None
+        if streak is None:
+            return
+        reason = f"slow_node=replace: {straggler(streak).text}"
+        try:
+            admission = self._job.replace_host(streak.late.host, reason)
+        except (ElasticExtError, OSError) as error:
+            logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
+            return
+        if admission.reason != self._answered:
+            self._answered = admission.reason
+            leaves = admission.answer in (Answer.ADMITTED, Answer.ASKED)
+            what = "leaves at the next checkpoint" if leaves else "stays"
+            logger.warning("elastic_ext: %s %s (%s): %s", shown(streak.late.host), what, shown(admission.reason), shown(reason))
+
+
+class LatenessWatch(Companion):
+    """Compares the samples of one round, on a thread of its own: a store that hangs must not block the loop."""
+
+    def __init__(
+        self, node: OwnPlace, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: SlowNodes
+    ) -> None:
+        """on_compared: called on that thread, on the node of rank 0, with all that was found, and what is named now."""
+        self._node, self._on_compared, self._replacement = node, on_compared, replacement
+        self._clock = this_clock()
+        self._seen: list[int] = []
+        self._due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: workers have samples; False: the round is over
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._workers: LocalWorkers | None = None
+        self._store: Store | None = None
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._workers = workers
+
+    def check(self, workers: LocalWorkers) -> None:
+        samples = [row.samples for row in workers.read_progress()]
+        if samples == self._seen or not all(samples):
+            return
+        self._seen = samples
+        self._due.put(True)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="elastic_ext-lateness", daemon=True)
+            with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+                try:
+                    thread.start()
+                except RuntimeError as error:  # a limit on threads
+                    logger.warning("nothing says whether a rank is late: %s", error)
+                self._thread = thread
+            raise_again(received)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        # A thread that returned from torch's C++ code while the process ends would abort the process.
+        self._over.set()
+        self._due.put(False)
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except StoreSilent:
+            pass  # the round is over
+        except (RuntimeError, ValueError) as error:
+            log = logger.debug if self._over.is_set() else logger.warning
+            log("nothing says any more whether a rank is late: the store of the round does not answer: %s", error)
+        except Exception:  # the top of a thread
+            logger.exception("nothing says any more whether a rank is late")
+
+    def _serve(self) -> None:
+        streaks: Mapping[tuple[str, int], Streak] = {}
+        steps = [0, 0, 0]  # of the last samples
+        while self._due.get():
+            sample = self._own_sample()
+            if sample is None or (step := sample.ranks[0].sample.step) == steps[-1]:
+                continue  # not all workers have written theirs
+            steps = [*steps[1:], step]
+            if self._node.rank > 0:
+                self._give(sample, step, forget=steps[0])
+                continue
+            nodes, clocks = self._gather(sample, step)
+            found = lateness.compare(nodes, clocks)
+            streaks = lateness.follow(streaks, found, now := time.monotonic())
+            named = lateness.named(streaks)
+            self._on_compared(found, named)
+            self._replacement.look(named, now)
+
+    def _own_sample(self) -> NodeSample | None:
+        """Return the samples of this node's workers; None if they are not all of one step."""
+        assert self._workers is not None
+        found = []
+        for local_rank, rank in self._workers.ranks.items():
+            sample = _read_sample(self._workers.stacks_files.get(local_rank))
+            if sample is None:
+                return None
+            found.append(RankSample(rank, sample))
+        same = len({each.sample.step for each in found}) == 1
+        return NodeSample(self._node.host, self._clock, tuple(found)) if same else None
+
+    def _connected(self) -> Store:
+        if self._store is None:
+            self._store = round_store.connect(*self._node.store_at)
+        return self._store
+
+    def _give(self, sample: NodeSample, step: int, forget: int) -> None:
+        """Give this node's sample to the node of rank 0, and answer its questions about the time."""
+        store, node = self._connected(), self._node.rank
+        if forget:
+            store.delete_key(round_store.late(forget, node))
+        store.set(round_store.late(step, node), lateness.encode(sample))
+        for number in range(PINGS):
+            question = round_store.clock(step, node, number)
+            try:
+                if number:  # the answers count that come at once, and so not the first
+                    store.wait([question], ANSWER)
+                else:
+                    self._await(store, question, time.monotonic() + WAIT_S + TURN_S * node)
+                asked = store.get(question)
+            except (TimeoutError, DistStoreError):
+                return  # it does not compare this step, or no longer waits
+            if asked == NO_QUESTION.encode():
+                store.delete_key(question)
+                return
+            store.set(round_store.clock_answer(step, node, number), str(time.monotonic_ns() // 1000))
+
+    def _gather(self, own: NodeSample, step: int) -> tuple[list[NodeSample], list[Alignment]]:
+        """Return the samples of all nodes that have one of this step, the own one first, and how their clocks are aligned."""
+        nodes, clocks, silent = [own], [Alignment()], 0
+        by = time.monotonic() + WAIT_S
+        for node in range(1, self._node.nodes):
+            store, key = self._connected(), round_store.late(step, node)
+            try:
+                self._await(store, key, by)
+                sample = lateness.decode(store.get(key), key)
+            except (TimeoutError, RecordError) as error:
+                logger.debug("lateness: no sample of node %s after step %s: %s", node, step, error)
+                continue
+            nodes.append(sample)
+            if sample.clock and sample.clock == own.clock:
+                store.set(round_store.clock(step, node, 0), NO_QUESTION)
+                clocks.append(Alignment())
+            else:
+                pings = self._ping(store, node, step) if silent < MOST_SILENT else []
+                silent += not pings
+                clocks.append(lateness.aligned(pings))
+        return nodes, clocks
+
+    def _ping(self, store: Store, node: int, step: int) -> list[Ping]:
+        found = []
+        for number in range(PINGS):
+            question, answer = round_store.clock(step, node, number), round_store.clock_answer(step, node, number)
+            sent_us = time.monotonic_ns() // 1000
+            try:
+                store.set(question, "")
+                store.wait([answer], ANSWER)
+                answered_us = time.monotonic_ns() // 1000
+                found.append(Ping(sent_us, int(store.get(answer)), answered_us))
+            except DistStoreError:  # not in time
+                break
+            finally:
+                store.delete_key(question)
+                store.delete_key(answer)
+        return found
+
+    def _await(self, store: Store, key: str, by: float) -> None:
+        """Wait for a key. by: monotonic seconds. Raises TimeoutError; StoreSilent: the round is over.
+
+        It looks again and again: each `wait` of a store that is not in time writes two warnings to stderr (torch 2.13).
+        """
+        while not store.check([key]):
+            if self._over.wait(LOOK_S):
+                raise StoreSilent
+            if time.monotonic() >= by:
+                raise TimeoutError(f"{key} did not come in time")
+
+
+def straggler(streak: Streak) -> Straggler:
+    """Return the record of what is named, for the status."""
+    late = streak.late
+    error_s = (late.error_us or 0.0) / 1e6
+    return Straggler(
+        late.host,
+        late.rank,
+        round(max(0.0, late.median_us) / 1e6, 6),
+        round(max(0.0, late.p90_us) / 1e6, 6),
+        round(late.step_us / 1e6, 6),
+        round(max(0.0, late.share), 4),
+        round(error_s, 6),
+    )
+
+
+def _read_sample(stacks_file: str | None) -> WorkerSample | None:
+    path = worker_env.issued_path(stacks_file)
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return lateness.decode_worker(file.read(MAX_SAMPLE), path)
+    except FileNotFoundError:
+        return None
+    except (OSError, RecordError) as error:
+        logger.debug("cannot read %s: %s", path, error)
+        return None

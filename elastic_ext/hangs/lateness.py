@@ -1,0 +1,373 @@
+"""Which rank, or which host, keeps the others waiting? Decisions over plain values, standard library only.
+
+Steps of synchronous training take equally long on all ranks, so step times show no straggler. What differs is when each rank
+issues a collective, which torch's flight recorder knows (`workers.bootstrap.recorder`). A rank is late by how much later it
+issues a collective than the first rank of the group does. After a collective all ranks go on at the same moment, so the
+lateness at each adds up over a step. But ranks may run ahead: if the first rank issues a collective before the last one has
+issued the collective before it, no rank has waited for that one yet, and only the growth of the lateness counts. The same holds
+where lateness carries over from one collective to the next, as its small changes from step to step show: DDP issues the buckets
+of a step one after another and waits at its end.
+
+Two things are told apart, per group and step: by how much a rank is later than the other ranks of its host, which one clock
+shows exactly; and by how much a host, by its typical rank, is later than the typical host, by clocks that are aligned
+(`Alignment`). Every collective that the ranks wait for adds the error of the alignment once more.
+
+Invariant: what is named was late in NAMED_WINDOWS comparisons in a row, in each by SHARE of a step or more beyond the error, and
+in three quarters of its steps by half of that: noise of a loaded machine comes and goes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from elastic_ext.base import records
+from elastic_ext.base.records import Count, Name, NameOrEmpty, Rank, Within
+
+SHARE = 0.05  # of a step
+NAMED_WINDOWS = 3
+REPLACE_SHARE = 0.1  # of a step; a restart costs some steps, too
+FORGET_WINDOWS = 2  # without lateness, after which what was named is no longer
+LEAST_STEPS = 8  # in a window, to find out where lateness carries over
+CARRIED = 0.5  # of a change at one collective is seen at the next: all of it without a wait, none after one
+OUTLIER = 4.0  # times the usual distance from the middle
+SCHEMA = 1
+MAX_LATE = 32  # named at most, the latest first
+
+Microseconds = Annotated[int, Within(-(10**18), 10**18)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a rank issued collectives of a group.
+
+    Attributes:
+        group: its name, as `recorder.issued` makes it: of the same ranks everywhere.
+        first: number of the first collective; the others follow without a gap.
+        per_step: collectives of the group in an optimizer step.
+        base_us, after_us: time.monotonic_ns() // 1000 of the first one; of each, counted from there.
+    """
+
+    group: Name
+    first: Count
+    per_step: Annotated[float, Within(0, 1e9)]
+    base_us: Microseconds
+    after_us: tuple[Microseconds, ...]
+
+
+@dataclass(frozen=True)
+class WorkerSample:
+    """A worker's sample. step: number of steps since its start, the same in all samples to compare. step_us: of one step."""
+
+    step: Count
+    step_us: Microseconds
+    windows: tuple[Window, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """The sample of one rank of the job."""
+
+    rank: Rank
+    sample: WorkerSample
+
+
+@dataclass(frozen=True)
+class NodeSample:
+    """The samples of a node's workers, all of one step. clock: hosts with the same text have the same monotonic clock."""
+
+    host: NameOrEmpty
+    clock: NameOrEmpty
+    ranks: tuple[RankSample, ...]
+
+
+def encode(sample: NodeSample) -> str:
+    """Return a sample as JSON."""
+    return json.dumps({"schema": SCHEMA, **records.plain(sample)}, separators=(",", ":"))
+
+
+def decode(text: str | bytes, what: str) -> NodeSample:
+    """Read a node's sample. what: its key, for error messages. Raises RecordError."""
+    return records.read(NodeSample, text, what, SCHEMA)
+
+
+def decode_worker(text: str | bytes, what: str) -> WorkerSample:
+    """Read a worker's sample. what: its file, for error messages. Raises RecordError."""
+    return records.read(WorkerSample, text, what, SCHEMA)
+
+
+# The clocks of hosts.
+
+
+@dataclass(frozen=True)
+class Ping:
+    """One exchange with another host: when it was sent and answered by the own clock, and the time of the other clock between."""
+
+    sent_us: int
+    other_us: int
+    answered_us: int
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """By how much another host's clock is ahead of the own one, and by how much this may be wrong; None: nothing is known."""
+
+    ahead_us: float = 0.0
+    error_us: float | None = 0.0
+
+
+UNKNOWN_CLOCK = Alignment(error_us=None)
+
+
+def aligned(pings: Iterable[Ping]) -> Alignment:
+    """Return what the fastest exchange says: the other clock was read between its ends, so half of it is the most error."""
+    best = min(pings, key=lambda each: each.answered_us - each.sent_us, default=None)
+    if best is None:
+        return UNKNOWN_CLOCK
+    return Alignment(best.other_us - (best.sent_us + best.answered_us) / 2, (best.answered_us - best.sent_us) / 2)
+
+
+# One comparison.
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that is later than the others of its host, or a host that is later than the others.
+
+    Attributes:
+        rank: -1: of a host with several ranks.
+        median_us, p90_us: per step, over the window.
+        low_us: in three quarters of the steps it was as late as this, or later.
+        error_us: the error of the alignment; 0 within a host; None: nothing is known of a clock.
+        step_us: of a step.
+    """
+
+    host: str
+    rank: int
+    group: str
+    median_us: float
+    p90_us: float
+    low_us: float
+    error_us: float | None
+    step_us: float
+
+    @property
+    def share(self) -> float:
+        """Return the part of a step."""
+        return self.median_us / self.step_us if self.step_us > 0 else 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it is late, in this window."""
+        least = SHARE * self.step_us
+        return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
+
+
+@dataclass(frozen=True)
+class _Times:
+    """One rank's window by the clock of the host that compares. place: index of its node."""
+
+    place: int
+    at_us: Sequence[float]
+
+
+def compare(nodes: Sequence[NodeSample], clocks: Sequence[Alignment]) -> list[Late]:
+    """Return by how much each rank and each host is late, by the group in which it is latest. clocks: of each node."""
+    found: dict[tuple[str, int], Late] = {}
+    for group, windows in _by_group(nodes).items():
+        step_us = statistics.median(sample.step_us for _, _, sample, _ in windows)
+        per_step = max(1, round(statistics.median(each.per_step for *_, each in windows)))
+        times = {
+            rank: _Times(place, [each.base_us + after - clocks[place].ahead_us for after in each.after_us])
+            for place, rank, _, each in windows
+        }
+        for late in _of_group(group, times, per_step, step_us, nodes, clocks):
+            before = found.get((late.host, late.rank))
+            if before is None or late.median_us > before.median_us:
+                found[late.host, late.rank] = late
+    return list(found.values())
+
+
+def _by_group(nodes: Sequence[NodeSample]) -> dict[str, list[tuple[int, int, WorkerSample, Window]]]:
+    """Return the windows that most ranks of a group have, with index of the node, rank and sample."""
+    found: dict[str, list[tuple[int, int, WorkerSample, Window]]] = {}
+    for place, node in enumerate(nodes):
+        for each in node.ranks:
+            for window in each.sample.windows:
+                found.setdefault(window.group, []).append((place, each.rank, each.sample, window))
+    chosen = {}
+    for group, windows in found.items():
+        (first, length), _ = Counter((each.first, len(each.after_us)) for *_, each in windows).most_common(1)[0]
+        same = [each for each in windows if (each[3].first, len(each[3].after_us)) == (first, length)]
+        if len(same) > 1 and length > 1:
+            chosen[group] = same
+    return chosen
+
+
+def _of_group(
+    group: str,
+    times: Mapping[int, _Times],
+    per_step: int,
+    step_us: float,
+    nodes: Sequence[NodeSample],
+    clocks: Sequence[Alignment],
+) -> list[Late]:
+    ranks_of: dict[int, list[int]] = {}  # by place
+    for rank, each in times.items():
+        ranks_of.setdefault(each.place, []).append(rank)
+    found = []
+    for place, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            for rank, late_us in _beyond_typical(_per_step({each: times[each].at_us for each in ranks}, per_step)[0]).items():
+                found.append(_late(nodes[place].host, rank, group, late_us, 0.0, step_us))
+    if len(ranks_of) > 1:
+        late, waits = _per_step({rank: each.at_us for rank, each in times.items()}, per_step)
+        typical = {place: _lower_median([late[rank] for rank in ranks]) for place, ranks in ranks_of.items()}
+        for place, late_us in _beyond_typical(typical).items():
+            error_us = _error_us(place, {each: clocks[each] for each in ranks_of}, waits)
+            rank = nodes[place].ranks[0].rank if len(nodes[place].ranks) == 1 else -1
+            found.append(_late(nodes[place].host, rank, group, late_us, error_us, step_us))
+    return found
+
+
+def _late(host: str, rank: int, group: str, late_us: Sequence[float], error_us: float | None, step_us: float) -> Late:
+    ordered = sorted(late_us)
+    return Late(
+        host,
+        rank,
+        group,
+        statistics.median(ordered),
+        ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        ordered[len(ordered) // 4],
+        error_us,
+        step_us,
+    )
+
+
+def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], list[bool]]:
+    """Return by how much each rank issued each collective after the first rank did, and whether they may have waited before it.
+
+    They have not where the first rank ran ahead, nor where lateness carries over at this place of a step.
+    """
+    first, last = ([pick(column) for column in zip(*at_us.values(), strict=True)] for pick in (min, max))
+    late = {rank: [mine - earliest for mine, earliest in zip(times, first, strict=True)] for rank, times in at_us.items()}
+    carried = [_carries_over(late.values(), place, per_step) for place in range(per_step)]
+    waited = [first[at] >= last[at - 1] and not carried[at % per_step] for at in range(1, len(first))]
+    return late, [False, *waited]
+
+
+def _carries_over(late: Iterable[Sequence[float]], place: int, per_step: int) -> bool:
+    """Return whether a rank that is later than usual at one collective is so at the next, at this place of a step.
+
+    After a wait all begin anew, and what a rank is late by has nothing to do with what it was late by before.
+    """
+    products = squares = 0.0
+    for times in late:
+        begin = place or per_step
+        pairs = [_deviations(times[at::per_step]) for at in (begin - 1, begin)]
+        for before, now in zip(*pairs, strict=False):
+            products += before * now
+            squares += before * before
+    return squares > 0 and products / squares > CARRIED
+
+
+def _deviations(values: Sequence[float]) -> list[float]:
+    """Return how far each is from the middle one; outliers, as of a pause, count as a few times the usual distance."""
+    if len(values) < LEAST_STEPS:
+        return []
+    middle = statistics.median(values)
+    most = OUTLIER * statistics.median(abs(each - middle) for each in values)
+    return [max(-most, min(most, each - middle)) for each in values]
+
+
+def _per_step(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], float]:
+    """Return the lateness of each rank in each step, and how many collectives of a step all may have waited for.
+
+    A step is any `per_step` collectives in a row; a part of one is scaled.
+    """
+    late_us, waited = _lateness(at_us, per_step)
+    found = {}
+    for rank, late in late_us.items():
+        added = [late[at] if waited[at] else late[at] - late[at - 1] for at in range(1, len(late))]
+        size = min(per_step, len(added))
+        steps = [sum(added[at : at + size]) for at in range(0, len(added) - size + 1, size)]
+        found[rank] = [each * per_step / size for each in steps]
+    return found, max(1.0, per_step * sum(waited) / (len(waited) - 1))
+
+
+def _lower_median(values: Sequence[Sequence[float]]) -> list[float]:
+    """Return, for each step, the middle one of these: of an even number the lower one, so that half of them may be late."""
+    return [sorted(column)[(len(column) - 1) // 2] for column in zip(*values, strict=True)]
+
+
+def _beyond_typical(late_us: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    typical = _lower_median(list(late_us.values()))
+    return {key: [mine - usual for mine, usual in zip(values, typical, strict=True)] for key, values in late_us.items()}
+
+
+def _error_us(place: int, clocks: Mapping[int, Alignment], waits: float) -> float | None:
+    """Return by how much the lateness of a host in a step may be wrong. clocks: of the hosts in the group. waits: per step."""
+    if clocks[place].error_us is None:
+        return None
+    errors = sorted(math.inf if each.error_us is None else each.error_us for other, each in clocks.items() if other != place)
+    usual = errors[(len(errors) - 1) // 2]
+    return None if math.isinf(usual) else (clocks[place].error_us + usual) * waits  # type: ignore[operator]
+
+
+# From one comparison to the next.
+
+
+@dataclass(frozen=True)
+class Streak:
+    """For how many comparisons something has been late. missed: how many since. since: monotonic seconds of the first."""
+
+    late: Late
+    count: int
+    missed: int
+    since: float
+    named: bool
+
+
+Streaks = Mapping[tuple[str, int], Streak]  # by host and rank
+
+
+def follow(before: Streaks, found: Iterable[Late], now: float) -> dict[tuple[str, int], Streak]:
+    """Return what is late after another comparison. now: monotonic seconds. What it could not see stays as it was."""
+    after = dict(before)
+    for late in found:
+        key = late.host, late.rank
+        streak = after.get(key)
+        if late.counts:
+            count = streak.count + 1 if streak is not None else 1
+            since = streak.since if streak is not None else now
+            after[key] = Streak(late, count, 0, since, count >= NAMED_WINDOWS or (streak is not None and streak.named))
+        elif streak is not None:
+            missed = streak.missed + 1
+            if streak.named and missed < FORGET_WINDOWS:
+                after[key] = replace(streak, late=late, missed=missed)
+            else:
+                del after[key]
+    return after
+
+
+def named(streaks: Streaks) -> list[Streak]:
+    """Return what is named, the latest first."""
+    found = [each for each in streaks.values() if each.named]
+    return sorted(found, key=lambda each: -each.late.share)[:MAX_LATE]
+
+
+def to_replace(found: Iterable[Streak], now: float, after_s: float) -> Streak | None:
+    """Return what has been late for so long, and still is, that its host is worth a restart; the latest. found: see `named`."""
+    return next(
+        (
+            each
+            for each in found
+            if each.late.counts and not each.missed and each.late.share >= REPLACE_SHARE and now - each.since >= after_s
+        ),
+        None,
+    )

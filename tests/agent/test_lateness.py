@@ -1,0 +1,83 @@
+"""Late ranks and hosts of real jobs, by torch's flight recorder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, SCRIPTS, Job, ended
+from tests.until import until
+
+JOB = SCRIPTS / "late_job.py"
+STATUS = [sys.executable, "-m", "elastic_ext.cli", "status"]
+OTHER_CLOCK = ["unshare", "--time", "--monotonic=1000", "--fork", "--kill-child"]
+
+
+def stragglers(events: Path) -> list[dict[str, Any]]:
+    return [each for each in map(json.loads, events.read_text().splitlines()) if each["event"] == "straggler"]
+
+
+def other_clock() -> list[str]:
+    """The beginning of a command that gets a monotonic clock of its own, as on another host."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return []
+    return OTHER_CLOCK if subprocess.run([*OTHER_CLOCK, "true"], capture_output=True, check=False).returncode == 0 else []
+
+
+def nodes(stack: ExitStack, server: EtcdServer, tmp_path: Path, *late: str, names: str = "ab", conf: str = "") -> list[Job]:
+    """Start a job of two nodes of two ranks each, and spares. late: arguments of late_job.py after STOP."""
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=2"]
+    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf=last_call=1{conf}", JOB, str(tmp_path / "stop"), *late]
+    env = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events")}
+    clocks = {"b": other_clock()}
+    return [
+        stack.enter_context(Job([*clocks.get(name, []), *command], tmp_path, ELASTIC_EXT_NODE_NAME=f"n{name}", **env))
+        for name in names
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "who"), [(("3",), r"rank 3 on n[ab]"), (("2", "3"), r"n[ab], with all its ranks,")])
+def test_what_is_late_is_named_on_two_nodes(server, tmp_path, ranks, who):
+    with ExitStack() as stack:
+        jobs = nodes(stack, server, tmp_path, "0.04", "0.04", *ranks)
+        for job in jobs:
+            job.wait_for("rank . is process", 2)
+        (first,) = (job for job in jobs if "rank 0 is process" in job.out)
+        first.wait_for(f"{who} is late by .* ms of a step of .* ms: [0-9]+%")
+        where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
+        until(lambda: "straggler: " in ended([*STATUS, *where], 60).out)
+        (tmp_path / "stop").touch()
+        done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [0, 0], [each.err for each in done]
+    assert sum(len(re.findall("is late by", each.err)) for each in done) == 1
+    (event,) = stragglers(tmp_path / "events")
+    assert (event["late"], event["rank"]) == (True, int(ranks[0]) if len(ranks) == 1 else None)
+    assert 0.03 < event["seconds"] < 0.08
+    assert 0.2 < event["share"] < 0.8
+
+
+@pytest.mark.full
+def test_with_slow_node_replace_a_spare_takes_the_place_of_a_late_host(server, tmp_path):
+    """Once it has been late for slow_node_after, at the next checkpoint."""
+    conf = ",slow_node=replace,slow_node_after=1"
+    with ExitStack() as stack:
+        jobs = nodes(stack, server, tmp_path, "0.04", "0.04", "nb", conf=conf)
+        for job in jobs:
+            job.wait_for("rank . is process", 2)
+        (spare,) = nodes(stack, server, tmp_path, "0.04", "0.04", "nb", names="c", conf=conf)
+        spare.wait_for("rank . is process", 2)
+        (tmp_path / "stop").touch()
+        done = [job.finish() for job in (*jobs, spare)]
+    assert [each.returncode for each in done] == [0, 69, 0], [each.err for each in done]
+    assert "slow_node=replace: " in done[1].err

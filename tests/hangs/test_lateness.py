@@ -1,0 +1,196 @@
+"""Which rank or host is late: made-up jobs whose clocks differ, by what torch's flight recorder says of real ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from elastic_ext.hangs import lateness
+from elastic_ext.hangs.lateness import (
+    UNKNOWN_CLOCK,
+    Alignment,
+    Late,
+    NodeSample,
+    Ping,
+    RankSample,
+    Streak,
+    Window,
+    WorkerSample,
+    aligned,
+    compare,
+    follow,
+)
+
+MS = 1000
+STEP_US = 60 * MS
+LATENCY_US = 300
+
+
+def issued(
+    work_us: Callable[[int, int], float], ranks: int, steps: int, per_step: int, waits: Sequence[bool] | None = None
+) -> dict[int, list[float]]:
+    """Return when each rank issues each collective.
+
+    Args:
+        work_us: of a rank before collective number n.
+        waits: whether all ranks wait after the n-th of a step; by default at the end of a step only, as DDP does.
+    """
+    waits = waits or [False] * (per_step - 1) + [True]
+    at = dict.fromkeys(range(ranks), 0.0)
+    jitter_us = random.Random(7).gauss
+    found: dict[int, list[float]] = {rank: [] for rank in at}
+    for number in range(steps * per_step):
+        for rank in at:
+            at[rank] += work_us(rank, number) + jitter_us(0, 50)
+            found[rank].append(at[rank])
+        if waits[number % per_step]:
+            at = dict.fromkeys(at, max(at.values()) + LATENCY_US)
+    return found
+
+
+def samples(
+    times: Mapping[int, Sequence[float]],
+    per_node: int,
+    per_step: int,
+    ahead_us: Mapping[int, float] | None = None,
+    first: int = 256,
+) -> list[NodeSample]:
+    """Return them as the nodes report them, each by its own clock. ahead_us: of the clock of a node."""
+    nodes = []
+    for place in range(len(times) // per_node):
+        own = []
+        for rank in range(place * per_node, (place + 1) * per_node):
+            begin = int(times[rank][0] + (ahead_us or {}).get(place, 0.0)) + 10**9
+            after = tuple(int(each - times[rank][0]) for each in times[rank])
+            own.append(RankSample(rank, WorkerSample(512, STEP_US, (Window("1 0 0 4", first, per_step, begin, after),))))
+        nodes.append(NodeSample(f"n{place}", f"clock {place}", tuple(own)))
+    return nodes
+
+
+def late_by(found: Sequence[Late]) -> dict[tuple[str, int], float]:
+    """Return those that count, in ms."""
+    return {(each.host, each.rank): round(each.median_us / MS, 1) for each in found if each.counts}
+
+
+EXACT = [Alignment(), Alignment()]
+
+
+def test_a_rank_that_sleeps_is_late_and_the_others_are_not():
+    """As measured: it issues the first collective of a step late, and all that follow, since no rank waits between them."""
+    times = issued(lambda rank, number: 20 * MS if number % 3 else 20 * MS + 21 * MS * (rank == 1), 4, 80, 3)
+    assert late_by(compare(samples(times, 2, 3), EXACT)) == {("n0", 1): 21.0}
+
+
+def test_a_rank_that_is_late_at_each_of_many_collectives_that_all_wait_for():
+    times = issued(lambda rank, number: 1 * MS + 200 * (rank == 2), 4, 5, 50, [True] * 50)
+    assert late_by(compare(samples(times, 2, 50), EXACT)) == {("n1", 2): pytest.approx(10.0, rel=0.05)}
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected_ms"), [([False, False, True], 6), ([True, True, True], 18), ([False, True, True], 12)]
+)
+def test_lateness_that_no_rank_has_waited_for_counts_once(waits, expected_ms):
+    """The ranks issue collectives so far apart that none runs ahead. Only changes from step to step tell one from the other."""
+
+    def work_us(rank: int, number: int) -> float:
+        late = number % 3 == 0 or waits[number % 3 - 1]  # else it still is, by what it was late by before
+        return 20 * MS + 6 * MS * (rank == 1 and late)
+
+    (found,) = late_by(compare(samples(issued(work_us, 4, 80, 3, waits), 2, 3), EXACT)).values()
+    assert found == pytest.approx(expected_ms, rel=0.05)
+
+
+def test_a_host_is_late_if_all_its_ranks_are():
+    times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank >= 2 and number % 3 == 0), 4, 80, 3)
+    (found,) = (each for each in compare(samples(times, 2, 3), EXACT) if each.counts)
+    assert (found.host, found.rank, round(found.median_us / MS)) == ("n1", -1, 6)
+
+
+def test_a_host_of_one_rank_is_named_as_that_rank():
+    times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank == 1), 3, 80, 1)
+    assert late_by(compare(samples(times, 1, 1), [*EXACT, Alignment()])) == {("n1", 1): 6.0}
+
+
+def test_clocks_that_differ_are_aligned_and_their_error_counts():
+    times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank >= 2 and number % 3 == 0), 4, 80, 3)
+    nodes = samples(times, 2, 3, {1: -7_000_000.0})
+    found = compare(nodes, [Alignment(), Alignment(-7_000_000.0, 500.0)])
+    assert late_by(found) == {("n1", -1): 6.0}
+    assert next(each.error_us for each in found if each.counts) == pytest.approx(500, rel=0.05)
+    wrong_by = Alignment(-7_000_000.0, 5 * MS)
+    assert late_by(compare(nodes, [Alignment(), wrong_by])) == {}, "it may be an error of the clocks"
+    assert late_by(compare(nodes, [Alignment(), UNKNOWN_CLOCK])) == {}
+
+
+def test_the_error_of_the_clocks_counts_at_each_collective_that_all_wait_for():
+    times = issued(lambda rank, number: 1 * MS, 4, 5, 50, [True] * 50)
+    found = compare(samples(times, 2, 50, {1: 200.0}), [Alignment(), Alignment(0.0, 250.0)])
+    assert max(each.median_us for each in found) == pytest.approx(10 * MS, rel=0.05)
+    assert late_by(found) == {}
+
+
+def test_within_a_host_no_clock_of_another_matters():
+    times = issued(lambda rank, number: 20 * MS if number % 3 else 20 * MS + 21 * MS * (rank == 3), 4, 80, 3)
+    assert late_by(compare(samples(times, 2, 3, {1: 123_456_789.0}), [Alignment(), UNKNOWN_CLOCK])) == {("n1", 3): 21.0}
+
+
+def test_a_part_of_a_step_stands_for_all_of_it():
+    times = issued(lambda rank, number: 1 * MS + 200 * (rank == 2), 4, 1, 25, [True] * 25)
+    ((_, found),) = late_by(compare(samples(times, 2, 50), EXACT)).items()
+    assert found == pytest.approx(10.0, rel=0.05)
+
+
+def test_what_not_all_ranks_have_sampled_is_left_out():
+    times = issued(lambda rank, number: 20 * MS + 21 * MS * (rank == 1), 4, 80, 3)
+    apart = [*samples(times, 2, 3)[:1], *samples(times, 2, 3, first=512)[1:]]
+    assert late_by(compare(apart, EXACT)).keys() == {("n0", 1)}
+    assert compare([], []) == []
+    assert compare(samples({0: times[0]}, 1, 3), EXACT[:1]) == []
+
+
+def test_noise_is_nobodys_fault():
+    """Each rank is late now and then, by up to a quarter of a step."""
+    for seed in range(20):
+        noise_us = random.Random(seed).expovariate
+        times = issued(lambda rank, number, noise_us=noise_us: 20 * MS + noise_us(1 / (5 * MS)), 4, 80, 3)
+        assert late_by(compare(samples(times, 2, 3), EXACT)) == {}
+
+
+def test_an_exchange_says_how_far_apart_two_clocks_are():
+    assert aligned([Ping(1000, 51_700, 3000), Ping(5000, 55_100, 5400)]) == Alignment(49_900.0, 200.0)
+    assert aligned([]) == UNKNOWN_CLOCK
+
+
+def late(median_us: float, rank: int = 5) -> Late:
+    return Late("n2", rank, "g", median_us, median_us, median_us, 0.0, STEP_US)
+
+
+def test_a_name_takes_three_comparisons_in_a_row_and_goes_after_two():
+    streaks: Mapping = {}
+    for count, named in ((1, 0), (2, 0), (3, 1)):
+        streaks = follow(streaks, [late(20 * MS)], count * 10.0)
+        assert len(lateness.named(streaks)) == named
+    assert lateness.named(streaks)[0].since == 10.0
+    streaks = follow(streaks, [], 40.0)  # it was not seen
+    streaks = follow(streaks, [late(1 * MS)], 50.0)
+    assert lateness.named(streaks)
+    assert not lateness.named(follow(streaks, [late(1 * MS)], 60.0))
+    assert lateness.named(follow(streaks, [late(20 * MS)], 60.0))
+    streaks = follow(follow({}, [late(20 * MS)], 1.0), [late(1 * MS)], 2.0)
+    assert not streaks, "one noisy comparison names nobody"
+
+
+def test_a_sample_survives_the_way_to_another_node():
+    (node, _) = samples(issued(lambda rank, number: 20 * MS, 4, 80, 3), 2, 3)
+    assert lateness.decode(lateness.encode(node), "late/512/0") == node
+
+
+@pytest.mark.parametrize(
+    ("median_us", "missed", "lasted_s", "expected"),
+    [(20 * MS, 0, 300, True), (20 * MS, 0, 299, False), (20 * MS, 1, 300, False), (5 * MS, 0, 300, False)],
+)
+def test_what_has_been_late_for_long_is_worth_a_restart(median_us, missed, lasted_s, expected):
+    streak = Streak(late(median_us), 30, missed, 1000.0, True)
+    assert lateness.to_replace([streak], 1000.0 + lasted_s, 300.0) == (streak if expected else None)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import counted
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()  # reasons that this process has logged
@@ -62,7 +63,7 @@ def micro_steps_of(global_batch: int, micro_batch: int, ranks: int) -> Accumulat
     at_once = micro_batch * ranks
     micro_steps = max(1, (2 * global_batch + at_once) // (2 * at_once))
     used = micro_steps * at_once
-    made = f"{micro_steps} micro-step{'' if micro_steps == 1 else 's'} of {micro_batch} samples on each of {ranks} ranks"
+    made = f"{counted(micro_steps, 'micro-step')} of {micro_batch} samples on each of {ranks} ranks"
     if used == global_batch:
         reason = f"the global batch of {global_batch} is {made}"
     else:

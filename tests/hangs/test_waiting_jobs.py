@@ -60,7 +60,6 @@ def test_two_nodes_agree_on_it(request, tmp_path):
     assert found[0] == found[1]
     assert all(f"on {name}: rank" in found[0]["stacks"] for name in "ab")
     assert "waits for other ranks" in found[0]["decision"]["reason"]
-    assert re.search(r"rank 0 is in all_reduce \d+ of .*, rank 1 is in all_reduce 1 of ", found[0]["decision"]["reason"])
 
 
 def test_it_does_not_matter_where_the_main_threads_are(tmp_path):

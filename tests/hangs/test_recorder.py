@@ -54,9 +54,24 @@ def test_all_recorders_are_read(monkeypatch):
 
     module = SimpleNamespace(_dump_nccl_trace_json=dump, _dump_fr_trace_json=lambda **_: b'{"version": "2.10"}')
     monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
-    assert recorder.read() == {"_dump_nccl_trace_json 0": (6, 5)}
+    assert recorder.read() == {"0 0": (6, 5)}
     monkeypatch.delitem(recorder.sys.modules, "torch._C._distributed_c10d")
     assert recorder.read() == {}
+
+
+def test_a_backend_with_a_recorder_of_its_own_is_read(monkeypatch):
+    """As torch 2.15 has it for nccl2; its source was read, as there is none to run here."""
+
+    def dump(includeCollectives, onlyActive, backend="gloo"):
+        status = {"last_enqueued_collective": "6", "last_completed_collective": "5" if backend == "nccl2" else "6"}
+        return json.dumps({"pg_status": {backend: status}}).encode()
+
+    monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=dump))
+    c10d = SimpleNamespace(_world=SimpleNamespace(pg_flight_recorder_hooks={"a group": "its hook"}))
+    monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", c10d)
+    assert recorder.read() == {"1 gloo": (6, 6), "2 nccl2": (6, 5)}
+    c10d._world.pg_flight_recorder_hooks = {}
+    assert recorder.read() == {"1 gloo": (6, 6)}
 
 
 def entry(operation: str, number: int, created_ns: int, **more: object) -> dict[str, object]:

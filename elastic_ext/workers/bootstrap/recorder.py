@@ -16,6 +16,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ MOST, LEAST = 256, 32  # numbers of a group in a sample
 NUMBERS = 2**16
 """Of all ranks of a group in their samples, above LEAST for each: the agent of rank 0 reads them all."""
 _ENTRY = b'{"collective_seq_id":'  # a collective in a dump begins with its first key: they are sorted
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and all others
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and gloo's
+# From torch 2.15 on, a backend that does not record itself gets a recorder of its own, for _dump_fr_trace_json(backend=NAME): read
+# in torch's source, not run. What such a backend has not completed when it fails, torch writes to a file by an abort hook.
+_HOOKED = ("nccl2",)
 
 
 class Outstanding:
@@ -124,11 +128,10 @@ def issued() -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {}
     if not ranks:
         return found
-    others, c10d = _threads_of_the_script(), sys.modules["torch._C._distributed_c10d"]
+    others = _threads_of_the_script()
     most = 2 * sum(window_of(len(each)) for each in ranks.values())
-    for kind, dump in enumerate(getattr(c10d, name, None) for name in _DUMPS):
-        entries = newest(dump(includeCollectives=True, onlyActive=False), most) if dump is not None else []
-        for each in entries:
+    for kind, dump in _recorders():
+        for each in newest(dump(includeCollectives=True, onlyActive=False), most):
             name = each["process_group"][0]
             if name in ranks and not each["is_p2p"] and each["thread_id"] not in others:
                 group = f"{kind} {name.replace('/', '_')} {ranks[name][0]} {len(ranks[name])}"
@@ -231,11 +234,20 @@ class Sampler:
         self._publish(json.dumps({"schema": 1, "step": at_step, "step_us": step_us, "windows": windows}))
 
 
-def _dumped(collectives: bool) -> "list[tuple[str, dict[str, Any]]]":
-    """Return what each recorder of this torch says, with its name in _DUMPS. collectives: with the collectives themselves."""
+def _dumped(collectives: bool) -> "list[tuple[int, dict[str, Any]]]":
+    """Return what each recorder says, with its number. collectives: with the collectives themselves."""
+    return [(kind, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for kind, dump in _recorders()]
+
+
+def _recorders() -> "list[tuple[int, Callable[..., bytes | str]]]":
+    """Return what dumps each recorder of this torch, with its number, the same on all ranks."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    dumps = [(name, dump) for name in _DUMPS if (dump := getattr(c10d, name, None)) is not None]
-    return [(name, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for name, dump in dumps]
+    found = [(kind, dump) for kind, name in enumerate(_DUMPS) if (dump := getattr(c10d, name, None)) is not None]
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if getattr(world, "pg_flight_recorder_hooks", None):
+        dump = c10d._dump_fr_trace_json  # type: ignore[union-attr]
+        found += [(kind, partial(dump, backend=name)) for kind, name in enumerate(_HOOKED, len(_DUMPS))]
+    return found
 
 
 class RecorderWatch(threading.Thread):

@@ -15,6 +15,7 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
                       {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
     store             [host, port] of the round's store
     metrics           beginning of the path of a file with metrics of the script; see base.metric_files
+    integrity_every   int: every so many steps hash what is a replica; where, see `hashes_path`
     agent             token of the agent, by which the reaper finds what the workers started
 
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         modules: str
         store: tuple[str, int]
         metrics: str
+        integrity_every: int
         agent: str
 
 
@@ -91,6 +93,11 @@ def loads(text: str) -> "WorkerMessage":
 def collective_path(stacks: "str | None") -> "str | None":
     """Return where the worker writes which collective does not complete, as JSON. stacks: see the message."""
     return None if stacks is None else f"{stacks}.collective"
+
+
+def hashes_path(progress: "str | None", slot: "int | None") -> "str | None":
+    """Return where the worker writes the hashes of its replicas; see bootstrap/replicas.py. The arguments: see the message."""
+    return None if progress is None or slot is None else f"{progress}.hashes.{slot}"
 
 
 def posts_status() -> bool:

@@ -7,6 +7,7 @@ descriptor to wait for, evidence of a failure); the code that needs that calls t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ class Companion:
 
     def check(self, workers: LocalWorkers) -> None:
         """Called after an event, or when a check is due, while the workers keep running."""
+
+    def next_check_s(self) -> float:
+        """Return the seconds until `check` is due although there is no event."""
+        return math.inf
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         """Called when the round is over. This is the last chance to read the progress table."""

@@ -22,13 +22,14 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import checkpoint_variables, files, kinds
-from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing, sources
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved, PeerPlan
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Pin
+from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.memory.peers import Circle, PeerMetrics, PeerService
 from elastic_ext.checkpoints.storage import open_storage, split_path
@@ -109,10 +110,10 @@ class MemoryCopies:
             return None
         return next((each.step for each in found if each.name not in self.refused), None)
 
-    def refuse_all(self) -> None:
-        """Have no round resume from the copies that exist now, wherever their parts are. Raises OSError."""
+    def refuse(self, newer_than: int = -1) -> None:
+        """Have no round resume from the copies of later steps that exist now, wherever their parts are. Raises OSError."""
         storage = open_storage(self._directory)
-        names = tiers.own_checkpoints(storage)
+        names = [name for name in tiers.own_checkpoints(storage) if order_or_oldest(name)[1] > newer_than]
         self.refused = tuple(dict.fromkeys([*names, *self.refused]))[:MAX_OFFERS]
         for name in names:
             storage.remove_tree(name)
@@ -276,19 +277,29 @@ class ResumePoint(Companion):
         """Do what a verdict says of what no round may resume from any more; node: id of this one.
 
         Every node that failed refuses what copies it has. The node with the cause also quarantines the checkpoint that is to
-        blame. Both must be known before the next round is sealed: this node calls this before it joins that round.
+        blame, and one of those that stay the checkpoints since the replicas were equal. All must be known before the next round
+        is sealed: this node calls this before it joins that round.
         """
         decision, copies = verdict.decision, self._copies
         blamed = decision.checkpoints_back > 0 and verdict.node == node
         blamed_copy = blamed and copies is not None and decision.kind != kinds.NUMERIC and copies.has(self.checkpoint.path)
         try:
             if copies is not None and (verdict.refuse_copies or blamed_copy):
-                copies.refuse_all()
+                copies.refuse()
+            elif copies is not None and verdict.refuse_newer is not None:
+                copies.refuse(verdict.refuse_newer)
+            if verdict.refuse_newer is not None and verdict.refused_by == node:
+                self._quarantine_newer(verdict.refuse_newer, verdict.round)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
                 sources.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
-        except (UsageError, OSError) as error:
+        except (UsageError, StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
+
+    def _quarantine_newer(self, than: int, round_: int) -> None:
+        reason = f"the replicas of round {round_} are not known to have been equal after step {than}"
+        resumed_from = self.checkpoint.path
+        agreement.once_there(lambda: sources.quarantine_newer(self._settings, than, resumed_from, reason))
 
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:

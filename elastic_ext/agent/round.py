@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 
-from elastic_ext.agent import launch, verdicts
+from elastic_ext.agent import integrity, launch, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, show_stragglers
+from elastic_ext.agent.integrity import ReplicaWatch
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.metrics import progress_rows
@@ -72,6 +74,7 @@ class RunningRound:
         resume: the checkpoint that they resume from.
         hangs: None if hang detection is off.
         saves: None if workers cannot be asked to save.
+        differs: the round is over because replicas are not equal any more; `RoundWatch` sets it.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class RunningRound:
             others: companions that live longer than this round.
         """
         self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
+        self.differs = False
         self._ending, self._warm = ending, warm
         self._stacks: list[str] = []  # for the verdict: the positions of workers that did not end by themselves
         self._companions = [*others, *filter(None, (saves, hangs, resume))]
@@ -112,6 +116,10 @@ class RunningRound:
     def stalled(self) -> bool:
         """Whether all workers of this node stall."""
         return self.hangs is not None and self.hangs.stalled
+
+    def next_check_s(self) -> float:
+        """Return the seconds until the next check is due although there is no event; infinity: none is."""
+        return min(companion.next_check_s() for companion in self._companions)
 
     def failed_since(self) -> float | None:
         """Return when the first worker that failed has ended, monotonic; None if that is unknown.
@@ -153,7 +161,7 @@ class RunningRound:
     def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> EndedRound:
         """Return the evidence of how the workers of this node ended. result: torch's."""
         hung = self.hangs.hung if self.hangs is not None else {}
-        asked_to_end = result.state is WorkerState.UNHEALTHY
+        asked_to_end = result.state is WorkerState.UNHEALTHY or self.differs
         return EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
@@ -162,9 +170,22 @@ class RunningRound:
         stacks = "\n".join(text[:share] for text in self._stacks)
         reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
         collectives = self.hangs.collectives if self.hangs is not None else ()
-        newest = self.resume.newest_steps(self.workers.read_progress())
-        path, ranks = redacted(self.resume.checkpoint.path), tuple(self.workers.ranks.values())
-        return Report(node, diagnosis, self.resume.step, stacks, path, reach, *newest, ranks, collectives)
+        rows = self.workers.read_progress()
+        copied_at, saved_at = self.resume.newest_steps(rows)
+        return Report(
+            node,
+            diagnosis,
+            self.resume.step,
+            stacks,
+            redacted(self.resume.checkpoint.path),
+            reach,
+            copied_at,
+            saved_at,
+            tuple(self.workers.ranks.values()),
+            collectives,
+            integrity.read(self.workers),
+            next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
+        )
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""
@@ -217,15 +238,11 @@ class RoundWatch:
 
     def _await_event(self) -> None:
         """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a check is due."""
-        checks_s: list[float] = []
-        if self._agent.watches_kernel_sleep:
-            checks_s.append(KERNEL_SLEEP_CHECK_S)
-        if self._running.hangs is not None:
-            checks_s.append(self._running.hangs.next_check_s())
+        check_s = min(self._running.next_check_s(), KERNEL_SLEEP_CHECK_S if self._agent.watches_kernel_sleep else math.inf)
         wakeup, wake_pipe, reaper = self._companions.wakeup, self._companions.wake_pipe, self._companions.reaper
         reaper_fd = [reaper.pidfd] if reaper.pidfd is not None else []
         processes = self._running.workers.processes
-        processes.wait(min(checks_s, default=None), wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
+        processes.wait(check_s if check_s < math.inf else None, wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
         reraise_signals(wakeup.clear())  # after the wait, before the check: an event during the check must end the next wait
         wake_pipe.clear()
         reaper.revive()
@@ -261,9 +278,12 @@ class RoundWatch:
             quiet_since = self._running.quiet_since()
             self._companions.observation.acts(quiet_since)
             self._companions.journal.hung(self._running.examine_hung(), quiet_since)
-        self._stop(0.0 if hung else None)  # a worker that waits forever cannot end cleanly
+        self._running.differs = differs = over.kind is EndKind.DIFFERS
+        # A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it.
+        self._stop(0.0 if hung or differs else None)
         self._companions.observation.round_ended(over.reason)
-        if not hung and not verdicts.failed_by_itself(self._running.workers):
+        failed = verdicts.stopped(self._running.workers) if differs else verdicts.failed_by_itself(self._running.workers)
+        if not hung and not failed:
             return None
         self._companions.host.start_asking()
         return self._agent.close_failed()
@@ -377,6 +397,8 @@ class RoundStart:
         if self._settings.bootstrap:
             for local_rank, message in self._logs.messages.items():
                 message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
+                if self._settings.integrity_every:
+                    message.update(integrity_every=self._settings.integrity_every)
         companions.warm_starts.before_start()
 
     def _make_round(
@@ -399,6 +421,8 @@ class RoundStart:
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
+        if settings.integrity_every:
+            others.append(ReplicaWatch(self._handler))
         if settings.bootstrap and progress is not None and self._group.workers[0].world_size > 1:
             node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.

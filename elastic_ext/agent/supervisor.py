@@ -158,6 +158,7 @@ class Supervisor(TorchAgent):
             decision = verdict.for_node(self._handler.node_id)
             logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
+            self._running.resume.go_back(verdict, self._handler.node_id)
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, verdicts.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
@@ -185,7 +186,6 @@ class Supervisor(TorchAgent):
             self.charge_restart()
         if decision.cold:
             self._companions.warm_starts.skip_next_round("the last round failed before its first step")
-        self._running.resume.go_back(verdict, self._handler.node_id)
         self._metrics.enter(families.BACKOFF)
         _wait(decision.delay_s, self._companions.wakeup)
 

@@ -110,6 +110,11 @@ def failed_by_itself(workers: LocalWorkers) -> bool:
     )
 
 
+def stopped(workers: LocalWorkers) -> bool:
+    """Return whether a worker was stopped, or has failed; else all have ended well before."""
+    return any(exit_.failed or exit_.stop_sent_ns is not None for exit_ in workers.processes.exits.values())
+
+
 def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile) -> Evidence:
     code, signal_name = exit_status(exitcode)
     host = ended.host

@@ -138,6 +138,12 @@ class Settings:
         "seconds without progress that count as a hang; before the first step, ten times this, and at least half an hour while a "
         "worker is busy; default: learned from the job",
     )
+    integrity_every: int = _setting(
+        0,
+        STEPS,
+        "every so many optimizer steps, workers hash parameters and optimizer state that other ranks hold too, and the agents "
+        "compare the hashes (see [wrong results](failures.md#wrong-results)); 0: never",
+    )
     job_secret: str | None = _setting(
         None,
         SECRET,

@@ -30,9 +30,10 @@ from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
-from elastic_ext.failures import judgement
+from elastic_ext.failures import judgement, replicas
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
+from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous import contract, judging, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
@@ -169,7 +170,8 @@ class OneRound:
         self.save_wanted = 0
         # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
         self._job = cast("OneMachine", weakref.proxy(job))
-        self._stalled = False
+        self._over: RoundEnd | None = None
+        self._warned = False
 
     def workers(self) -> None:
         """Return None: torch works the ranks out through its store."""
@@ -179,7 +181,7 @@ class OneRound:
         return SingleNode()
 
     def over(self) -> RoundEnd | None:
-        return RoundEnd(EndKind.STALLED, STALLED) if self._stalled else None
+        return self._over
 
     def stop_by(self) -> float | None:
         """Return None: the workers always get the usual grace."""
@@ -190,11 +192,22 @@ class OneRound:
 
     def report_stall(self, stalled: bool) -> None:
         if stalled:
-            self._stalled = True
-            self._job.on_event()
+            self._end(RoundEnd(EndKind.STALLED, STALLED))
+
+    def _end(self, over: RoundEnd) -> None:
+        self._over = self._over or over
+        self._job.on_event()
 
     def report_quiet(self, reach: Reach | None) -> None:
         """Do nothing: there is no other node to reach."""
+
+    def report_hashed(self, hashed: tuple[Hashed, ...]) -> None:
+        found = replicas.difference(hashed)
+        if found is not None and found.agreed is not None:
+            self._end(RoundEnd(EndKind.DIFFERS, found.text))
+        elif found is not None and not self._warned:
+            self._warned = True
+            logger.warning("elastic_ext: %s", replicas.never_equal(found))
 
     def request_save(self) -> None:
         self.save_wanted += 1

@@ -152,8 +152,8 @@ EVENTS: dict[str, EventType] = {
         Field(
             "cause",
             TEXT,
-            "`stalled`: the job hangs; `broken`: another node failed, left or joined; `cut_off`: this node may be taken for "
-            "dead; `closed`: the job is over",
+            "`stalled`: the job hangs; `differs`: replicas are not equal any more; `broken`: another node failed, left or "
+            "joined; `cut_off`: this node may be taken for dead; `closed`: the job is over",
         ),
         _REASON,
     ),

@@ -97,7 +97,9 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
 
 def _fingerprint(evidence: Evidence, rule: str) -> str:
     if evidence.cut:
-        return exceptions.of_cut(evidence.cut)
+        return exceptions.of_hosts("cut", evidence.cut)
+    if evidence.differs:
+        return exceptions.of_hosts(rule, evidence.differs)
     if evidence.exception is not None:
         return exceptions.of_exception(evidence.exception)
     return exceptions.of_exit(rule, ended_by(evidence))
@@ -261,6 +263,8 @@ def _described(evidence: Evidence) -> str:
         return f"the agent received {evidence.agent_signal}"
     if evidence.hang and evidence.hang_reason:
         return evidence.hang_reason
+    if evidence.differs:
+        return f"the replica of rank {evidence.rank} differs from others"
     if exception is not None:
         place = f" at {exception.frames[-1]}" if exception.frames else ""
         message = cut(_gist(exception.message), MAX_SHOWN)

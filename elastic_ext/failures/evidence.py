@@ -158,6 +158,7 @@ class Evidence:
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
+        differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
         node: name of the node where it ran.
@@ -184,6 +185,7 @@ class Evidence:
     hang_blame: tuple[int, ...] = ()
     cut: tuple[str, ...] = ()
     cuts_apart: bool = False
+    differs: tuple[str, ...] = ()
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None

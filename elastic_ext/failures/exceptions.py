@@ -112,9 +112,9 @@ def of_exit(rule: str, ended: str) -> str:
     return f"{rule} | {ended}"
 
 
-def of_cut(hosts: tuple[str, ...]) -> str:
-    """Return the fingerprint of a hang between two hosts that cannot reach each other."""
-    return f"cut | {' | '.join(sorted(hosts))}"
+def of_hosts(what: str, hosts: tuple[str, ...]) -> str:
+    """Return the fingerprint of a failure of certain hosts together. what: "cut" if they cannot reach each other."""
+    return f"{what} | {' | '.join(sorted(hosts))}"
 
 
 def top_user_frame(frames: tuple[str, ...]) -> str:

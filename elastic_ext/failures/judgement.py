@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from elastic_ext.base.collectives import compared
 from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
 from elastic_ext.base.printable import cut as shortened
-from elastic_ext.failures import cuts, policy
+from elastic_ext.failures import cuts, policy, replicas
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
-from elastic_ext.failures.evidence import CERTAIN
+from elastic_ext.failures.evidence import CERTAIN, Evidence
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     MAX_STACKS,
@@ -75,13 +75,14 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class _Cause:
-    """The root cause. report: that of the worker by which it is known. node, host, rank: see JobVerdict."""
+    """The root cause. report: that of the worker by which it is known. The others: see JobVerdict."""
 
     diagnosis: Diagnosis
     report: Report
     node: str
     host: str
     rank: int
+    refuse_newer: int | None = None
 
 
 def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
@@ -128,11 +129,18 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         cause.diagnosis.evidence.cut,
         refuse_copies=numeric and decision.response is not Response.STOP,
         shown_by=next(id_ for id_, each in reports.items() if each is report),
+        refuse_newer=cause.refuse_newer,
+        refused_by=_refused_by(reports, cause, decision),
     )
-    return (
-        Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]),
-        verdict,
-    )
+    return Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
+
+
+def _refused_by(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision) -> str:
+    """Return the node that marks refused checkpoints: not the one that leaves, which the next round does not wait for."""
+    if cause.refuse_newer is None:
+        return ""
+    stay = [id_ for id_ in reports if decision.response is not Response.REPLACE_NODE or id_ != cause.node]
+    return stay[0] if stay else cause.node
 
 
 def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
@@ -203,6 +211,9 @@ def _shared(stacks: Sequence[str]) -> str:
 def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
+    differ = replicas.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
+    if differ is not None and differ.agreed is not None:
+        return _of_replicas(reports, differ, differ.agreed)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
         now = past_failure(cause, report.resumed_at, report.resumed_from)
@@ -227,6 +238,22 @@ def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _C
             return _Cause(cause, report, id_, each.host, rank)
     reason = f"{cause.reason}; the node of rank {rank} has reported no failure, so none is replaced"
     return _Cause(replace(cause, response=Response.RESTART, reason=reason), report, node, report.host, rank)
+
+
+def _of_replicas(reports: Mapping[str, Report], differ: replicas.Difference, agreed: int) -> _Cause:
+    """Return the odd replica as the cause, however the round has ended; without a majority, all. agreed: see Difference."""
+    held = {id_: {rank for hashed in each.hashed for rank in hashed.ranks} for id_, each in reports.items()}
+    holders = {id_: [rank for rank in differ.odd if rank in held[id_]] for id_ in reports}
+    node = min((id_ for id_ in holders if holders[id_]), key=lambda id_: holders[id_])
+    report, rank = reports[node], holders[node][0]
+    hosts = tuple(dict.fromkeys(each.host for id_, each in reports.items() if holders[id_]))
+    counts_from = next((each.counts_from for each in reports.values() if each.counts_from is not None), 0)
+    named = (report.host,) if differ.majority else hosts
+    evidence = report.diagnosis.evidence  # without how the worker ended: its agent ended it
+    of_host = Evidence(rank, step=evidence.step, first_step_done=True, xids=evidence.xids, node=report.host, differs=named)
+    found = classify(replace(of_host, gpu_recovery=evidence.gpu_recovery, ended_ns=evidence.ended_ns))
+    reason = f"{differ.text}, on {' and '.join(hosts)}: checkpoints after step {counts_from + agreed} of the job are refused"
+    return _Cause(replace(found, reason=reason), report, node, report.host, rank, counts_from + agreed)
 
 
 def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:

@@ -27,6 +27,7 @@ from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach
 from elastic_ext.failures.evidence import Precedent
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
+from elastic_ext.failures.replicas import Hashed
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class Report:
         saved_at: step of the newest checkpoint that it knows of; 0: there is none, None: unknown.
         ranks: of its workers.
         collectives: those in which its workers waited when the job hung.
+        hashed: the hashes of their replicas; see `replicas`.
+        counts_from: step of the job at which their workers have begun to count; None: unknown.
     """
 
     host: NameOrEmpty
@@ -161,6 +164,8 @@ class Report:
     saved_at: int | None = None
     ranks: tuple[Rank, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    hashed: tuple[Hashed, ...] = ()
+    counts_from: int | None = None
 
     @property
     def follows(self) -> bool:
@@ -189,6 +194,8 @@ class JobVerdict:
         cut: the names of two hosts that cannot reach each other, if that is the cause.
         refuse_copies: no round may resume from a copy in memory that exists now, on any node.
         shown_by: id of the node that logs the failure in full: its report shows the cause, which may be another node's loss.
+        refuse_newer: no round may resume from a checkpoint or copy of a later step that exists now; None: all may be used.
+        refused_by: id of the node that marks these checkpoints.
     """
 
     decision: Decision
@@ -203,6 +210,8 @@ class JobVerdict:
     cut: tuple[NameOrEmpty, ...] = ()
     refuse_copies: bool = False
     shown_by: NameOrEmpty = ""
+    refuse_newer: int | None = None
+    refused_by: NameOrEmpty = ""
 
     def for_node(self, node: str) -> Decision:
         """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""

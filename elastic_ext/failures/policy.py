@@ -299,6 +299,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
     if diagnosis.evidence.cut and _in_all_cuts(diagnosis, past):
         outcome = _cut_again(outcome, diagnosis, past, nodes)
+    if len(diagnosis.evidence.differs) > 1:
+        outcome = _without_majority(outcome, diagnosis, past)
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
@@ -354,6 +356,16 @@ def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent
     if not nodes.one_may_leave:
         return replace(outcome, reason=f"{reason}, but the job cannot run without it")
     return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{reason}; {node} leaves", CUT_AGAIN, EX_NODE)
+
+
+def _without_majority(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
+    """Replicas differ, and none is the odd one: try again once. Progress since then counts for nothing: such errors are rare."""
+    hosts = " and ".join(diagnosis.evidence.differs)
+    if any(each.same_fingerprint for each in past):
+        reason = f"{outcome.reason}; it is the second time, and no majority shows which of {hosts} is bad: replace them all"
+        return replace(outcome, response=Response.STOP, reason=reason, exit_code=EX_NODE)
+    reason = f"{outcome.reason}; no majority shows which of {hosts} is bad"
+    return replace(outcome, response=Response.RESTART, reason=reason)
 
 
 def _retry_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:

@@ -153,7 +153,7 @@ def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
 
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
-HANG_RULE = "hang"
+HANG_RULE, REPLICAS_DIFFER = "hang", "replicas-differ"
 SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
 TRY_AGAIN = "try-again"  # the script has ended with 75
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
@@ -384,6 +384,9 @@ XIDS_ANNOTATE = frozenset(
 _RECOVERY_REPLACE = frozenset({"gpu_reset", "node_reboot", "drain_and_reset", "gpu_reset_bus"})
 
 TIER_2 = (
+    _hardware(REPLICAS_DIFFER, HARDWARE, REPLACE_NODE,
+         "replicas of the training state were equal and are not any more: the hardware computes wrongly, or keeps bits wrongly",
+         when=lambda view: bool(view.evidence.differs)),
     _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only maintenance can fix", "X",
          xids=XIDS_REPLACE),
     _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver reports that a GPU of this node needs a reset", "X",

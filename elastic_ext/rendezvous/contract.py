@@ -22,6 +22,7 @@ from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.failures import slurm
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
+from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
@@ -159,6 +160,12 @@ class RoundPart(Protocol):
         """Report that all workers of this node are quiet, and who does not answer them; None: no longer.
 
         If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
+        """
+
+    def report_hashed(self, hashed: tuple[Hashed, ...]) -> None:
+        """Report what the workers of this node have hashed of their replicas.
+
+        If replicas that were equal in this round are not any more, it ends as DIFFERS.
         """
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, LeaseLost, Put, Snapshot, Watch, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
+from elastic_ext.failures import replicas
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
@@ -135,6 +136,11 @@ class Leader:
             finished_at=self._finished_at(header.round),
             returning_until=self._outage.returning_until,
         )
+        if header.state is State.RUNNING:
+            differ = replicas.difference(rounds.hashed(view))
+            if differ is not None and differ.agreed is None:
+                _warn_of_script(header.round, replicas.never_equal(differ))
+            view = dataclasses.replace(view, differ=differ)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
             view = dataclasses.replace(view, few_since=few)
@@ -233,6 +239,12 @@ def _warn_of_name(host: str) -> None:
         "give each a name of its own (ELASTIC_EXT_NODE_NAME)",
         host,
     )
+
+
+@functools.cache
+def _warn_of_script(round_: int, text: str) -> None:
+    """Log it once in a round."""
+    logger.warning("elastic_ext: %s", text)
 
 
 LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure

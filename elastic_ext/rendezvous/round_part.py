@@ -15,6 +15,7 @@ from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
+from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd, Silence
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.place import Place
@@ -114,6 +115,9 @@ class EtcdRound:
         silent = tuple(each.address for each in reach.silent) if reach is not None else ()
         quiet = self.round if reach is not None else 0
         self._participant.update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
+
+    def report_hashed(self, hashed: tuple[Hashed, ...]) -> None:
+        self._participant.update(lambda node: dataclasses.replace(node, hashed_in=self.round, hashed=hashed))
 
     def request_save(self) -> None:
         self._participant.change_header(self.round, with_save)

@@ -18,6 +18,7 @@ from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, Port, RecordError, Within, is_name
 from elastic_ext.failures.ledger import JobVerdict, Ledger, decode_ledger, decode_verdict
+from elastic_ext.failures.replicas import Hashed
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import KeyValue
@@ -44,6 +45,7 @@ class EndKind(str, Enum):
     """The ways in which a round ends while its workers run. Code decides by this, never by the reason, which is for people."""
 
     STALLED = "stalled"  # no worker of the job makes progress any more
+    DIFFERS = "differs"  # replicas of the training state are not equal any more
     BROKEN = "broken"  # a node's workers failed, a node was lost or leaves, or nodes wait to join
     CUT_OFF = "cut_off"  # this node can no longer take part
     CLOSED = "closed"  # the job is over
@@ -75,6 +77,7 @@ class Node:
         drained_at: step of that checkpoint; -1: unknown.
         hosts_store: the job's store is on its host, and would go with it.
         machine: see `run_id.machine`.
+        hashed_in: the round of `hashed`, what its workers have hashed of their replicas; 0: nothing.
     """
 
     after: Count
@@ -101,6 +104,8 @@ class Node:
     drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1
     hosts_store: bool = False
     machine: str = ""
+    hashed_in: Count = 0
+    hashed: tuple[Hashed, ...] = ()
 
 
 @dataclass(frozen=True)

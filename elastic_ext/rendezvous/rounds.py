@@ -18,7 +18,7 @@ counts them as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -26,6 +26,7 @@ from typing import TypeVar
 from elastic_ext.base.printable import counted
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.failures.replicas import Difference, Hashed
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
@@ -72,6 +73,7 @@ class View:
         returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
             without assignments may come back. None: no member is expected back.
         few_since: since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
+        differ: what replicas of the round are not equal; see `hashed`.
     """
 
     header: Header
@@ -84,6 +86,7 @@ class View:
     reported_at: float | None = None
     returning_until: float | None = None
     few_since: float | None = None
+    differ: Difference | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,14 @@ def reaches(view: View) -> dict[str, Reach]:
     }
 
 
+def hashed(view: View) -> Iterator[Hashed]:
+    """Yield what the workers of the round have hashed of their replicas."""
+    for id_ in view.members:
+        node = view.nodes.get(id_)
+        if node is not None and node.hashed_in == view.header.round:
+            yield from node.hashed
+
+
 T = TypeVar("T")
 _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
@@ -247,6 +258,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return awaits
     if incomplete(view):
         return End(State.BROKEN, f"the assignments of {counted(view.header.nodes - len(view.members), 'node')} are lost")
+    if view.differ is not None and view.differ.agreed is not None:
+        return End(State.BROKEN, view.differ.text, EndKind.DIFFERS)
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")

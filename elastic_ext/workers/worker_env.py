@@ -16,6 +16,7 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
                       {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
     store             [host, port] of the round's store
     metrics           beginning of the path of a file with metrics of the script; see base.metric_files
+    integrity_every   int: every so many steps hash what is a replica; where, see `hashes_path`
     agent             token of the agent, by which the reaper finds what the workers started
 
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         modules: str
         store: tuple[str, int]
         metrics: str
+        integrity_every: int
         agent: str
 
 
@@ -97,6 +99,11 @@ def collective_path(stacks: "str | None") -> "str | None":
 def issued_path(stacks: "str | None") -> "str | None":
     """Return where the worker writes when it issued its collectives, as a `hangs.lateness.WorkerSample`. stacks: see there."""
     return None if stacks is None else f"{stacks}.issued"
+
+
+def hashes_path(progress: "str | None", slot: "int | None") -> "str | None":
+    """Return where the worker writes the hashes of its replicas; see bootstrap/replicas.py. The arguments: see the message."""
+    return None if progress is None or slot is None else f"{progress}.hashes.{slot}"
 
 
 def posts_status() -> bool:

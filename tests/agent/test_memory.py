@@ -1,5 +1,6 @@
 """The agent's directory for copies in memory: its room, what it refuses, and its end."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -250,6 +251,24 @@ def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, ver
         assert mark.reason == f"the failure of round 3 (kind {verdict.decision.kind}, rule rule) is blamed on it"
 
 
+@pytest.mark.parametrize(("node", "quarantined"), [("a", {directory_name(5, 1)}), ("b", set())])
+def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, quarantined):
+    """Each node refuses its newer copies; one of them marks the checkpoints, whatever it does itself then."""
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    save_own(tmp_path, 3)
+    save_own(tmp_path, 5)
+    verdict = dataclasses.replace(told(kinds.HARDWARE, back=0), refuse_newer=4, refused_by="a")
+    with copies_of(settings, run_dir) as copies:
+        room = copies.open(1)
+        assert room is not None
+        for step in (4, 6):
+            save_part([Path(room.directory)], step)
+        ResumePoint(settings, Resumption(f"{tmp_path}/{directory_name(3, 1)}", 3), None, copies).go_back(verdict, node)
+        assert copies.refused == (directory_name(6, 1),)
+        assert copies.newest_step() == 4
+    assert marks.quarantined_names(open_storage(str(tmp_path))) == quarantined
+
+
 def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):
     """A checkpoint in memory is none on disk, and what workers have saved since the round began counts."""
     settings = Settings(checkpoint_dir=str(tmp_path))
@@ -263,5 +282,5 @@ def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):
         copies.checkpoint_step = 5
         assert resumed.newest_steps([worker(1, None)]) == (8, 5)
         assert resumed.newest_steps([worker(1, 12), worker(2, 9)]) == (8, 12)
-        copies.refuse_all()
+        copies.refuse()
         assert resumed.newest_steps([]) == (None, 5)

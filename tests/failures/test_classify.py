@@ -104,6 +104,7 @@ ROWS = [
      wrote("aclrt: error code is 507035")),
     ("hardware-exit", "hardware", "replace_node", ended(14), ended(201), ended(202)),
     ("node-check", "hardware", "replace_node", ended(1, node_health_failed=True)),
+    ("replicas-differ", "hardware", "replace_node", killed("SIGKILL", differs=("a",))),
     ("network-cut", "network", "restart", killed("SIGKILL", hang=True, cut=("a", "b"))),
     ("hang", "hang", "restart", killed("SIGKILL", hang=True)),
     ("keyboard-interrupt", "user_stop", "stop", raised("KeyboardInterrupt")),

@@ -69,6 +69,12 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (NETWORK, (SAME_HERE,), (3, 2), "replace_node", "network", "same-node", 69),
         (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
         (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
+        # replicas that differ: the odd one's node leaves if it can be spared; without a majority, one try
+        (of(differs=("n1",)), (), (3, 2), "replace_node", "hardware", "replicas-differ", 69),
+        (of(differs=("n1",)), (), (2, 2), "restart", "hardware", "replicas-differ", None),
+        (of(differs=("n1", "n2")), (), (3, 2), "restart", "hardware", "replicas-differ", None),
+        (of(differs=("n1", "n2")), (OTHER,), (3, 2), "restart", "hardware", "replicas-differ", None),
+        (of(differs=("n1", "n2")), (Precedent(True, True, "n1"),), (3, 2), "stop", "hardware", "replicas-differ", 69),
         # no evidence at all
         (SILENT, (), None, "restart", "unknown", "no-evidence", None),
         (SILENT, (Precedent(True, False, "n2"),), None, "restart", "unknown", "no-evidence", None),

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elastic_ext.base.records import RecordError
+from elastic_ext.failures import replicas
 from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Amend, Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
@@ -152,6 +154,26 @@ def test_too_few_that_are_left_wait_for_lost_ones_only_so_long(seen, now, action
 def test_a_round_in_which_all_wait_and_two_nodes_cannot_reach_each_other_ends_as_stalled(changes, action):
     nodes = {id_: node(**{"quiet": 3, **addresses, **changes.get(id_, {})}) for id_, addresses in QUIET.items()}
     assert next_action(view(RUNNING, nodes, "abc"), LIMITS, 0) == action
+    assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
+
+
+EQUAL, DIFFERENT = Hashed("s", 2, 10, "a", (0,)), Hashed("s", 2, 20, "b", (0,))
+
+
+def test_a_round_whose_replicas_are_not_equal_any_more_ends():
+    """Also if a node is done with it; not for hashes of another round, nor where they never were."""
+    nodes = {
+        "a": node(hashed_in=3, hashed=(EQUAL, DIFFERENT)),
+        "b": node(hashed_in=3, hashed=tuple(dataclasses.replace(EQUAL, step=step, ranks=(1,)) for step in (10, 20)), done=3),
+        "c": node(hashed_in=2, hashed=(EQUAL,)),
+    }
+    seen = view(RUNNING, nodes, "abc")
+    found = replicas.difference(rounds.hashed(seen))
+    assert next_action(seen, LIMITS, 0) == Wait("running")
+    ends = End(State.BROKEN, found.text, EndKind.DIFFERS)
+    assert next_action(dataclasses.replace(seen, differ=found), LIMITS, 0) == ends
+    never = dataclasses.replace(found, agreed=None)
+    assert next_action(dataclasses.replace(seen, differ=never), LIMITS, 0) == Wait("running")
     assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
 
 

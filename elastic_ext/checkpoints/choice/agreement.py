@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from typing import TypeVar
 
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.contracts import Exchange
@@ -122,7 +123,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
         return side.seen(offers.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
     try:
         received = side.received(exchange)
-        agreement = _once_there(lambda: side.decide(received))
+        agreement = once_there(lambda: side.decide(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
@@ -132,12 +133,18 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
     return replace(side.resumption(agreement), lost=side.lost)
 
 
-def _once_there(decide: Callable[[], Agreement]) -> Agreement:
-    """Decide once the storage answers. The workers of all nodes wait: still better than to lose the nodes, or work."""
+T = TypeVar("T")
 
-    def look() -> Agreement | OSError:
+
+def once_there(act: Callable[[], T]) -> T:
+    """Act once the storage answers. The workers of all nodes wait: still better than to lose the nodes, or work.
+
+    Raises StorageAway, if it does not for AWAY_S, and what `act` raises.
+    """
+
+    def look() -> T | OSError:
         try:
-            return decide()
+            return act()
         except OSError as error:
             if not is_away(error):
                 raise
@@ -146,7 +153,7 @@ def _once_there(decide: Callable[[], Agreement]) -> Agreement:
     found = look()
     if isinstance(found, OSError):
         logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", found, AWAY_S)
-        found = poll(look, lambda seen: isinstance(seen, Agreement), time.monotonic() + AWAY_S)
+        found = poll(look, lambda seen: not isinstance(seen, OSError), time.monotonic() + AWAY_S)
     if isinstance(found, OSError):
         raise StorageAway(f"the storage of the checkpoints has not answered for {AWAY_S:g} s: {printable(str(found))}") from found
     return found

@@ -148,7 +148,7 @@ class Inspector:
             return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
-            return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=True)
+            return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=not mark.from_nothing)
         try:
             verified = verify(self.storage, entry, self.wanted.verify)
         except FileNotFoundError:

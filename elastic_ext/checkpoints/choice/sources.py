@@ -232,6 +232,33 @@ def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str)
     return _quarantine_in(storage, name, reason)
 
 
+def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: str) -> list[str]:
+    """Quarantine the checkpoints of later steps, or of unknown ones, in all tiers; return their names.
+
+    Unlike `quarantine`, also where no other one may be used: what is in them is surely wrong.
+
+    Args:
+        than: the last step of the job whose checkpoint may be used.
+        resumed_from: path of the checkpoint that the failed round resumed from, which stays; "": it began from nothing, and the
+            next one may do so, too.
+        reason: for people.
+
+    Raises OSError, UsageError.
+    """
+    if settings.checkpoint_dir is None:
+        return []
+    remote, from_nothing = open_storage(settings.checkpoint_dir), not resumed_from
+    found = {}
+    for each in listing.list_checkpoints(remote, settings.checkpoint_pattern):
+        later = each.complete if each.step is None else each.step > than
+        if later and not each.quarantined and remote.path(each.name) != resumed_from:
+            found[each.name] = detect.check(remote, each.entry, named=True).written_at
+    if settings.local_dir:  # they may be on their way to the other tier
+        local = tiers.own_checkpoints(open_storage(settings.local_dir))
+        found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in found}
+    return [_mark(remote, name, reason, written_at, from_nothing) for name, written_at in found.items()]
+
+
 def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
     found = listing.newest_in(remote, Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
     return split_path(found.path)[1] if found is not None else ""
@@ -265,7 +292,7 @@ def _quarantine_in(storage: Storage, name: str, reason: str) -> str | None:
     return None if entry is None else _mark(storage, name, reason, detect.check(storage, entry, named=True).written_at)
 
 
-def _mark(storage: Storage, name: str, reason: str, written_at: float | None) -> str:
-    marks.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at)
+def _mark(storage: Storage, name: str, reason: str, written_at: float | None, from_nothing: bool = False) -> str:
+    marks.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at, from_nothing)
     logger.warning("checkpoint %s is quarantined: %s; the next round resumes from the one before it", storage.path(name), reason)
     return name

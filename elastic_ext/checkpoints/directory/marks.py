@@ -27,20 +27,24 @@ class Mark:
         at: when it was set, in seconds since the epoch by that process's clock, for people.
         written_at: when the marked checkpoint was written, by the clock of the storage. One written later under the same name
             is another checkpoint. 0: the mark holds for any checkpoint of that name.
+        from_nothing: where no other checkpoint may be used, a run may begin from nothing: so did the one that has saved it.
     """
 
     reason: str
     by: str = ""
     at: float = 0.0
     written_at: float = 0.0
+    from_nothing: bool = False
 
 
-def quarantine(storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None) -> None:
+def quarantine(
+    storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None, from_nothing: bool = False
+) -> None:
     """Quarantine a checkpoint, so that no job resumes from it. Overwrites an earlier mark.
 
-    written_at: see Mark; None if unknown. Raises OSError.
+    written_at, from_nothing: see Mark; None if unknown. Raises OSError.
     """
-    _set(storage, QUARANTINE, name, Mark(reason, by, time.time(), written_at or 0.0))
+    _set(storage, QUARANTINE, name, Mark(reason, by, time.time(), written_at or 0.0, from_nothing))
 
 
 def lift_quarantine(storage: Storage, name: str) -> None:
@@ -58,7 +62,7 @@ def quarantine_of(storage: Storage, name: str) -> Mark | None:
     try:
         record = json.loads(data)
         at, written_at = float(record.get("at", 0)), float(record.get("written_at", 0))
-        return Mark(str(record["reason"]), str(record.get("by", "")), at, written_at)
+        return Mark(str(record["reason"]), str(record.get("by", "")), at, written_at, record.get("from_nothing") is True)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Mark(f"its mark {storage.path(path)} cannot be parsed")
 

@@ -35,7 +35,7 @@ NUMBERS = 2**16
 """Of all ranks of a group in their samples, above LEAST for each: the agent of rank 0 reads them all."""
 _ENTRY = b'{"collective_seq_id":'  # a collective in a dump begins with its first key: they are sorted
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and gloo's
-# From torch 2.15 on, a backend that does not record itself gets a recorder of its own, for _dump_fr_trace_json(backend=NAME): read
+# From torch 2.15 on, a backend that does not record itself has a recorder of its own, for _dump_fr_trace_json(backend=NAME): read
 # in torch's source, not run. What such a backend has not completed when it fails, torch writes to a file by an abort hook.
 _HOOKED = ("nccl2",)
 

@@ -58,7 +58,6 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     _connect_stderr(message)
     worker_env.leave_notices_to_the_agent()
     pid, row = os.getpid(), _arm(message)
-    _reports.begin(row, message)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
     namespace = fresh_main()
     run: Callable[..., object] | None = None
@@ -118,11 +117,16 @@ class _Reports:
         self._stacks_path: str | None = None
         self._environ: dict[str, str] = {}
         self._recorder: Any = None  # recorder.RecorderWatch
+        self._hash_every = 0
+        self._hashes_path: str | None = None
+        self._replicas: Any = None  # replicas.ReplicaHashes
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row = os.getpid(), row
         self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
         self._stacks_path = message.get("stacks")
+        self._hash_every = message.get("integrity_every") or 0
+        self._hashes_path = worker_env.hashes_path(message.get("progress"), message.get("slot"))
         self._environ = dict(os.environ)
 
     def ending(self, error: BaseException, ended_ns: int) -> None:
@@ -166,8 +170,26 @@ class _Reports:
         except (OSError, ImportError, RuntimeError) as error:  # elastic_ext is being replaced, or there are no more threads
             _warn(f"torch's flight recorder is not read: {error}; a hang of spinning collectives is noticed later")
 
-    def stepped(self, steps: int) -> None:
-        """Note the number of steps done, in the training thread."""
+    def follow_replicas(self) -> None:
+        """Begin to hash replicas, if the agent wants that. Call this once torch is imported, before there are any."""
+        path, wake_path, rank = self._hashes_path, self._wake_path, os.environ.get("RANK", "0")
+        if not self._hash_every or path is None:
+            return
+
+        def publish(text: str) -> None:
+            error_file.replace(path, text)
+            worker_env.wake(wake_path)
+
+        warn = _warn if rank == "0" else None  # on all ranks it would be the same
+        try:
+            self._replicas = _load("replicas").ReplicaHashes(self._hash_every, publish, warn)
+        except (OSError, ImportError, AttributeError, KeyError) as error:  # elastic_ext is being replaced, or torch has changed
+            _warn(f"integrity_every: replicas are not hashed: {error!r}")
+
+    def stepped(self, steps: int, optimizer: object) -> None:
+        """This optimizer has made a step, and its state is at rest. steps: done so far. In the training thread."""
+        if self._replicas is not None:
+            self._replicas.stepped(optimizer)
         if self._recorder is not None and steps == self._recorder.sampler.at_step:
             self._recorder.wake.set()
 
@@ -328,6 +350,7 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
         stacks = _dump_stacks_on_signal(message)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         _warn(f"the agent gets no stacks of this worker: {message.get('stacks')!r}: {error}")
+    _reports.begin(row, message)  # before the steps are counted: in a warm standby torch is imported already
     if row is not None:
         row[layout.STACKS_ARMED] = stacks
         row[layout.ANSWERS] = _answer_signal(row)
@@ -402,6 +425,7 @@ class _StepCounter:
             # A new list, because the import system is iterating over the old one.
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
             register(_untraced(self._count))
+            _reports.follow_replicas()
             self._row[layout.OPTIM_HOOKED] = 1
 
     def _count(self, optimizer: object, args: object, kwargs: object) -> None:
@@ -417,7 +441,7 @@ class _StepCounter:
             layout.settle(self._row, now)
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
-            _reports.stepped(self._row[layout.STEPS])
+            _reports.stepped(self._row[layout.STEPS], optimizer)
 
 
 def _untraced(hook: "Callable[..., None]") -> "Callable[..., None]":

@@ -172,6 +172,37 @@ def test_a_later_checkpoint_of_the_same_name_counts(tmp_path):
     assert resumed(tmp_path).step == 7
 
 
+def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_path):
+    """In both tiers; what has no step, too, but for what the round resumed from. Nothing is removed."""
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    remote.mkdir()
+    for step in (3, 5, 7):
+        save(remote, step)
+    for name in ("latest.pt", "first.pt"):
+        torch.save({"weights": torch.arange(1000)}, remote / name)
+    save_part([local], 5)
+    save_part([local], 9)
+    settings = Settings(checkpoint_dir=str(remote), local_dir=str(local))
+    found = sources.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
+    assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
+    assert marks.quarantined_names(open_storage(str(remote))) == set(found)
+    assert (remote / "step_7.pt").exists()
+    assert sources.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
+
+
+def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_another_does_not(tmp_path):
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    save(tmp_path, 7)
+    assert sources.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
+    with pytest.raises(BadCheckpoints, match="quarantined: replicas differ"):
+        resumed(tmp_path)
+    marks.lift_quarantine(open_storage(str(tmp_path)), "step_7.pt")
+    assert sources.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
+    assert resumed(tmp_path).path == ""
+    save(tmp_path, 4)
+    assert resumed(tmp_path).step == 4
+
+
 @pytest.mark.parametrize("resume_from", ["", "5"])
 def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
     remote, local = tmp_path / "remote", tmp_path / "local"

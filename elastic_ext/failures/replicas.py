@@ -1,0 +1,110 @@
+"""Whether replicas of the training state are still equal, by what workers have hashed. Pure functions, standard library only.
+
+Every `integrity_every` optimizer steps each worker hashes what other ranks hold, too (workers/bootstrap/replicas.py). Each node
+reports the hashes of its workers. Only those of one set of replicas after the same step are compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_ext.base.records import Count, Name, Rank
+
+MAX_NAMED = 8  # ranks in a text
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """What ranks of one node have hashed of one set of replicas, with the same result.
+
+    Attributes:
+        of: name of the set, equal on all ranks that hold it.
+        replicas: number of ranks that hold it, on all nodes.
+        step: optimizer steps since the workers were started.
+        value: the hash.
+        ranks: of this node.
+    """
+
+    of: Name
+    replicas: Count
+    step: Count
+    value: Name
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Replicas that were equal and are not any more, or never were.
+
+    Attributes:
+        step: the first step after which they are known to differ, counted from the start of the workers.
+        agreed: the last step before it after which all replicas were equal; None: there is none in this round.
+        odd: ranks whose hash is not that of the majority; all ranks without a majority.
+        majority: number of ranks whose hashes are equal; 0: they are not more than half.
+        replicas: number of ranks that are compared.
+    """
+
+    step: int
+    agreed: int | None
+    odd: tuple[int, ...]
+    majority: int
+    replicas: int
+
+    @property
+    def text(self) -> str:
+        """One line, for people."""
+        if not self.majority:
+            who = f"the replicas of {_ranks(self.odd)} differ"
+        else:
+            who = f"the replica of {_ranks(self.odd)} differs from {self.majority} others, which are equal,"
+        return f"{who} after step {self.step} of this round; all were equal after step {self.agreed}"
+
+
+NEVER_EQUAL = (
+    "integrity_every: the replicas of {ranks} differ in the first comparison of this round, after step {step}: not the hardware "
+    "is to blame but the script (seeds, a checkpoint that not all ranks load, an optimizer that is not replicated, unequal "
+    "devices); they are not compared in this round"
+)
+
+
+def never_equal(found: Difference) -> str:
+    """Return the warning about replicas that have not been equal in this round."""
+    return NEVER_EQUAL.format(ranks=_ranks(found.odd), step=found.step)
+
+
+def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | None:
+    """Return the first difference; None if no replicas are known to differ.
+
+    One set that was equal before counts more than one that never was.
+
+    over: the round is over, so nothing is waited for; else all replicas of a set must have been hashed after a step.
+    """
+    sets: defaultdict[tuple[str, int], defaultdict[int, list[Hashed]]] = defaultdict(lambda: defaultdict(list))
+    for each in hashed:
+        sets[each.of, each.replicas][each.step].append(each)
+    found = [one for (_, replicas), steps in sets.items() if (one := _in_set(replicas, steps, over)) is not None]
+    return min(found, key=lambda one: (one.agreed is None, one.agreed, one.step), default=None)
+
+
+def _in_set(replicas: int, steps: Mapping[int, Sequence[Hashed]], over: bool) -> Difference | None:
+    agreed = None
+    for step in sorted(steps):
+        ranks: defaultdict[str, set[int]] = defaultdict(set)
+        for each in steps[step]:
+            ranks[each.value].update(each.ranks)
+        known = sum(map(len, ranks.values()))
+        if len(ranks) == 1 and known >= replicas:
+            agreed = step
+        elif len(ranks) > 1 and (over or known >= replicas):
+            largest = max(ranks.values(), key=len)
+            majority = len(largest) if 2 * len(largest) > known else 0
+            odd = {rank for each in ranks.values() if not majority or each is not largest for rank in each}
+            return Difference(step, agreed, tuple(sorted(odd)), majority, known)
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MAX_NAMED])) + (f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

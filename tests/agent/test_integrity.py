@@ -1,0 +1,187 @@
+"""A flipped bit in a replica, for real: found at the next comparison, the right node named, resumed from before it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastic_ext.agent import integrity
+from elastic_ext.agent.companion import LocalWorkers
+from elastic_ext.agent.integrity import ReplicaWatch
+from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.failures.replicas import Hashed
+from elastic_ext.workers import worker_env
+from elastic_ext.workers.progress import ProgressTable
+from tests.embedded_server import EmbeddedServer
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Finished, Job, run
+
+SCRIPT = SCRIPTS / "replicated_job.py"
+EVERY, STEPS = 20, 120
+CONF = f"last_call=0.5,stop_grace=2,hang=off,integrity_every={EVERY}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[[int], str]:
+    """Returns the last loss, to the bit, of a job of so many ranks in which no bit flips."""
+    return cache(lambda ranks: loss(plain(tmp_path_factory.mktemp("undisturbed"), "ddp", ranks, integrity_every=0)))
+
+
+def plain(folder: Path, how: str, ranks: int, flips: str = "", integrity_every: int = EVERY, **variables: str) -> Finished:
+    """A job of one agent, to its end."""
+    (folder / "checkpoints").mkdir()
+    conf = f"{CONF.rpartition('=')[0]}={integrity_every},checkpoint_dir={folder / 'checkpoints'}"
+    options = [f"--nproc-per-node={ranks}", "--max-restarts=3", f"--rdzv-conf={conf}"]
+    return run([*AGENT, *options, SCRIPT, folder, how], folder, STEPS=str(STEPS), FLIP=flips, **variables)
+
+
+def loss(*jobs: Finished) -> str:
+    found = {each for job in jobs for each in re.findall(r"loss (\S+)", job.out)}
+    assert len(found) == 1, "\n".join(job.all for job in jobs)
+    return found.pop()
+
+
+def quarantined(folder: Path) -> set[str]:
+    return set(marks.quarantined_names(open_storage(str(folder / "checkpoints"))))
+
+
+class Hosts:
+    """Agents of one job, with one worker each."""
+
+    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = tmp_path, stack
+        self._server = stack.enter_context(EmbeddedServer())
+        (tmp_path / "checkpoints").mkdir()
+
+    def start(self, names: str, nnodes: str, flips: str) -> dict[str, Job]:
+        where = [f"--rdzv-endpoint={self._server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--nproc-per-node=1"]
+        conf = f"--rdzv-conf={CONF},checkpoint_dir={self.folder / 'checkpoints'}"
+        command = [*TORCHRUN, *self._server.options, *where, conf, "--max-restarts=3", SCRIPT, self.folder, "ddp"]
+        return {
+            name: self._stack.enter_context(
+                Job(command, self.folder, NODE=name, ELASTIC_EXT_NODE_NAME=name, STEPS=str(STEPS), FLIP=flips)
+            )
+            for name in names
+        }
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with ExitStack() as stack:
+        yield Hosts(tmp_path, stack)
+
+
+@pytest.mark.parametrize("what", ["parameter", "state"])
+@pytest.mark.full
+def test_the_odd_one_of_three_is_replaced_by_the_spare(hosts, undisturbed, what):
+    """It is rank 0, which also saves: what it has saved since is refused."""
+    jobs = hosts.start("abc", "3", flips=f"0 0 50 {what}")
+    for job in jobs.values():
+        job.wait_for("attempt 0 from step 0")
+    bad = next(name for name, job in jobs.items() if re.search("rank 0 on", job.out))
+    spare = hosts.start("d", "3", flips="")
+    done = {name: job.finish() for name, job in {**jobs, **spare}.items()}
+    assert done[bad].returncode == 69, done[bad].err
+    assert {each.returncode for name, each in done.items() if name != bad} == {0}
+    said = (
+        "the replica of rank 0 differs from 2 others, which are equal, after step 60 of this round; all were equal after step 40"
+    )
+    assert f"{said}, on {bad}:" in done[bad].err, done[bad].err
+    assert "kind hardware, rule replicas-differ" in done[bad].err
+    assert quarantined(hosts.folder) <= {"step_60.pt"}
+    well = [each for name, each in done.items() if name != bad]
+    assert {each for job in well for each in re.findall(r"attempt 1 from step (\d+)", job.out)} == {"40"}
+    assert loss(*well) == undisturbed(3)
+
+
+@pytest.mark.seam
+def test_of_two_there_is_one_restart_and_the_second_time_both_are_named(hosts, undisturbed):
+    jobs = hosts.start("ab", "2", flips="0 0 50 parameter,1 1 70 state")
+    done = {name: job.finish() for name, job in jobs.items()}
+    assert {each.returncode for each in done.values()} == {69}
+    said = "".join(each.err for each in done.values())
+    assert "the replicas of ranks 0, 1 differ after step 60 of this round; all were equal after step 40" in said
+    assert "the replicas of ranks 0, 1 differ after step 40 of this round; all were equal after step 20" in said
+    assert re.search("no majority shows which of (a and b|b and a) is bad: replace them all", said)
+    assert {each for job in done.values() for each in re.findall(r"attempt 1 from step (\d+)", job.out)} == {"40"}
+    again = {name: job.finish() for name, job in hosts.start("ab", "2", flips="").items()}  # they have been replaced
+    assert {each for job in again.values() for each in re.findall(r"attempt \d from step (\d+)", job.out)} == {"60"}
+    assert loss(*again.values()) == undisturbed(2)
+
+
+@pytest.mark.full
+def test_on_one_host_and_what_began_from_nothing_begins_there_again(tmp_path, undisturbed):
+    """All its checkpoints are refused: they are newer than the first comparison."""
+    done = plain(tmp_path, "ddp", 2, flips="0 0 10 parameter")
+    assert done.returncode == 0, done.err
+    assert "after step 20 of this round; all were equal after step 1" in done.err
+    assert re.findall(r"attempt 1 from step (\d+)", done.out) == ["0", "0"]
+    assert loss_of(done, 1) == undisturbed(2)
+
+
+def loss_of(done: Finished, attempt: int) -> str:
+    (found,) = set(re.findall(rf"attempt {attempt} loss (\S+)", done.out))
+    return found
+
+
+@pytest.mark.full
+def test_a_script_whose_ranks_were_never_equal_is_warned_and_trains_on(tmp_path):
+    done = plain(tmp_path, "unequal", 2)
+    assert done.returncode == 0, done.err
+    assert done.err.count("not the hardware is to blame but the script") == 1
+
+
+@pytest.mark.parametrize("how", ["fsdp", "local"])
+@pytest.mark.full
+def test_where_there_are_no_replicas_one_rank_says_so(tmp_path, how):
+    done = plain(tmp_path, how, 2, flips="")
+    assert done.returncode == 0, done.err
+    assert done.err.count("an optimizer has no parameters that are replicas") == 1
+
+
+@pytest.mark.full
+def test_shards_of_hsdp(tmp_path):
+    """Of rank 2, which holds what rank 0 holds."""
+    done = plain(tmp_path, "hsdp", 4, flips="0 2 30 state")
+    assert done.returncode == 0, done.err
+    assert "the replicas of ranks 0, 2 differ after step 40 of this round; all were equal after step 20" in done.err
+
+
+def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
+    """What is no hash, or no file yet, says nothing."""
+    table = ProgressTable(str(tmp_path / "progress"), 3)
+    workers = LocalWorkers(cast("Any", None), table, {0: 6, 1: 7, 2: 8}, {}, {})
+    paths = [Path(str(worker_env.hashes_path(table.path, slot))) for slot in range(3)]
+    assert integrity.read(workers) == ()
+    paths[0].write_text('[["s", 8, 1, "a"], ["s", 8, 20, "b"]]')
+    paths[1].write_text('[["s", 8, 1, "a"], ["s", 8, 20, "c"], ["s", -8, 20, "c"], ["s", 8, 20, 7], ["a/b", 8, 20, "c"]]')
+    paths[2].write_text('[["s", 8, 1, "a"')
+    read = integrity.read(workers)
+    assert read == (
+        Hashed("s", 8, 1, "a", (6, 7)),
+        Hashed("s", 8, 20, "b", (6,)),
+        Hashed("s", 8, 20, "c", (7,)),
+    )
+    paths[2].write_text('[["s", 8, 1]]')
+    assert integrity.read(workers) == read
+    reported: list[tuple[Hashed, ...]] = []
+    part = SimpleNamespace(report_hashed=reported.append)
+    watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)))
+    watch.workers_started(workers)
+    watch.check(workers)
+    assert (reported, watch.next_check_s()) == ([read], math.inf)
+    paths[2].write_text('[["s", 8, 1, "a"]]')
+    watch.check(workers)  # too soon after the last
+    assert len(reported) == 1
+    assert 0 <= watch.next_check_s() <= integrity.REPORT_S
+    watch.workers_ended(workers)
+    assert not any(path.exists() for path in paths)
+    table.remove()

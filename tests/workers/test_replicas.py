@@ -1,0 +1,223 @@
+"""What a worker hashes of its replicas, and for which steps it stays. Whole jobs are in tests/agent/test_integrity.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from elastic_ext.workers.bootstrap import replicas
+from elastic_ext.workers.bootstrap.replicas import COLUMNS, SPACINGS, ReplicaHashes, kept, weighted_sum
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """The global hooks of torch, as they are without this test."""
+    module = torch.nn.modules.module
+    monkeypatch.setattr(module, "_global_module_registration_hooks", type(module._global_module_registration_hooks)())
+
+
+def hashes_of(every: int = 10) -> tuple[ReplicaHashes, list[str], list[str]]:
+    published: list[str] = []
+    warned: list[str] = []
+    return ReplicaHashes(every, published.append, warned.append), published, warned
+
+
+@given(st.sampled_from(SPACINGS[:3]), st.integers(1, 3), st.integers(1, 50), st.data())
+def test_those_that_look_at_different_times_have_a_step_in_common(spacing, number, every, data):
+    """Within any spacing, the last step of that spacing. The first and the last two are always there, and they are few."""
+
+    def seen() -> set[int]:
+        steps, checks = {1}, number * spacing + data.draw(st.integers(0, spacing - 1))
+        for check in range(1, checks + 1):
+            steps = kept({*steps, check * every}, every)
+        assert {1, checks * every, max(1, (checks - 1) * every)} <= steps
+        assert len(steps) <= 9
+        return steps
+
+    assert number * spacing * every in seen() & seen()
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (COLUMNS + 3,), (3, COLUMNS)])
+def test_each_single_bit_counts(hooks, sums, dtype, shape):
+    hashed, _, _ = hashes_of()
+    hashed.sums = sums
+    tensor = torch.ones(shape, dtype=dtype)
+    before = hashed._value([("parameter", tensor)])
+    assert hashed._value([("parameter", tensor.clone())]) == before
+    data = tensor.view(torch.uint8).view(-1) if shape else tensor.view(1).view(torch.uint8)
+    for byte in {0, len(data) // 2, len(data) - 1}:
+        for bit in (1, 128):
+            data[byte] ^= bit
+            assert hashed._value([("parameter", tensor)]) != before
+            data[byte] ^= bit
+    assert hashed._value([("parameter", tensor)]) == before
+
+
+def test_order_shape_and_name_count(hooks):
+    hashed, _, _ = hashes_of()
+    one, other = torch.arange(6.0), torch.arange(6.0) + 1
+    values = {
+        hashed._value(each)
+        for each in (
+            [("a", one), ("b", other)],
+            [("a", other), ("b", one)],
+            [("b", one), ("b", other)],
+            [("a", one.view(2, 3)), ("b", other)],
+            [("a", one), ("b", other), ("step", 1)],
+            [("a", one), ("b", other), ("step", 2)],
+        )
+    }
+    assert len(values) == 6
+
+
+def test_the_fallback_depends_on_places():
+    weights = torch.arange(1, 2 * COLUMNS, 2)
+    words = torch.randint(-(2**31), 2**31, (3 * COLUMNS + 5,), dtype=torch.int32)
+    swapped = words.clone()
+    swapped[[7, 8]] = words[[8, 7]]
+    assert weighted_sum(words, weights) != weighted_sum(swapped, weights)
+
+
+@pytest.fixture
+def rank_0_of_4(hooks) -> Iterator[None]:
+    """Torch's process group that talks to nobody: what is a replica shows without the other ranks."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(hashed: ReplicaHashes, model: torch.nn.Module, steps: int, make=torch.optim.Adam) -> torch.optim.Optimizer:
+    optimizer = make(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        backward(model)
+        optimizer.step()
+        hashed.stepped(optimizer)
+    return optimizer
+
+
+def backward(model: torch.nn.Module) -> None:
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        model(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.full
+def test_the_first_step_and_then_every_few(rank_0_of_4):
+    hashed, published, warned = hashes_of(4)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    kept_alive = trained(hashed, model, 9)
+    assert [len(json.loads(each)) for each in published] == [1, 2, 3]
+    found = json.loads(published[-1])
+    assert [(replicas, step) for _, replicas, step, _ in found] == [(4, 1), (4, 4), (4, 8)]
+    assert len({of for of, *_ in found}) == 1
+    assert len({value for *_, value in found}) == 3
+    trained(hashed, model, 1)  # another optimizer
+    assert len({of for of, *_ in json.loads(published[-1])}) == 2
+    del kept_alive
+    trained(hashed, model, 1)
+    assert {of.partition(".")[0] for of, *_ in json.loads(published[-1])} == {"2"}
+    assert warned == []
+
+
+@pytest.mark.full
+def test_parameters_and_their_optimizers_state_count_and_nothing_else(rank_0_of_4):
+    hashed, published, _ = hashes_of(1)
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["0.bias"])
+    model = DistributedDataParallel(inner.eval())
+    optimizer = trained(hashed, model, 1)
+
+    def value() -> str:
+        hashed._hash(optimizer, hashed._optimizers[optimizer])
+        return json.loads(published[-1])[-1][-1]
+
+    before = value()
+    with torch.no_grad():
+        inner[0].bias += 1  # DDP leaves it to each rank
+        inner[1].running_mean += 1
+    assert value() == before
+    optimizer.state[inner[0].weight]["exp_avg"].view(torch.int32).view(-1)[0] ^= 1
+    after = value()
+    assert after != before
+    inner[0].weight.detach().view(torch.int32).view(-1)[0] ^= 1
+    assert value() not in (before, after)
+
+
+def test_of_a_mesh_only_what_is_replicated_before_it_is_sharded(rank_0_of_4):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    weights = torch.ones(4, 4)
+
+    def ranks(*placements, of=mesh):
+        return replicas._ranks_of_mesh(distribute_tensor(weights, of, placements, src_data_rank=None))
+
+    assert ranks(Replicate(), Shard(0)) == (0, 2)
+    assert ranks(Shard(0), Shard(1)) == ()
+    assert ranks(Shard(0), Replicate()) == ()  # of FSDP and tensor parallelism: a norm, say
+    assert ranks(Replicate(), Replicate()) == ()
+    assert ranks(Shard(0), of=mesh["shard"]) == ()
+    assert replicas._ranks_of_mesh(weights) == ()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "replicated"), [((2, 2), True), ((4,), False)])
+def test_fully_shard(rank_0_of_4, shape, replicated):
+    hashed, published, warned = hashes_of(1)
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    trained(hashed, model, 2)
+    assert [each[1] for each in json.loads(published[-1])] == [2, 2] if replicated else not published
+    assert warned == ([] if replicated else [replicas.NO_REPLICAS])
+
+
+@pytest.mark.full
+def test_of_an_optimizer_whose_state_is_sharded_only_parameters_count(rank_0_of_4):
+    hashed, published, _ = hashes_of(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hashed.stepped(optimizer))
+    try:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        backward(model)
+        optimizer.step()
+    finally:
+        handle.remove()
+    (found,) = json.loads(published[-1])
+    parameters = [("parameter", each) for each in model.parameters()]
+    assert found[1:] == [4, 1, hashed._value(parameters)]
+    assert len(published) == 1
+
+
+def test_what_is_no_replica_is_not_hashed_and_that_is_said(hooks):
+    """A plain tensor outside of DDP: it may be a shard, or a part of a pipeline."""
+    hashed, published, warned = hashes_of(1)
+    trained(hashed, torch.nn.Linear(8, 8), 3)
+    assert (published, warned) == ([], [replicas.NO_REPLICAS])
+
+
+@pytest.mark.full
+def test_an_error_of_torch_turns_it_off_with_one_warning(rank_0_of_4):
+    hashed, published, warned = hashes_of(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = trained(hashed, model, 1)
+    optimizer.param_groups[0]["params"].append(torch.ones(1).to("meta"))
+    del model.process_group
+    for _ in range(3):
+        hashed.stepped(optimizer)
+    assert len(published) == 1
+    assert len(warned) == 1
+    assert "replicas are no longer hashed in this round" in warned[0]

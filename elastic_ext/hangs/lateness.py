@@ -181,7 +181,7 @@ def compare(nodes: Sequence[NodeSample], clocks: Sequence[Alignment]) -> list[La
     found: dict[tuple[str, int], Late] = {}
     for group, windows in _by_group(nodes).items():
         step_us = statistics.median(sample.step_us for _, _, sample, _ in windows)
-        per_step = max(1, round(statistics.median(each.per_step for *_, each in windows)))
+        per_step = statistics.median(each.per_step for *_, each in windows)
         times = {
             rank: _Times(place, [each.base_us + after - clocks[place].ahead_us for after in each.after_us])
             for place, rank, _, each in windows
@@ -212,7 +212,7 @@ def _by_group(nodes: Sequence[NodeSample]) -> dict[str, list[tuple[int, int, Wor
 def _of_group(
     group: str,
     times: Mapping[int, _Times],
-    per_step: int,
+    per_step: float,
     step_us: float,
     nodes: Sequence[NodeSample],
     clocks: Sequence[Alignment],
@@ -252,24 +252,28 @@ def _late(host: str, rank: int, group: str, late_us: Sequence[float], error_us: 
 def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], list[bool]]:
     """Return by how much each rank issued each collective after the first rank did, and whether they may have waited before it.
 
-    They have not where the first rank ran ahead, nor where lateness carries over at this place of a step.
+    They have not where the first rank ran ahead, nor where lateness carries over at this place of a step. No list: there are too
+    few steps to look at each place alone, and by all places together it carries over.
     """
     first, last = ([pick(column) for column in zip(*at_us.values(), strict=True)] for pick in (min, max))
     late = {rank: [mine - earliest for mine, earliest in zip(times, first, strict=True)] for rank, times in at_us.items()}
-    carried = [_carries_over(late.values(), place, per_step) for place in range(per_step)]
-    waited = [first[at] >= last[at - 1] and not carried[at % per_step] for at in range(1, len(first))]
+    places = per_step if per_step * LEAST_STEPS <= len(first) else 1
+    carried = [_carries_over(late.values(), place, places) for place in range(places)]
+    if places < per_step and carried[0]:
+        return late, []
+    waited = [first[at] >= last[at - 1] and not carried[at % places] for at in range(1, len(first))]
     return late, [False, *waited]
 
 
-def _carries_over(late: Iterable[Sequence[float]], place: int, per_step: int) -> bool:
+def _carries_over(late: Iterable[Sequence[float]], place: int, places: int) -> bool:
     """Return whether a rank that is later than usual at one collective is so at the next, at this place of a step.
 
     After a wait all begin anew, and what a rank is late by has nothing to do with what it was late by before.
     """
     products = squares = 0.0
     for times in late:
-        begin = place or per_step
-        pairs = [_deviations(times[at::per_step]) for at in (begin - 1, begin)]
+        begin = place or places
+        pairs = [_deviations(times[at::places]) for at in (begin - 1, begin)]
         for before, now in zip(*pairs, strict=False):
             products += before * now
             squares += before * before
@@ -285,19 +289,22 @@ def _deviations(values: Sequence[float]) -> list[float]:
     return [max(-most, min(most, each - middle)) for each in values]
 
 
-def _per_step(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], float]:
+def _per_step(at_us: Mapping[int, Sequence[float]], per_step: float) -> tuple[dict[int, list[float]], float]:
     """Return the lateness of each rank in each step, and how many collectives of a step all may have waited for.
 
-    A step is any `per_step` collectives in a row; a part of one is scaled.
+    A step is any `per_step` collectives in a row; a part of one is scaled, and so is one collective in several steps. Where
+    lateness carries over all through a step it counts once: the mean.
     """
-    late_us, waited = _lateness(at_us, per_step)
+    whole = max(1, round(per_step))
+    late_us, waited = _lateness(at_us, whole)
     found = {}
     for rank, late in late_us.items():
-        added = [late[at] if waited[at] else late[at] - late[at - 1] for at in range(1, len(late))]
-        size = min(per_step, len(added))
-        steps = [sum(added[at : at + size]) for at in range(0, len(added) - size + 1, size)]
-        found[rank] = [each * per_step / size for each in steps]
-    return found, max(1.0, per_step * sum(waited) / (len(waited) - 1))
+        added = [late[at] if waited[at] else late[at] - late[at - 1] for at in range(1, len(late))] if waited else late
+        size = min(whole, len(added))
+        scale = per_step / size if waited else 1 / size
+        found[rank] = [sum(added[at : at + size]) * scale for at in range(0, len(added) - size + 1, size)]
+    share = sum(waited) / (len(waited) - 1) if waited else 0.0
+    return found, max(min(1.0, per_step), per_step * share)
 
 
 def _lower_median(values: Sequence[Sequence[float]]) -> list[float]:

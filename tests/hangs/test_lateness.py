@@ -53,7 +53,7 @@ def issued(
 def samples(
     times: Mapping[int, Sequence[float]],
     per_node: int,
-    per_step: int,
+    per_step: float,
     ahead_us: Mapping[int, float] | None = None,
     first: int = 256,
 ) -> list[NodeSample]:
@@ -100,6 +100,28 @@ def test_lateness_that_no_rank_has_waited_for_counts_once(waits, expected_ms):
 
     (found,) = late_by(compare(samples(issued(work_us, 4, 80, 3, waits), 2, 3), EXACT)).values()
     assert found == pytest.approx(expected_ms, rel=0.05)
+
+
+@pytest.mark.parametrize("per_step", [40, 128])
+@pytest.mark.parametrize(("late_ms", "expected"), [(0, {}), (2, {}), (21, {("n0", 1): pytest.approx(21, rel=0.05)})])
+def test_lateness_that_carries_over_counts_once_in_steps_too_long_to_compare_them(per_step, late_ms, expected):
+    """DDP with many buckets: a window of 256 collectives holds a few steps, and the ranks wait at the end of each."""
+    times = issued(
+        lambda rank, number: 5 * MS + late_ms * MS * (rank == 1 and number % per_step == 0), 4, 256 // per_step, per_step
+    )
+    assert late_by(compare(samples(times, 2, per_step), EXACT)) == expected
+
+
+def test_lateness_at_one_collective_in_many_steps_is_shared_by_all_of_them():
+    """As of a barrier after each hundredth step, before which rank 0 writes its log."""
+    times = issued(lambda rank, number: 100 * STEP_US + 30 * MS * (rank == 0), 4, 80, 1)
+    found = {each.rank: each.median_us for each in compare(samples(times, 2, 0.01), EXACT) if each.host == "n0"}
+    assert found[0] == pytest.approx(0.3 * MS, rel=0.05)
+
+
+def test_many_collectives_in_a_step_take_no_longer_to_compare():
+    times = issued(lambda rank, number: 1 * MS, 4, 1, 64)
+    assert late_by(compare(samples(times, 2, 10**9), EXACT)) == {}  # looking at each place of a step would take an hour
 
 
 def test_a_host_is_late_if_all_its_ranks_are():

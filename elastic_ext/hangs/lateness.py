@@ -33,6 +33,7 @@ SHARE = 0.05  # of a step
 NAMED_WINDOWS = 3
 REPLACE_SHARE = 0.1  # of a step; a restart costs some steps, too
 FORGET_WINDOWS = 2  # without lateness, after which what was named is no longer
+FORGET_UNSEEN = 6  # comparisons that say nothing of it: its group is no longer used, or its node gives no samples
 LEAST_STEPS = 8  # in a window, to find out where lateness carries over
 CARRIED = 0.5  # of a change at one collective is seen at the next: all of it without a wait, none after one
 OUTLIER = 4.0  # times the usual distance from the middle
@@ -331,35 +332,59 @@ def _error_us(place: int, clocks: Mapping[int, Alignment], waits: float) -> floa
 
 @dataclass(frozen=True)
 class Streak:
-    """For how many comparisons something has been late. missed: how many since. since: monotonic seconds of the first."""
+    """For how many comparisons something has been late.
+
+    Attributes:
+        count: comparisons in which it was late.
+        missed: how many it has not been late in since.
+        since: monotonic seconds of the first.
+        named: it is.
+        unseen: how many since the last one say nothing of it.
+        much_since: monotonic seconds since when it has been late by REPLACE_SHARE or more; None: it is not.
+        much_missed: how many it has not been so in since.
+    """
 
     late: Late
     count: int
     missed: int
     since: float
     named: bool
+    unseen: int = 0
+    much_since: float | None = None
+    much_missed: int = 0
 
 
 Streaks = Mapping[tuple[str, int], Streak]  # by host and rank
 
 
 def follow(before: Streaks, found: Iterable[Late], now: float) -> dict[tuple[str, int], Streak]:
-    """Return what is late after another comparison. now: monotonic seconds. What it could not see stays as it was."""
-    after = dict(before)
+    """Return what is late after another comparison. now: monotonic seconds. What it could not see stays, for a while."""
+    after = {key: replace(each, unseen=each.unseen + 1) for key, each in before.items() if each.unseen < FORGET_UNSEEN}
     for late in found:
         key = late.host, late.rank
         streak = after.get(key)
         if late.counts:
             count = streak.count + 1 if streak is not None else 1
             since = streak.since if streak is not None else now
-            after[key] = Streak(late, count, 0, since, count >= NAMED_WINDOWS or (streak is not None and streak.named))
+            is_named = count >= NAMED_WINDOWS or (streak is not None and streak.named)
+            after[key] = _much(streak, Streak(late, count, 0, since, is_named), now)
         elif streak is not None:
             missed = streak.missed + 1
             if streak.named and missed < FORGET_WINDOWS:
-                after[key] = replace(streak, late=late, missed=missed)
+                after[key] = _much(streak, replace(streak, late=late, missed=missed, unseen=0), now)
             else:
                 del after[key]
     return after
+
+
+def _much(before: Streak | None, after: Streak, now: float) -> Streak:
+    """Return `after` with since when it has been late by REPLACE_SHARE; one comparison without does not end that."""
+    since, missed = (before.much_since, before.much_missed) if before is not None else (None, 0)
+    if after.late.counts and after.late.share >= REPLACE_SHARE:
+        return replace(after, much_since=now if since is None else since, much_missed=0)
+    if since is not None and missed + 1 < FORGET_WINDOWS:
+        return replace(after, much_since=since, much_missed=missed + 1)
+    return replace(after, much_since=None, much_missed=0)
 
 
 def named(streaks: Streaks) -> list[Streak]:
@@ -369,12 +394,17 @@ def named(streaks: Streaks) -> list[Streak]:
 
 
 def to_replace(found: Iterable[Streak], now: float, after_s: float) -> Streak | None:
-    """Return what has been late for so long, and still is, that its host is worth a restart; the latest. found: see `named`."""
+    """Return what has been late by REPLACE_SHARE for so long, and still is, that its host is worth a restart; the latest.
+
+    found: see `named`.
+    """
     return next(
         (
             each
             for each in found
-            if each.late.counts and not each.missed and each.late.share >= REPLACE_SHARE and now - each.since >= after_s
+            if each.much_since is not None
+            and not (each.unseen or each.missed or each.much_missed)
+            and now - each.much_since >= after_s
         ),
         None,
     )

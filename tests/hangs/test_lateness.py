@@ -15,7 +15,6 @@ from elastic_ext.hangs.lateness import (
     NodeSample,
     Ping,
     RankSample,
-    Streak,
     Window,
     WorkerSample,
     aligned,
@@ -209,10 +208,35 @@ def test_a_sample_survives_the_way_to_another_node():
     assert lateness.decode(lateness.encode(node), "late/512/0") == node
 
 
+def test_what_no_comparison_says_anything_of_is_forgotten():
+    streaks: Mapping = {}
+    for count in range(3):
+        streaks = follow(streaks, [late(20 * MS)], count * 10.0)
+    for count in range(lateness.FORGET_UNSEEN):
+        streaks = follow(streaks, [], 30.0 + count)
+    assert lateness.named(streaks)
+    assert not follow(streaks, [], 40.0)
+
+
 @pytest.mark.parametrize(
-    ("median_us", "missed", "lasted_s", "expected"),
-    [(20 * MS, 0, 300, True), (20 * MS, 0, 299, False), (20 * MS, 1, 300, False), (5 * MS, 0, 300, False)],
+    ("shares", "expected"),
+    [
+        ([0.2] * 31, True),
+        ([0.2] * 30, False),
+        ([0.2] * 30 + [None], False),  # nothing is known of it now
+        ([0.2] * 4 + [None] * 5 + [0.2] * 22, True),
+        ([0.2] * 30 + [0.07], False),
+        ([0.07] * 30 + [0.2], False),  # it has been late, but not by so much
+        ([0.2] * 10 + [0.07] + [0.2] * 20, True),  # one comparison may be wrong
+        ([0.2] * 10 + [0.01] + [0.2] * 20, True),
+        ([0.2] * 10 + [0.07] * 2 + [0.2] * 20, False),
+        ([0.2] * 4 + [None] * 40, False),
+    ],
 )
-def test_what_has_been_late_for_long_is_worth_a_restart(median_us, missed, lasted_s, expected):
-    streak = Streak(late(median_us), 30, missed, 1000.0, True)
-    assert lateness.to_replace([streak], 1000.0 + lasted_s, 300.0) == (streak if expected else None)
+def test_what_has_been_late_by_much_for_long_is_worth_a_restart(shares, expected):
+    """shares: of a step, every 10 seconds; None: the comparison could not see it."""
+    streaks: Mapping = {}
+    for count, share in enumerate(shares):
+        streaks = follow(streaks, [] if share is None else [late(share * STEP_US)], now := count * 10.0)
+    found = lateness.to_replace(lateness.named(streaks), now, 300.0)
+    assert (found is not None) == expected

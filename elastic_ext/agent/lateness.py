@@ -85,8 +85,9 @@ class SlowNodes:
         if streak is None:
             return
         reason = f"slow_node=replace: {straggler(streak).text}"
+        which = f"rank {streak.late.rank} on " if streak.late.rank >= 0 else streak.late.host  # a rank may be late on any host
         try:
-            admission = self._job.replace_host(streak.late.host, reason)
+            admission = self._job.replace_host(streak.late.host, reason, f"slow_node=replace: {which}")
         except (ElasticExtError, OSError) as error:
             logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
             return

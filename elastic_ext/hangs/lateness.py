@@ -168,6 +168,10 @@ class Late:
         least = SHARE * self.step_us
         return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
 
+    def less(self, by_us: float) -> Late:
+        """Return it with so much less lateness."""
+        return replace(self, median_us=self.median_us - by_us, p90_us=self.p90_us - by_us, low_us=self.low_us - by_us)
+
 
 @dataclass(frozen=True)
 class _Times:
@@ -191,7 +195,17 @@ def compare(nodes: Sequence[NodeSample], clocks: Sequence[Alignment]) -> list[La
             before = found.get((late.host, late.rank))
             if before is None or late.median_us > before.median_us:
                 found[late.host, late.rank] = late
-    return list(found.values())
+    return _without_their_ranks(found.values())
+
+
+def _without_their_ranks(found: Iterable[Late]) -> list[Late]:
+    """Take from the lateness of each host that of its latest rank, for which its others may have waited in another group."""
+    found = list(found)
+    latest: dict[str, float] = {}
+    for each in found:
+        if each.rank >= 0 and each.counts:
+            latest[each.host] = max(latest.get(each.host, 0.0), each.median_us)
+    return [each.less(latest.get(each.host, 0.0)) if each.rank < 0 else each for each in found]
 
 
 def _by_group(nodes: Sequence[NodeSample]) -> dict[str, list[tuple[int, int, WorkerSample, Window]]]:

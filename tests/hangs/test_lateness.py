@@ -134,6 +134,33 @@ def test_a_host_of_one_rank_is_named_as_that_rank():
     assert late_by(compare(samples(times, 1, 1), [*EXACT, Alignment()])) == {("n1", 1): 6.0}
 
 
+@pytest.mark.parametrize(("late", "expected"), [({3}, {("n1", 3): 20}), ({2, 3}, {("n1", -1): 20})])
+def test_a_rank_that_its_host_waits_for_is_named_and_not_the_host(late, expected):
+    """Tensor parallel within each host, four collectives a step; data parallel across three hosts, once a step."""
+    at, jitter_us = dict.fromkeys(range(6), 0.0), random.Random(1).gauss
+    within: dict[int, list[float]] = {rank: [] for rank in at}
+    across: dict[int, list[float]] = {rank: [] for rank in at}
+    for _ in range(40):
+        for _ in range(4):
+            for rank in at:
+                at[rank] += 4 * MS + jitter_us(0, 50) + 5 * MS * (rank in late)
+                within[rank].append(at[rank])
+            at = {rank: max(at[rank // 2 * 2], at[rank // 2 * 2 + 1]) + LATENCY_US for rank in at}
+        for rank in at:
+            across[rank].append(at[rank])
+        at = {rank: max(at[other] for other in at if other % 2 == rank % 2) + LATENCY_US for rank in at}
+
+    def window(group: str, times: Sequence[float], per_step: int) -> Window:
+        return Window(group, 0, per_step, int(times[0]), tuple(int(each - times[0]) for each in times))
+
+    def sample(rank: int) -> RankSample:
+        windows = window(f"0 1 {rank // 2} 2", within[rank], 4), window(f"0 2 {rank % 2} 3", across[rank], 1)
+        return RankSample(rank, WorkerSample(512, STEP_US, windows))
+
+    nodes = [NodeSample(f"n{place}", f"clock {place}", (sample(2 * place), sample(2 * place + 1))) for place in range(3)]
+    assert late_by(compare(nodes, [*EXACT, Alignment()])) == {key: pytest.approx(ms, rel=0.05) for key, ms in expected.items()}
+
+
 def test_clocks_that_differ_are_aligned_and_their_error_counts():
     times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank >= 2 and number % 3 == 0), 4, 80, 3)
     nodes = samples(times, 2, 3, {1: -7_000_000.0})

@@ -85,8 +85,9 @@ class SlowNodes:
         if streak is None:
             return
         reason = f"slow_node=replace: {straggler(streak).text}"
+        which = f"rank {streak.late.rank} on " if streak.late.rank >= 0 else streak.late.host  # a rank may be late on any host
         try:
-            admission = self._job.replace_host(streak.late.host, reason)
+            admission = self._job.replace_host(streak.late.host, reason, f"slow_node=replace: {which}")
         except (ElasticExtError, OSError) as error:
             logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
             return
@@ -167,8 +168,11 @@ class LatenessWatch(Companion):
             found = lateness.compare(nodes, clocks)
             streaks = lateness.follow(streaks, found, now := time.monotonic())
             named = lateness.named(streaks)
+            if self._over.is_set():
+                return  # the end of the round waits for JOIN_S only, and what it has cleared must not come back
             self._on_compared(found, named)
-            self._replacement.look(named, now)
+            if not self._over.is_set():
+                self._replacement.look(named, now)
 
     def _own_sample(self) -> NodeSample | None:
         """Return the samples of this node's workers; None if they are not all of one step."""

@@ -320,7 +320,7 @@ class OneMachine(contract.Base):
     def revocation(self) -> None:
         """Return None: there is no other node."""
 
-    def replace_host(self, host: str, reason: str) -> Admission:
+    def replace_host(self, host: str, reason: str, because: str) -> Admission:
         return Admission(Answer.TOO_FEW, "there is one node only", Header())
 
     def show(self, report: str, last: bool) -> None:

@@ -33,6 +33,7 @@ SHARE = 0.05  # of a step
 NAMED_WINDOWS = 3
 REPLACE_SHARE = 0.1  # of a step; a restart costs some steps, too
 FORGET_WINDOWS = 2  # without lateness, after which what was named is no longer
+FORGET_UNSEEN = 6  # comparisons that say nothing of it: its group is no longer used, or its node gives no samples
 LEAST_STEPS = 8  # in a window, to find out where lateness carries over
 CARRIED = 0.5  # of a change at one collective is seen at the next: all of it without a wait, none after one
 OUTLIER = 4.0  # times the usual distance from the middle
@@ -167,6 +168,10 @@ class Late:
         least = SHARE * self.step_us
         return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
 
+    def less(self, by_us: float) -> Late:
+        """Return it with so much less lateness."""
+        return replace(self, median_us=self.median_us - by_us, p90_us=self.p90_us - by_us, low_us=self.low_us - by_us)
+
 
 @dataclass(frozen=True)
 class _Times:
@@ -181,7 +186,7 @@ def compare(nodes: Sequence[NodeSample], clocks: Sequence[Alignment]) -> list[La
     found: dict[tuple[str, int], Late] = {}
     for group, windows in _by_group(nodes).items():
         step_us = statistics.median(sample.step_us for _, _, sample, _ in windows)
-        per_step = max(1, round(statistics.median(each.per_step for *_, each in windows)))
+        per_step = statistics.median(each.per_step for *_, each in windows)
         times = {
             rank: _Times(place, [each.base_us + after - clocks[place].ahead_us for after in each.after_us])
             for place, rank, _, each in windows
@@ -190,7 +195,17 @@ def compare(nodes: Sequence[NodeSample], clocks: Sequence[Alignment]) -> list[La
             before = found.get((late.host, late.rank))
             if before is None or late.median_us > before.median_us:
                 found[late.host, late.rank] = late
-    return list(found.values())
+    return _without_their_ranks(found.values())
+
+
+def _without_their_ranks(found: Iterable[Late]) -> list[Late]:
+    """Take from the lateness of each host that of its latest rank, for which its others may have waited in another group."""
+    found = list(found)
+    latest: dict[str, float] = {}
+    for each in found:
+        if each.rank >= 0 and each.counts:
+            latest[each.host] = max(latest.get(each.host, 0.0), each.median_us)
+    return [each.less(latest.get(each.host, 0.0)) if each.rank < 0 else each for each in found]
 
 
 def _by_group(nodes: Sequence[NodeSample]) -> dict[str, list[tuple[int, int, WorkerSample, Window]]]:
@@ -212,7 +227,7 @@ def _by_group(nodes: Sequence[NodeSample]) -> dict[str, list[tuple[int, int, Wor
 def _of_group(
     group: str,
     times: Mapping[int, _Times],
-    per_step: int,
+    per_step: float,
     step_us: float,
     nodes: Sequence[NodeSample],
     clocks: Sequence[Alignment],
@@ -252,24 +267,28 @@ def _late(host: str, rank: int, group: str, late_us: Sequence[float], error_us: 
 def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], list[bool]]:
     """Return by how much each rank issued each collective after the first rank did, and whether they may have waited before it.
 
-    They have not where the first rank ran ahead, nor where lateness carries over at this place of a step.
+    They have not where the first rank ran ahead, nor where lateness carries over at this place of a step. No list: there are too
+    few steps to look at each place alone, and by all places together it carries over.
     """
     first, last = ([pick(column) for column in zip(*at_us.values(), strict=True)] for pick in (min, max))
     late = {rank: [mine - earliest for mine, earliest in zip(times, first, strict=True)] for rank, times in at_us.items()}
-    carried = [_carries_over(late.values(), place, per_step) for place in range(per_step)]
-    waited = [first[at] >= last[at - 1] and not carried[at % per_step] for at in range(1, len(first))]
+    places = per_step if per_step * LEAST_STEPS <= len(first) else 1
+    carried = [_carries_over(late.values(), place, places) for place in range(places)]
+    if places < per_step and carried[0]:
+        return late, []
+    waited = [first[at] >= last[at - 1] and not carried[at % places] for at in range(1, len(first))]
     return late, [False, *waited]
 
 
-def _carries_over(late: Iterable[Sequence[float]], place: int, per_step: int) -> bool:
+def _carries_over(late: Iterable[Sequence[float]], place: int, places: int) -> bool:
     """Return whether a rank that is later than usual at one collective is so at the next, at this place of a step.
 
     After a wait all begin anew, and what a rank is late by has nothing to do with what it was late by before.
     """
     products = squares = 0.0
     for times in late:
-        begin = place or per_step
-        pairs = [_deviations(times[at::per_step]) for at in (begin - 1, begin)]
+        begin = place or places
+        pairs = [_deviations(times[at::places]) for at in (begin - 1, begin)]
         for before, now in zip(*pairs, strict=False):
             products += before * now
             squares += before * before
@@ -285,19 +304,22 @@ def _deviations(values: Sequence[float]) -> list[float]:
     return [max(-most, min(most, each - middle)) for each in values]
 
 
-def _per_step(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], float]:
+def _per_step(at_us: Mapping[int, Sequence[float]], per_step: float) -> tuple[dict[int, list[float]], float]:
     """Return the lateness of each rank in each step, and how many collectives of a step all may have waited for.
 
-    A step is any `per_step` collectives in a row; a part of one is scaled.
+    A step is any `per_step` collectives in a row; a part of one is scaled, and so is one collective in several steps. Where
+    lateness carries over all through a step it counts once: the mean.
     """
-    late_us, waited = _lateness(at_us, per_step)
+    whole = max(1, round(per_step))
+    late_us, waited = _lateness(at_us, whole)
     found = {}
     for rank, late in late_us.items():
-        added = [late[at] if waited[at] else late[at] - late[at - 1] for at in range(1, len(late))]
-        size = min(per_step, len(added))
-        steps = [sum(added[at : at + size]) for at in range(0, len(added) - size + 1, size)]
-        found[rank] = [each * per_step / size for each in steps]
-    return found, max(1.0, per_step * sum(waited) / (len(waited) - 1))
+        added = [late[at] if waited[at] else late[at] - late[at - 1] for at in range(1, len(late))] if waited else late
+        size = min(whole, len(added))
+        scale = per_step / size if waited else 1 / size
+        found[rank] = [sum(added[at : at + size]) * scale for at in range(0, len(added) - size + 1, size)]
+    share = sum(waited) / (len(waited) - 1) if waited else 0.0
+    return found, max(min(1.0, per_step), per_step * share)
 
 
 def _lower_median(values: Sequence[Sequence[float]]) -> list[float]:
@@ -324,35 +346,59 @@ def _error_us(place: int, clocks: Mapping[int, Alignment], waits: float) -> floa
 
 @dataclass(frozen=True)
 class Streak:
-    """For how many comparisons something has been late. missed: how many since. since: monotonic seconds of the first."""
+    """For how many comparisons something has been late.
+
+    Attributes:
+        count: comparisons in which it was late.
+        missed: how many it has not been late in since.
+        since: monotonic seconds of the first.
+        named: it is.
+        unseen: how many since the last one say nothing of it.
+        much_since: monotonic seconds since when it has been late by REPLACE_SHARE or more; None: it is not.
+        much_missed: how many it has not been so in since.
+    """
 
     late: Late
     count: int
     missed: int
     since: float
     named: bool
+    unseen: int = 0
+    much_since: float | None = None
+    much_missed: int = 0
 
 
 Streaks = Mapping[tuple[str, int], Streak]  # by host and rank
 
 
 def follow(before: Streaks, found: Iterable[Late], now: float) -> dict[tuple[str, int], Streak]:
-    """Return what is late after another comparison. now: monotonic seconds. What it could not see stays as it was."""
-    after = dict(before)
+    """Return what is late after another comparison. now: monotonic seconds. What it could not see stays, for a while."""
+    after = {key: replace(each, unseen=each.unseen + 1) for key, each in before.items() if each.unseen < FORGET_UNSEEN}
     for late in found:
         key = late.host, late.rank
         streak = after.get(key)
         if late.counts:
             count = streak.count + 1 if streak is not None else 1
             since = streak.since if streak is not None else now
-            after[key] = Streak(late, count, 0, since, count >= NAMED_WINDOWS or (streak is not None and streak.named))
+            is_named = count >= NAMED_WINDOWS or (streak is not None and streak.named)
+            after[key] = _much(streak, Streak(late, count, 0, since, is_named), now)
         elif streak is not None:
             missed = streak.missed + 1
             if streak.named and missed < FORGET_WINDOWS:
-                after[key] = replace(streak, late=late, missed=missed)
+                after[key] = _much(streak, replace(streak, late=late, missed=missed, unseen=0), now)
             else:
                 del after[key]
     return after
+
+
+def _much(before: Streak | None, after: Streak, now: float) -> Streak:
+    """Return `after` with since when it has been late by REPLACE_SHARE; one comparison without does not end that."""
+    since, missed = (before.much_since, before.much_missed) if before is not None else (None, 0)
+    if after.late.counts and after.late.share >= REPLACE_SHARE:
+        return replace(after, much_since=now if since is None else since, much_missed=0)
+    if since is not None and missed + 1 < FORGET_WINDOWS:
+        return replace(after, much_since=since, much_missed=missed + 1)
+    return replace(after, much_since=None, much_missed=0)
 
 
 def named(streaks: Streaks) -> list[Streak]:
@@ -362,12 +408,17 @@ def named(streaks: Streaks) -> list[Streak]:
 
 
 def to_replace(found: Iterable[Streak], now: float, after_s: float) -> Streak | None:
-    """Return what has been late for so long, and still is, that its host is worth a restart; the latest. found: see `named`."""
+    """Return what has been late by REPLACE_SHARE for so long, and still is, that its host is worth a restart; the latest.
+
+    found: see `named`.
+    """
     return next(
         (
             each
             for each in found
-            if each.late.counts and not each.missed and each.late.share >= REPLACE_SHARE and now - each.since >= after_s
+            if each.much_since is not None
+            and not (each.unseen or each.missed or each.much_missed)
+            and now - each.much_since >= after_s
         ),
         None,
     )

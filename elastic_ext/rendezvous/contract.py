@@ -247,8 +247,10 @@ class Rendezvous(Protocol):
     def drain(self) -> Drain | None:
         """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""
 
-    def replace_host(self, host: str, reason: str) -> Admission:
+    def replace_host(self, host: str, reason: str, because: str) -> Admission:
         """Have the nodes of a host leave at the next checkpoint, if a spare waits. From a thread that may wait for seconds.
+
+        because: how the reason begins; if another host has left for the same, this one stays.
 
         Raises ElasticExtError, OSError: it is unknown whether it leaves.
         """

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from elastic_ext.base import records
+from elastic_ext.base.printable import counted
 from elastic_ext.etcd import Delete, EtcdClient, Get
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous import drains
@@ -39,6 +40,19 @@ class JobRecordsNow:
         """Return the ids of the nodes that wait and may take part, on other hosts than this one."""
         hosts = {each.host for each in self.header.drains} | self.refused.keys() | {without}
         return frozenset(id_ for id_ in self.nodes if id_ not in self.members and drains.host_of(id_) not in hosts)
+
+    def keeps(self, host: str, because: str) -> str:
+        """Return why a host is not to be replaced by a spare now; "": it may be. because: how the reason for it begins.
+
+        What is wrong on one host after another for the same reason is wrong with the job, and not with its hosts.
+        """
+        leaving = {each.node for each in self.header.drains if not each.released and each.host != host} & self.members
+        if len(self.spares(host)) <= len(leaving):
+            taken = f" but for {counted(len(leaving), 'node')} that is to leave before" if leaving else ""
+            return f"no spare waits{taken}; nothing was changed"
+        reasons = {**{each.host: each.reason for each in self.header.drains}, **self.refused}
+        before = [other for other, why in reasons.items() if other != host and because in why]
+        return f"{min(before)} has left for the same before; nothing was changed" if before else ""
 
 
 class RunningJob:
@@ -79,17 +93,17 @@ class RunningJob:
         over = (seen.found.mod_revision, seen.found.lease_id)
         return swap(self.client, self.keys, header, over=over, puts=others).succeeded
 
-    def admit(self, request: DrainRequest, timeout_s: float, needs_spare: bool = False) -> tuple[Admission, JobRecordsNow]:
+    def admit(self, request: DrainRequest, timeout_s: float, because: str | None = None) -> tuple[Admission, JobRecordsNow]:
         """Write the request if it is admitted; return the answer, and the records that it was made for. Check and write are one
         decision, since every other drain changes the header. Raises LostRace.
 
-        needs_spare: without a node that waits to take part, the answer is TOO_FEW.
+        because: of a host that a spare is to replace, how the reason begins; if it is kept (see `keeps`), the answer is TOO_FEW.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             seen = self.read()
-            if needs_spare and not seen.spares(drains.host_of(request.name)):
-                return Admission(Answer.TOO_FEW, "no spare waits; nothing was changed", seen.header), seen
+            if because is not None and (why := seen.keeps(drains.host_of(request.name), because)):
+                return Admission(Answer.TOO_FEW, why, seen.header), seen
             admission = drains.admit(request, seen.header, seen.nodes, seen.refused, seen.min_nodes)
             if admission.header is seen.header or self.write(seen, admission.header):
                 return admission, seen

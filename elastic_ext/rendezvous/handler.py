@@ -184,10 +184,10 @@ class EtcdRendezvous(contract.Base):
     def drain(self) -> Drain | None:
         return drains.of_node(self._participant.header, self.node_id)
 
-    def replace_host(self, host: str, reason: str) -> Admission:
+    def replace_host(self, host: str, reason: str, because: str) -> Admission:
         request = DrainRequest(host, reason, self.settings.refuse_node)
         job = RunningJob(self._participant.client, self.get_run_id())
-        return job.admit(request, REPLACE_TIMEOUT_S, needs_spare=True)[0]
+        return job.admit(request, REPLACE_TIMEOUT_S, because)[0]
 
     def share_goodput(self, spent: Spent) -> Shared:
         return self._goodput.share(spent)

@@ -8,12 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_ext.agent.companion import LocalWorkers
+from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
+from elastic_ext.hangs.lateness import Late, Streak
+from elastic_ext.workers import progress_layout as layout
+from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, Job, ended
 from tests.until import until
@@ -81,3 +88,37 @@ def test_with_slow_node_replace_a_spare_takes_the_place_of_a_late_host(server, t
         done = [job.finish() for job in (*jobs, spare)]
     assert [each.returncode for each in done] == [0, 69, 0], [each.err for each in done]
     assert "slow_node=replace: " in done[1].err
+
+
+class Asked(SlowNodes):
+    """Notes that it is asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def look(self, named: Sequence[Streak], now: float) -> None:
+        self.times += 1
+
+
+def test_a_comparison_that_outlasts_its_round_has_no_host_leave(tmp_path):
+    table = ProgressTable(str(tmp_path / "progress"), 1)
+    (tmp_path / "stacks.issued").write_text(json.dumps({"schema": 1, "step": 128, "step_us": 60_000, "windows": []}))
+    workers = LocalWorkers(None, table, {0: 0}, {}, {0: str(tmp_path / "stacks")})  # type: ignore[arg-type]
+    compared, over, asked = threading.Event(), threading.Event(), Asked()
+
+    def on_compared(found: Sequence[Late], named: Sequence[Streak]) -> None:
+        compared.set()
+        over.wait(60)
+
+    watch = LatenessWatch(OwnPlace("n0", 0, 1, ("", 0)), on_compared, asked)
+    watch.workers_started(workers)
+    with open(tmp_path / "progress", "r+b") as file:
+        file.seek(8 * layout.SAMPLES)
+        file.write((1).to_bytes(8, sys.byteorder))
+    watch.check(workers)
+    assert compared.wait(60)
+    (thread,) = (each for each in threading.enumerate() if each.name == "elastic_ext-lateness")
+    watch.workers_ended(workers)  # waits for a moment only
+    over.set()
+    thread.join(60)
+    assert not asked.times

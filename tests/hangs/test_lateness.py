@@ -15,7 +15,6 @@ from elastic_ext.hangs.lateness import (
     NodeSample,
     Ping,
     RankSample,
-    Streak,
     Window,
     WorkerSample,
     aligned,
@@ -53,7 +52,7 @@ def issued(
 def samples(
     times: Mapping[int, Sequence[float]],
     per_node: int,
-    per_step: int,
+    per_step: float,
     ahead_us: Mapping[int, float] | None = None,
     first: int = 256,
 ) -> list[NodeSample]:
@@ -102,6 +101,28 @@ def test_lateness_that_no_rank_has_waited_for_counts_once(waits, expected_ms):
     assert found == pytest.approx(expected_ms, rel=0.05)
 
 
+@pytest.mark.parametrize("per_step", [40, 128])
+@pytest.mark.parametrize(("late_ms", "expected"), [(0, {}), (2, {}), (21, {("n0", 1): pytest.approx(21, rel=0.05)})])
+def test_lateness_that_carries_over_counts_once_in_steps_too_long_to_compare_them(per_step, late_ms, expected):
+    """DDP with many buckets: a window of 256 collectives holds a few steps, and the ranks wait at the end of each."""
+    times = issued(
+        lambda rank, number: 5 * MS + late_ms * MS * (rank == 1 and number % per_step == 0), 4, 256 // per_step, per_step
+    )
+    assert late_by(compare(samples(times, 2, per_step), EXACT)) == expected
+
+
+def test_lateness_at_one_collective_in_many_steps_is_shared_by_all_of_them():
+    """As of a barrier after each hundredth step, before which rank 0 writes its log."""
+    times = issued(lambda rank, number: 100 * STEP_US + 30 * MS * (rank == 0), 4, 80, 1)
+    found = {each.rank: each.median_us for each in compare(samples(times, 2, 0.01), EXACT) if each.host == "n0"}
+    assert found[0] == pytest.approx(0.3 * MS, rel=0.05)
+
+
+def test_many_collectives_in_a_step_take_no_longer_to_compare():
+    times = issued(lambda rank, number: 1 * MS, 4, 1, 64)
+    assert late_by(compare(samples(times, 2, 10**9), EXACT)) == {}  # looking at each place of a step would take an hour
+
+
 def test_a_host_is_late_if_all_its_ranks_are():
     times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank >= 2 and number % 3 == 0), 4, 80, 3)
     (found,) = (each for each in compare(samples(times, 2, 3), EXACT) if each.counts)
@@ -111,6 +132,33 @@ def test_a_host_is_late_if_all_its_ranks_are():
 def test_a_host_of_one_rank_is_named_as_that_rank():
     times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank == 1), 3, 80, 1)
     assert late_by(compare(samples(times, 1, 1), [*EXACT, Alignment()])) == {("n1", 1): 6.0}
+
+
+@pytest.mark.parametrize(("late", "expected"), [({3}, {("n1", 3): 20}), ({2, 3}, {("n1", -1): 20})])
+def test_a_rank_that_its_host_waits_for_is_named_and_not_the_host(late, expected):
+    """Tensor parallel within each host, four collectives a step; data parallel across three hosts, once a step."""
+    at, jitter_us = dict.fromkeys(range(6), 0.0), random.Random(1).gauss
+    within: dict[int, list[float]] = {rank: [] for rank in at}
+    across: dict[int, list[float]] = {rank: [] for rank in at}
+    for _ in range(40):
+        for _ in range(4):
+            for rank in at:
+                at[rank] += 4 * MS + jitter_us(0, 50) + 5 * MS * (rank in late)
+                within[rank].append(at[rank])
+            at = {rank: max(at[rank // 2 * 2], at[rank // 2 * 2 + 1]) + LATENCY_US for rank in at}
+        for rank in at:
+            across[rank].append(at[rank])
+        at = {rank: max(at[other] for other in at if other % 2 == rank % 2) + LATENCY_US for rank in at}
+
+    def window(group: str, times: Sequence[float], per_step: int) -> Window:
+        return Window(group, 0, per_step, int(times[0]), tuple(int(each - times[0]) for each in times))
+
+    def sample(rank: int) -> RankSample:
+        windows = window(f"0 1 {rank // 2} 2", within[rank], 4), window(f"0 2 {rank % 2} 3", across[rank], 1)
+        return RankSample(rank, WorkerSample(512, STEP_US, windows))
+
+    nodes = [NodeSample(f"n{place}", f"clock {place}", (sample(2 * place), sample(2 * place + 1))) for place in range(3)]
+    assert late_by(compare(nodes, [*EXACT, Alignment()])) == {key: pytest.approx(ms, rel=0.05) for key, ms in expected.items()}
 
 
 def test_clocks_that_differ_are_aligned_and_their_error_counts():
@@ -187,10 +235,35 @@ def test_a_sample_survives_the_way_to_another_node():
     assert lateness.decode(lateness.encode(node), "late/512/0") == node
 
 
+def test_what_no_comparison_says_anything_of_is_forgotten():
+    streaks: Mapping = {}
+    for count in range(3):
+        streaks = follow(streaks, [late(20 * MS)], count * 10.0)
+    for count in range(lateness.FORGET_UNSEEN):
+        streaks = follow(streaks, [], 30.0 + count)
+    assert lateness.named(streaks)
+    assert not follow(streaks, [], 40.0)
+
+
 @pytest.mark.parametrize(
-    ("median_us", "missed", "lasted_s", "expected"),
-    [(20 * MS, 0, 300, True), (20 * MS, 0, 299, False), (20 * MS, 1, 300, False), (5 * MS, 0, 300, False)],
+    ("shares", "expected"),
+    [
+        ([0.2] * 31, True),
+        ([0.2] * 30, False),
+        ([0.2] * 30 + [None], False),  # nothing is known of it now
+        ([0.2] * 4 + [None] * 5 + [0.2] * 22, True),
+        ([0.2] * 30 + [0.07], False),
+        ([0.07] * 30 + [0.2], False),  # it has been late, but not by so much
+        ([0.2] * 10 + [0.07] + [0.2] * 20, True),  # one comparison may be wrong
+        ([0.2] * 10 + [0.01] + [0.2] * 20, True),
+        ([0.2] * 10 + [0.07] * 2 + [0.2] * 20, False),
+        ([0.2] * 4 + [None] * 40, False),
+    ],
 )
-def test_what_has_been_late_for_long_is_worth_a_restart(median_us, missed, lasted_s, expected):
-    streak = Streak(late(median_us), 30, missed, 1000.0, True)
-    assert lateness.to_replace([streak], 1000.0 + lasted_s, 300.0) == (streak if expected else None)
+def test_what_has_been_late_by_much_for_long_is_worth_a_restart(shares, expected):
+    """shares: of a step, every 10 seconds; None: the comparison could not see it."""
+    streaks: Mapping = {}
+    for count, share in enumerate(shares):
+        streaks = follow(streaks, [] if share is None else [late(share * STEP_US)], now := count * 10.0)
+    found = lateness.to_replace(lateness.named(streaks), now, 300.0)
+    assert (found is not None) == expected

@@ -277,3 +277,15 @@ def test_a_rank_alone_samples_nothing(monkeypatch):
         SimpleNamespace(_world=SimpleNamespace(pg_names={"pg": "0"}, pg_group_ranks={"pg": {0: 0}})),
     )
     assert recorder.issued() == {}
+
+
+def test_the_script_may_make_and_destroy_groups_while_a_rank_samples(four_ranks):
+    world = recorder.sys.modules["torch.distributed.distributed_c10d"]._world
+
+    class MadeMeanwhile(dict):
+        def get(self, group, default=()):
+            world.pg_names[f"made {len(world.pg_names)}"] = f"{len(world.pg_names)}"
+            return super().get(group, default)
+
+    world.pg_group_ranks = MadeMeanwhile(world.pg_group_ranks)
+    assert recorder.issued().keys() == {"1 0 0 4"}

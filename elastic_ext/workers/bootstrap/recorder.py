@@ -110,7 +110,8 @@ def _ranks_of_groups() -> "dict[str, list[int]]":
     groups = sys.modules.get("torch.distributed.distributed_c10d")
     if groups is None:
         return {}
-    return {name: sorted(groups._world.pg_group_ranks.get(group, ())) for group, name in groups._world.pg_names.items()}
+    names = list(groups._world.pg_names.items())  # a copy: the script may make or destroy a group meanwhile
+    return {name: sorted(groups._world.pg_group_ranks.get(group, ())) for group, name in names}
 
 
 def _threads_of_the_script() -> set[str]:

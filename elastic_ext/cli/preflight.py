@@ -154,12 +154,21 @@ def _messages(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any]]:
         chunk = os.read(pipe.fileno(), 65536)
         if not chunk:
             return
-        if within_s != limit_s:  # the first line
-            within_s, deadline = limit_s, time.monotonic() + limit_s
         *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
+        for message in filter(None, map(_message, lines)):
+            if within_s != limit_s:  # the first one
+                within_s, deadline = limit_s, time.monotonic() + limit_s
+            yield message
     raise TimeoutError(f"no end within {within_s:g} s")
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """Return a message of the child; {} for a line that a library has printed while it was imported."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -289,6 +289,14 @@ def test_the_host_with_a_bad_link_is_named(tmp_path, how):
 
 
 @pytest.mark.full
+def test_what_libraries_print_while_they_are_imported_is_no_failure(tmp_path, monkeypatch):
+    script = tmp_path / "probe.py"
+    script.write_text("""print('loaded a plug-in'); print('7'); print('{"end": true}')""")
+    monkeypatch.setattr(preflight, "PROBE", str(script))
+    assert preflight.measure({}, LIMIT_S) == ([], None)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("program", "limit_s", "why"),
     [

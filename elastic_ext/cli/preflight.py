@@ -124,9 +124,8 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
     doing, ended = "importing torch", False
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            isolated.command(PROBE), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-            start_new_session=True,
-        )  # fmt: skip
+            isolated.command(PROBE), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+        )  # in this process group, with which the agent kills a health check
         assert process.stdout is not None
         try:
             for message in _messages(process.stdout, limit_s):
@@ -172,7 +171,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of the child; end it, with what it has started, if that does not come. What sleeps in the kernel stays."""
+    """Wait for the end of the child; end it if that does not come. What sleeps in the kernel stays."""
     assert process.stdout is not None
     process.stdout.close()
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -180,4 +179,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(END_S)
             return
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, number)
+            process.send_signal(number)

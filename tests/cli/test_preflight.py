@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
 from contextlib import ExitStack
@@ -29,10 +31,10 @@ from elastic_ext.cli.preflight_figures import (
     tournament,
 )
 from tests import lossy_network
-from tests.jobs import AGENT, TORCHRUN, Job, run
+from tests.jobs import AGENT, TORCHRUN, Job, run, wait_gone
 from tests.lossy_network import CLEAN, LossyNetwork, Way
 from tests.ports import free_port
-from tests.until import LIMIT_S
+from tests.until import LIMIT_S, until
 
 PREFLIGHT = ["-m", "elastic_ext.cli", "doctor", "--preflight", "--json"]
 
@@ -286,6 +288,18 @@ def test_the_host_with_a_bad_link_is_named(tmp_path, how):
         assert "#1 and " in detail
         assert "in common" not in detail
         assert "#0" not in detail
+
+
+@pytest.mark.full
+def test_the_child_ends_with_a_health_check_that_is_killed(tmp_path):
+    """Otherwise it would keep its memory on a device, for as long as that hangs."""
+    pid = tmp_path / "pid"
+    (tmp_path / "probe.py").write_text(f"import os, time; print(os.getpid(), file=open({str(pid)!r}, 'w', 1)); time.sleep(1000)")
+    check = f"import os; from elastic_ext.cli import preflight as it; it.PROBE = '{tmp_path}/probe.py'; it.measure(os.environ, 1000)"
+    with Job([sys.executable, "-c", check], tmp_path) as job:
+        until(lambda: pid.exists() and pid.read_text().endswith("\n"), job.err)
+        os.killpg(job.process.pid, signal.SIGKILL)
+        assert not wait_gone([int(pid.read_text())])
 
 
 @pytest.mark.full

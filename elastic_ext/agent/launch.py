@@ -28,7 +28,7 @@ import elastic_ext
 from elastic_ext.base import isolated
 from elastic_ext.base.errors import NodeUnfit, UsageError
 from elastic_ext.base.printable import printable, redacted, shown
-from elastic_ext.base.settings import SECRET_VARIABLES, Settings
+from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from elastic_ext.failures.policy import NO_LIMIT
@@ -239,13 +239,23 @@ def check_health(settings: Settings) -> None:
         return
     command, environ = settings.health_command, dict(os.environ)
     if command == PREFLIGHT:
-        command = shlex.join([*isolated.command("elastic_ext.cli"), "doctor", "--preflight", "--alone"])
-        environ |= {"ELASTIC_EXT_LOCAL_DIR": settings.local_dir} if settings.local_dir else {}
+        command, environ = own_check(settings, environ)
     ended = run_command(command, settings.health_timeout, environ)
     why = unfit(ended, settings.health_timeout)
     _log_command(logging.INFO if why is None else logging.WARNING, "health check", ended)
     if why is not None:
         raise NodeUnfit(why)
+
+
+def own_check(settings: Settings, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the shell command of our own health check, and its environment.
+
+    That has no other setting than the check needs. This agent has accepted all of them together with --rdzv-conf and torchrun's
+    options; those of its environment alone may contradict each other, which would make the node unfit.
+    """
+    kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    directory = {f"{ENV_PREFIX}LOCAL_DIR": settings.local_dir} if settings.local_dir else {}
+    return shlex.join([*isolated.command("elastic_ext.cli"), "doctor", "--preflight", "--alone"]), {**kept, **directory}
 
 
 def tell_of_bad_node(settings: Settings, host: str, reason: str) -> None:

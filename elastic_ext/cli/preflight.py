@@ -124,9 +124,8 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
     doing, ended = "importing torch", False
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            isolated.command(PROBE), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-            start_new_session=True,
-        )  # fmt: skip
+            isolated.command(PROBE), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+        )  # in this process group, with which the agent kills a health check
         assert process.stdout is not None
         try:
             for message in _messages(process.stdout, limit_s):
@@ -154,16 +153,25 @@ def _messages(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any]]:
         chunk = os.read(pipe.fileno(), 65536)
         if not chunk:
             return
-        if within_s != limit_s:  # the first line
-            within_s, deadline = limit_s, time.monotonic() + limit_s
         *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
+        for message in filter(None, map(_message, lines)):
+            if within_s != limit_s:  # the first one
+                within_s, deadline = limit_s, time.monotonic() + limit_s
+            yield message
     raise TimeoutError(f"no end within {within_s:g} s")
 
 
+def _message(line: bytes) -> dict[str, Any]:
+    """Return a message of the child; {} for a line that a library has printed while it was imported."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of the child; end it, with what it has started, if that does not come. What sleeps in the kernel stays."""
+    """Wait for the end of the child; end it if that does not come. What sleeps in the kernel stays."""
     assert process.stdout is not None
     process.stdout.close()
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -171,4 +179,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(END_S)
             return
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, number)
+            process.send_signal(number)

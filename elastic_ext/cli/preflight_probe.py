@@ -260,7 +260,7 @@ def _best_s(run: Callable[[], object], for_s: float, sync: Callable[[], object])
 def _device_figures(node: str, name: str, share: float) -> list[Figure]:
     """Measure matrix products and a copy within a device's memory. share: of the usual time."""
     device, cpu = torch.device(name), name == "cpu"
-    kind = _processor() if cpu else str(getattr(torch, device.type).get_device_name(device))
+    kind = _processor() if cpu else _model(device)
 
     def sync() -> None:
         if not cpu:
@@ -273,12 +273,14 @@ def _device_figures(node: str, name: str, share: float) -> list[Figure]:
         except _WrongResult as wrong:
             value, error, grave = None, str(wrong), True
         except RuntimeError as failure:  # of CUDA, too
-            value, error = None, one_line(failure)
-            grave = not isinstance(failure, torch.OutOfMemoryError)  # another process uses it: no fault of the device
+            value, error, grave = None, one_line(failure), not any(text in str(failure) for text in _NO_ROOM)
         figures.append(Figure(measure, (node,), name, kind, value, error, grave))
     return figures
 
 
+# Another process uses the device: no fault of it. torch.OutOfMemoryError says the first; also CUDA, where the context of a
+# process finds no room, which is another error to torch; cuBLAS the second; the third is for the processor's memory.
+_NO_ROOM = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -316,6 +318,12 @@ def _copy_gb_s(device: torch.device, share: float, sync: Callable[[], object]) -
     if not torch.equal(copy, source):
         raise _WrongResult("a copy in memory differs from its source")
     return size / best / 1e9
+
+
+def _model(device: torch.device) -> str:
+    """Return the model of a device; its type where torch has no name for it (MPS, MTIA)."""
+    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return str(name_of(device)) if name_of is not None else device.type
 
 
 def _processor() -> str:

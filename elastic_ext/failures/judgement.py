@@ -111,7 +111,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         back = going_back(report.copied_at, report.saved_at, ledger.failures)
         decision = replace(decision, reason=f"{decision.reason}; {back.reason}", checkpoints_back=int(back.checkpoint))
         now = replace(now, gone_back_to=back.to)
-    if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports)):
+    if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
     now = replace(now, charged=decision.charged)
@@ -196,10 +196,13 @@ def going_back(copied_at: int | None, saved_at: int | None, earlier: Sequence[Pa
     return Back(True, f"{copies}{before} is tried, if there is one")
 
 
-def _apart(reports: Mapping[str, Report]) -> str:
-    """Return which ranks wait in another collective than the rest; "" if nothing shows that."""
+def _apart(reports: Mapping[str, Report], lost: Sequence[Lost]) -> str:
+    """Return which ranks wait in another collective than the rest; "" if nothing shows that.
+
+    Without the reports of lost nodes a group of as many ranks as have reported may be another one than that of all ranks.
+    """
     found = [each for report in reports.values() for each in report.collectives]
-    return compared(found, {rank for report in reports.values() for rank in report.ranks})
+    return compared(found, {rank for report in reports.values() for rank in report.ranks} if not lost else ())
 
 
 def _shared(stacks: Sequence[str]) -> str:

@@ -31,7 +31,8 @@ Invariants:
 
 Only the lease shows the end of a host that loses its power, which closes nothing, and of a node that dies before any other has
 linked to it. Not covered: something closes the link to a node on one side only (a proxy may), refuses connections to it, and cuts
-it from etcd at the same time. Its workers then run until its lease ends, next to a round of the others.
+it from etcd at the same time. Its workers then run until its lease ends, next to a round of the others. So do those of a node
+whose only fault is the last two, just after one that kept a link to it has died and is out of the job: it no longer looks then.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ class Watcher:
     def __init__(self, job: str, node_id: str, peers: PeerRecords) -> None:
         self.accused: set[str] = set()
         self._job, self._node_id, self._peers = job, node_id, peers
+        self._looked_at: set[str] = set()  # now, as what died may have kept a link to them
 
     async def watch(self, node_id: str) -> None:
         """Keep a link to this node until it has left or is dead; if it is, take it out of the job."""
@@ -146,7 +148,7 @@ class Watcher:
                         logger.debug("node %s left on purpose", node_id)
                         return
                     if end is LinkEnd.REFUSED and suspected:
-                        if await self._confirm(peer, lost_at + DECIDE_S):
+                        if await self._confirm(peer, lost_at + DECIDE_S, "its link has ended"):
                             with contextlib.suppress(EtcdError):  # it is out; what died with it has its lease
                                 await self._look_around(node_id, lost_at)
                             return
@@ -173,10 +175,14 @@ class Watcher:
         lost_at: when the first link to one of them ended, monotonic.
         """
         neighbors = await in_thread(lambda: self._peers.neighbors(dead))
-        others = [each for each in neighbors if each != self._node_id and each not in self.accused]
-        await asyncio.gather(*(self._look_at(each, lost_at) for each in others))
+        others = set(neighbors) - self._looked_at - self.accused - {self._node_id}
+        self._looked_at |= others  # two that died may have kept a link to one
+        try:
+            await asyncio.gather(*(self._look_at(each, dead, lost_at) for each in others))
+        finally:
+            self._looked_at -= others
 
-    async def _look_at(self, node_id: str, lost_at: float) -> None:
+    async def _look_at(self, node_id: str, dead: str, lost_at: float) -> None:
         try:
             peer = await in_thread(lambda: self._peers.find(node_id))
             connected = await _connect(peer) if peer is not None and peer.port else LinkEnd.UNREACHABLE
@@ -184,7 +190,7 @@ class Watcher:
                 return
             if not isinstance(connected, LinkEnd):
                 connected[1].close()  # it lives, or its reaper does
-            elif await self._confirm(peer, lost_at + DECIDE_S):
+            elif await self._confirm(peer, lost_at + DECIDE_S, f"node {dead}, which kept a link to it, is dead"):
                 await self._look_around(node_id, lost_at)
         except EtcdError as error:
             logger.debug("whether node %s has died, too, is unknown: %s", node_id, error)
@@ -217,9 +223,9 @@ class Watcher:
         finally:
             writer.close()
 
-    async def _confirm(self, suspect: Peer, by: float) -> bool:
+    async def _confirm(self, suspect: Peer, by: float, why: str) -> bool:
         """Take a node out of the job unless it answers. Return whether it is out. by: a monotonic time; do nothing after it."""
-        removed, where = False, f"its link has ended, and {suspect.address}:{suspect.port} refuses connections"
+        removed, where = False, f"{why}, and {suspect.address}:{suspect.port} refuses connections"
         doubted = await in_thread(lambda: self._peers.doubt(suspect, by - time.monotonic()))
         if doubted is not None:
             await asyncio.sleep(CONFIRM_S)  # no event shows that no answer will come

@@ -17,6 +17,8 @@ from elastic_ext.agent.launch import CommandEnd, run_command, unfit
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing
+from elastic_ext.cli.doctor import check_settings
+from elastic_ext.cli.findings import OK
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, wait_gone
 from tests.jobs import run as run_job
 from tests.until import until
@@ -120,6 +122,18 @@ SCRIPT = SCRIPTS / "elastic_job.py"
 )
 def test_what_makes_a_node_unfit(code, why):
     assert unfit(CommandEnd(code, ""), 60) == why
+
+
+@pytest.mark.parametrize("given", [{}, {"local_dir": "/nvme"}])
+def test_our_own_check_gets_no_settings_that_the_agent_has_accepted(given):
+    """Without --shutdown-timeout=15 and --rdzv-conf=hang=on, as the agent has them, these contradict each other."""
+    environ = {"PATH": "/bin", "ELASTIC_EXT_PLATFORM_GRACE": "20", "ELASTIC_EXT_HANG": "off", "ELASTIC_EXT_HANG_TIMEOUT": "60"}
+    command, left = launch.own_check(Settings(**given), environ)
+    assert command.endswith("doctor --preflight --alone")
+    assert left.pop("PATH") == "/bin"
+    read: list[Settings] = []
+    assert check_settings("", left, read).state == OK
+    assert (read[0].local_dir, len(left)) == (given.get("local_dir"), len(given))
 
 
 @pytest.mark.full

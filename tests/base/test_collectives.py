@@ -58,6 +58,12 @@ def test_many_ranks_are_not_all_named():
     )
 
 
+def test_not_every_collective_is_named_where_each_rank_is_in_another():
+    found = compared([at(rank, number=rank, size=5000) for rank in range(5000)], range(5000))
+    assert "rank 7 is in all_reduce 7 of group 1, 4991 ranks are in 4991 others, rank 4999 is in all_reduce 4999" in found
+    assert len(found) < 1000
+
+
 def test_what_a_worker_says_is_checked():
     said = records.plain(ALL[0])
     assert records.build(Collective, said, "it") == ALL[0]

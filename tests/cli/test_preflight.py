@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
 from contextlib import ExitStack
@@ -10,9 +12,10 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import preflight
+from elastic_ext.cli import preflight, preflight_probe
 from elastic_ext.cli.findings import FAIL, OK, WARN, Finding
 from elastic_ext.cli.preflight_figures import (
     BANDWIDTH,
@@ -29,10 +32,10 @@ from elastic_ext.cli.preflight_figures import (
     tournament,
 )
 from tests import lossy_network
-from tests.jobs import AGENT, TORCHRUN, Job, run
+from tests.jobs import AGENT, TORCHRUN, Job, run, wait_gone
 from tests.lossy_network import CLEAN, LossyNetwork, Way
 from tests.ports import free_port
-from tests.until import LIMIT_S
+from tests.until import LIMIT_S, until
 
 PREFLIGHT = ["-m", "elastic_ext.cli", "doctor", "--preflight", "--json"]
 
@@ -186,6 +189,28 @@ def test_where_is_written_to(tmp_path):
     assert preflight._task(Settings(checkpoint_dir="s3://bucket/x"), False, {"NODE": "2"}).together
 
 
+@pytest.mark.parametrize(
+    ("error", "grave"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB"), False),
+        (RuntimeError("CUDA error: out of memory"), False),  # of a context, for which there is no room
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+    ],
+)
+def test_a_device_that_has_no_room_is_busy_not_broken(monkeypatch, error, grave):
+    def fails(*_: object) -> float:
+        raise error
+
+    for name in ("_tflops", "_copy_gb_s"):
+        monkeypatch.setattr(preflight_probe, name, fails)
+    assert [figure.grave for figure in preflight_probe._device_figures("n1", "cpu", 1.0)] == [grave, grave]
+
+
+def test_a_device_whose_model_has_no_name_is_measured_all_the_same():
+    assert preflight_probe._model(torch.device("mtia:0")) == "mtia"
+
+
 # Real measurements.
 
 
@@ -286,6 +311,26 @@ def test_the_host_with_a_bad_link_is_named(tmp_path, how):
         assert "#1 and " in detail
         assert "in common" not in detail
         assert "#0" not in detail
+
+
+@pytest.mark.full
+def test_the_child_ends_with_a_health_check_that_is_killed(tmp_path):
+    """Otherwise it would keep its memory on a device, for as long as that hangs."""
+    pid = tmp_path / "pid"
+    (tmp_path / "probe.py").write_text(f"import os, time; print(os.getpid(), file=open({str(pid)!r}, 'w', 1)); time.sleep(1000)")
+    check = "import os; from elastic_ext.cli import preflight as it; it.PROBE = 'probe.py'; it.measure(os.environ, 1000)"
+    with Job([sys.executable, "-c", check], tmp_path) as job:
+        until(lambda: pid.exists() and pid.read_text().endswith("\n"), job.err)
+        os.killpg(job.process.pid, signal.SIGKILL)
+        assert not wait_gone([int(pid.read_text())])
+
+
+@pytest.mark.full
+def test_what_libraries_print_while_they_are_imported_is_no_failure(tmp_path, monkeypatch):
+    script = tmp_path / "probe.py"
+    script.write_text("""print('loaded a plug-in'); print('7'); print('{"end": true}')""")
+    monkeypatch.setattr(preflight, "PROBE", str(script))
+    assert preflight.measure({}, LIMIT_S) == ([], None)
 
 
 @pytest.mark.full

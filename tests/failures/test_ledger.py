@@ -26,6 +26,7 @@ from elastic_ext.failures.ledger import (
     encode_verdict,
 )
 from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
+from elastic_ext.failures.rules import HANG_RULE
 from elastic_ext.rendezvous.judging import ledger_of, report_of
 
 RULES = Circumstances(max_restarts=3, nodes=3, min_nodes=2)
@@ -68,6 +69,17 @@ def test_of_a_hang_the_rank_in_another_collective_is_named():
     assert verdict.decision.reason.endswith(apart)
     operations[3] = "all_reduce"
     _, verdict = judge(told(), Ledger(), RULES, 1)
+    assert "all_" not in verdict.decision.reason
+
+
+def test_of_a_hang_with_a_lost_node_no_rank_is_missed_in_a_group_that_it_is_not_in():
+    """Ranks 4 to 7 are lost. Each second rank is in one group, of as many ranks as have reported."""
+    found = [Collective(rank, "all_reduce", 5, "even", 0, 4) for rank in (0, 2)]
+    found += [Collective(rank, "all_gather", 9, "odd", 1, 4) for rank in (1, 3)]
+    whole = report("ha", rank=0, hang=True, hang_reason="it waits", hang_blame=(2, 5, 0, 2))
+    reports = {"a": dataclasses.replace(whole, ranks=(0, 1, 2, 3), collectives=tuple(found))}
+    _, verdict = judge(reports, Ledger(), dataclasses.replace(RULES, lost=(LOST,)), 1)
+    assert verdict.decision.rule == HANG_RULE
     assert "all_" not in verdict.decision.reason
 
 

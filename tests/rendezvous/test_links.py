@@ -59,9 +59,10 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._queue.put(record.getMessage())
 
-    def until(self, text: str) -> str:
+    def until(self, text: str, refused: str | None = None) -> str:
+        """Return the next message with this text. refused: a text that none before it may have."""
         while text not in (message := self._queue.get(timeout=WAIT_S)):
-            pass
+            assert refused is None or refused not in message
         return message
 
 
@@ -255,6 +256,23 @@ def test_nodes_that_die_together_are_all_missed(server, stack, messages):
     assert [each.in_job() for each in dead] == [False, False]
     assert alive.in_job()
     assert watching.in_job()
+
+
+@pytest.mark.seam
+def test_a_node_that_two_dead_ones_kept_links_to_is_looked_at_once(server, stack, messages):
+    """Otherwise the second look would report that it stays in the job. The end of c comes last."""
+    watching, _, between = linked(stack, server.endpoint, messages, answers=False)
+    dead = [Agent(stack, server.endpoint, name, answers=False) for name in "cdefg"]
+    for each in dead:
+        each.reached_at(free_port())
+    for name, near in {"b": ("d", "e"), "d": ("f",), "e": ("f",), "f": ("g",), "g": ("c",)}.items():
+        watching.client.put(KEYS.assignment(name), encode(Assignment(1, 0, 0, 0, 1, neighbors=near)))
+    between.stop()
+    said = messages.until("node c counts as dead", refused="stays in the job")
+    assert said.startswith(
+        "elastic_ext: node c counts as dead and is out of the job: node g, which kept a link to it, is dead, and "
+    )
+    assert [each.in_job() for each in dead] == [False] * 5
 
 
 @pytest.mark.seam

@@ -68,7 +68,7 @@ def nobody_is_cut_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def serving(certificates: Certificates, config: str, workers: int = 2, host: str = "127.0.0.1") -> Iterator[MetricsServer]:
     path = certificates.folder / "web.yml"
     path.write_text(config)
-    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1), 1.0) for rank in range(workers)]
+    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1)) for rank in range(workers)]
     metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
     shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status)
     server = MetricsServer(shown, host, gate=Gate(str(path)))

@@ -32,7 +32,7 @@ SPARE = 8  # descriptors of this test's own scrape and of the storm's pipes
 
 @contextlib.contextmanager
 def serving(gate: Gate | None) -> Iterator[MetricsServer]:
-    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1), 1.0) for rank in range(2)]
+    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1)) for rank in range(2)]
     metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
     server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status), gate=gate)
     try:

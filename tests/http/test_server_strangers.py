@@ -134,7 +134,7 @@ def drips(port: int, count: int) -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1), 1.0) for rank in range(2)]
+    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1)) for rank in range(2)]
     metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
     with closing(MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))) as started:
         yield started

@@ -95,7 +95,8 @@ eval "${{answers[made - 1]:-${{answers[-1]}}}}"
             **dict.fromkeys(("squeue", "scontrol", "scancel"), slurm),
             "srun": SRUN,
             "torchrun": agent,
-            "timeout": f"echo '{probe}'; exit 1",
+            # n2 lives, whose agent this is.
+            "timeout": f"""case "$*" in */n2/*) echo '{REFUSED}' ;; *) echo '{probe}' ;; esac; exit 1""",
             "sleep": "exec /bin/sleep 0.02",
         }
         (self.folder / "bin").mkdir()

@@ -221,3 +221,40 @@ def test_an_error_of_torch_turns_it_off_with_one_warning(rank_0_of_4):
     assert len(published) == 1
     assert len(warned) == 1
     assert "replicas are no longer hashed in this round" in warned[0]
+
+
+@pytest.mark.full
+def test_ranks_of_unequal_steps_are_not_compared(rank_0_of_4):
+    """The state of their optimizers differs from then on, by no fault of the hardware."""
+    hashed, published, warned = hashes_of(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    trained(hashed, model, 2)
+    with model.join():
+        trained(hashed, model, 2)
+    trained(hashed, model, 2)
+    assert len(published) == 2
+    assert len(warned) == 1
+    assert "DistributedDataParallel.join" in warned[0]
+
+
+class Refusing(torch.Tensor):
+    """Its code runs as it is hashed, and asserts, or looks up, what it does not know."""
+
+    def __new__(cls, error: type[Exception]) -> Refusing:
+        made = torch.ones(2).as_subclass(cls)
+        made.error = error
+        return made
+
+    def is_complex(self) -> bool:
+        raise self.error("not known here")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("error", [AssertionError, IndexError, OverflowError])
+def test_an_error_of_a_tensors_own_class_does_not_end_the_script(rank_0_of_4, error):
+    hashed, published, warned = hashes_of(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = trained(hashed, model, 1)
+    optimizer.state[model.module.weight]["exp_avg"] = Refusing(error)
+    hashed.stepped(optimizer)
+    assert (len(published), len(warned)) == (1, 1)

@@ -235,7 +235,8 @@ def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str)
 def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: str) -> list[str]:
     """Quarantine the checkpoints of later steps, or of unknown ones, in all tiers; return their names.
 
-    Unlike `quarantine`, also where no other one may be used: what is in them is surely wrong.
+    Unlike `quarantine`, also where no other one may be used: what is in them is surely wrong. What a script has not finished to
+    save is left alone: nothing resumes from it, and its mark, without a time, would hold for a good one of that name, too.
 
     Args:
         than: the last step of the job whose checkpoint may be used.
@@ -250,9 +251,11 @@ def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: s
     remote, from_nothing = open_storage(settings.checkpoint_dir), not resumed_from
     found = {}
     for each in listing.list_checkpoints(remote, settings.checkpoint_pattern):
-        later = each.complete if each.step is None else each.step > than
+        later = each.step is None or each.step > than
         if later and not each.quarantined and remote.path(each.name) != resumed_from:
-            found[each.name] = detect.check(remote, each.entry, named=True).written_at
+            seen = detect.check(remote, each.entry, named=True)
+            if each.complete or seen.unreadable is not None or order_of(each.name) is not None:
+                found[each.name] = seen.written_at
     if settings.local_dir:  # they may be on their way to the other tier
         local = tiers.own_checkpoints(open_storage(settings.local_dir))
         found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in found}

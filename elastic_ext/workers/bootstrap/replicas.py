@@ -7,12 +7,13 @@ Replicas are the parameters of a `DistributedDataParallel` of torch, and those o
 replicated along the first ones and sharded along the next (HSDP). A plain tensor outside of DDP may be a shard of FSDP1, or a
 part of a pipeline. A DTensor that is replicated along all dimensions may be one of tensor parallelism, whose gradient each rank
 computes itself. So neither is taken for a replica. The state of a ZeroRedundancyOptimizer is sharded: of it, parameters count.
+Within `DistributedDataParallel.join`, ranks make unequal numbers of steps, and their optimizers' state differs from then on.
 
 The worker writes a file for its agent: a JSON list of [set, replicas, step, value]. A set is named by the optimizer and the ranks
 that hold the same; `replicas` is their number. Agents look at any time, so what they compare must stay for a while: see `kept`.
 
 Loaded by path when torch is imported, so it uses only the standard library and what the script has imported. All of torch's names
-here are public.
+here are public but `_join_config`: without it, jobs that use `join` must not set `integrity_every`.
 """
 
 import hashlib
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
-FAULTS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+# Of torch, and of subclasses of tensors, whose code runs here, too.
+FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 SPACINGS = tuple(4**power for power in range(1, 7))
 COLUMNS = 4096  # of a tensor, for `weighted_sum`
 MAX_OPTIMIZERS = 8  # a script may have one for each parameter, in the backward pass
@@ -136,8 +138,13 @@ class ReplicaHashes:
         return found
 
     def _of_wrappers(self) -> "Iterator[tuple[int, tuple[int, ...]]]":
-        """Yield the id of each parameter under DistributedDataParallel, and the ranks that hold it."""
+        """Yield the id of each parameter under DistributedDataParallel, and the ranks that hold it.
+
+        Raises RuntimeError within `join`.
+        """
         for wrapper in list(self._wrappers):
+            if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+                raise RuntimeError("in DistributedDataParallel.join, ranks make unequal numbers of steps")
             ranks = tuple(sys.modules["torch.distributed"].get_process_group_ranks(wrapper.process_group))
             for name, parameter in wrapper.module.named_parameters():
                 if name not in wrapper.parameters_to_ignore:

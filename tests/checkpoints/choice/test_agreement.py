@@ -190,6 +190,16 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     assert sources.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
 
 
+def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path):
+    save(tmp_path, 5)
+    torn = tmp_path / "step_7.pt"
+    torn.write_bytes(save(tmp_path, 7).read_bytes()[:1000])
+    assert sources.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
+    assert resumed(tmp_path).step == 5
+    save(tmp_path, 7)
+    assert resumed(tmp_path).step == 7
+
+
 def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_another_does_not(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save(tmp_path, 7)

@@ -399,6 +399,8 @@ class RoundStart:
                 message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
                 if self._settings.integrity_every:
                     message.update(integrity_every=self._settings.integrity_every)
+                if self._settings.stragglers != "off":
+                    message.update(stragglers=self._settings.stragglers)
         companions.warm_starts.before_start()
 
     def _make_round(
@@ -423,7 +425,8 @@ class RoundStart:
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
             others.append(ReplicaWatch(self._handler))
-        if settings.bootstrap and progress is not None and self._group.workers[0].world_size > 1:
+        measured = settings.bootstrap and settings.stragglers != "off"
+        if measured and progress is not None and self._group.workers[0].world_size > 1:
             node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.
             others.append(LatenessWatch(node, companions.compared, SlowNodes(self._handler)))

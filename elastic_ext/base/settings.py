@@ -266,6 +266,12 @@ class Settings:
         "69 at the next checkpoint, as after `elastic-ext drain`",
     )
     slow_node_after: float = _setting(300.0, SECONDS, "how long a node must have been late to be replaced")
+    stragglers: str = _setting(
+        "auto",
+        one_of("auto", "all", "off"),
+        "whether [stragglers](hangs.md#stragglers) are looked for: `auto`: not with NCCL, whose recorder asks the device, which "
+        "may break the capture of a CUDA graph (not yet run on GPUs); `all`: with NCCL, too; `off`",
+    )
     standby: bool = _setting(
         True,
         BOOLEAN,

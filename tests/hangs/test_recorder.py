@@ -276,7 +276,16 @@ def test_a_rank_alone_samples_nothing(monkeypatch):
         "torch.distributed.distributed_c10d",
         SimpleNamespace(_world=SimpleNamespace(pg_names={"pg": "0"}, pg_group_ranks={"pg": {0: 0}})),
     )
-    assert recorder.issued() == {}
+    assert recorder.issued(with_nccl=True) == {}
+
+
+@pytest.mark.parametrize(("which", "read"), [("auto", ["gloo"]), ("all", ["NCCL", "gloo"]), (None, [])])
+def test_nccl_is_read_only_where_that_is_asked_for(four_ranks, monkeypatch, which, read):
+    module, asked = recorder.sys.modules["torch._C._distributed_c10d"], []
+    monkeypatch.setattr(module, "_dump_nccl_trace_json", lambda **_: asked.append("NCCL") or b'{"version": "2.10"}')
+    monkeypatch.setattr(module, "_dump_fr_trace_json", lambda **_: asked.append("gloo") or b'{"version": "2.10"}')
+    recorder.Sampler(lambda: 1, lambda text: None, which).look(2 * S)
+    assert asked == read
 
 
 def test_the_script_may_make_and_destroy_groups_while_a_rank_samples(four_ranks):
@@ -288,4 +297,4 @@ def test_the_script_may_make_and_destroy_groups_while_a_rank_samples(four_ranks)
             return super().get(group, default)
 
     world.pg_group_ranks = MadeMeanwhile(world.pg_group_ranks)
-    assert recorder.issued().keys() == {"1 0 0 4"}
+    assert recorder.issued(with_nccl=True).keys() == {"1 0 0 4"}

@@ -73,6 +73,8 @@ while flips or step < int(os.environ["STEPS"]):
     step += 1
     for _, of, at, what in flips:
         if (rank, step) == (int(of), int(at)):
+            if gate := os.environ.get("GATE"):
+                open(gate).close()  # a named pipe: until the test opens it
             flip(what)
     if rank == 0 and how == "ddp" and step % EVERY == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}

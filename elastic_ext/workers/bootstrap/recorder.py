@@ -35,6 +35,7 @@ NUMBERS = 2**16
 """Of all ranks of a group in their samples, above LEAST for each: the agent of rank 0 reads them all."""
 _ENTRY = b'{"collective_seq_id":'  # a collective in a dump begins with its first key: they are sorted
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and gloo's
+_NCCL = 0  # its index
 # From torch 2.15 on, a backend that does not record itself has a recorder of its own, for _dump_fr_trace_json(backend=NAME): read
 # in torch's source, not run. What such a backend has not completed when it fails, torch writes to a file by an abort hook.
 _HOOKED = ("nccl2",)
@@ -119,9 +120,10 @@ def _threads_of_the_script() -> set[str]:
     return {str(each.ident) for each in threading.enumerate() if each is not main and not isinstance(each, dummy)}
 
 
-def issued() -> dict[str, dict[int, int]]:
+def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
     """Return when this rank issued its last collectives, by group and number, in ns of CLOCK_REALTIME.
 
+    with_nccl: read NCCL's own recorder, too. It queries events of the device, which may break the capture of a CUDA graph.
     A group's name tells its recorder, its own name, its first rank and its size: groups of other ranks may have the same name.
     Operations that were issued as one have one number: the first counts. Raises as `read` does.
     """
@@ -132,6 +134,8 @@ def issued() -> dict[str, dict[int, int]]:
     others = _threads_of_the_script()
     most = 2 * sum(window_of(len(each)) for each in ranks.values())
     for kind, dump in _recorders():
+        if kind == _NCCL and not with_nccl:
+            continue
         for each in newest(dump(includeCollectives=True, onlyActive=False), most):
             name = each["process_group"][0]
             if name in ranks and not each["is_p2p"] and each["thread_id"] not in others:
@@ -188,15 +192,23 @@ class Sampler:
         at_step: the number of steps after which the next sample is due; 0: that is not known yet.
     """
 
-    def __init__(self, steps: "Callable[[], int]", publish: "Callable[[str], None]") -> None:
-        """steps: returns the number of steps done. publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON."""
+    def __init__(self, steps: "Callable[[], int]", publish: "Callable[[str], None]", which: "str | None" = "auto") -> None:
+        """Prepare.
+
+        Args:
+            steps: returns the number of steps done.
+            publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON.
+            which: the setting `stragglers`; None: it is off.
+        """
         self.at_step = 0
-        self._steps, self._publish = steps, publish
+        self._steps, self._publish, self._which = steps, publish, which
         self._before = (0, 0)  # steps and monotonic ns of the last sample
         self._numbers: dict[str, int] = {}  # the last collective of each group then
 
     def look(self, now_ns: int) -> None:
         """Take a sample if it is due. now_ns: time.monotonic_ns(). Raises as `read` does, and OSError."""
+        if self._which is None:
+            return
         steps, (steps_before, at_ns) = self._steps(), self._before
         if not at_ns:
             self._take(steps, now_ns, 0)
@@ -210,7 +222,7 @@ class Sampler:
 
     def _take(self, steps: int, now_ns: int, at_step: int) -> None:
         ahead_ns = time.time_ns() - time.monotonic_ns()
-        found = issued()
+        found = issued(with_nccl=self._which == "all")
         (steps_before, at_ns), self._before = self._before, (steps, now_ns)
         before, self._numbers = self._numbers, {group: max(times) for group, times in found.items()}
         if not at_step:

@@ -117,6 +117,7 @@ class _Reports:
         self._stacks_path: str | None = None
         self._environ: dict[str, str] = {}
         self._recorder: Any = None  # recorder.RecorderWatch
+        self._sampled: str | None = None
         self._hash_every = 0
         self._hashes_path: str | None = None
         self._replicas: Any = None  # replicas.ReplicaHashes
@@ -125,7 +126,7 @@ class _Reports:
         self._pid, self._row = os.getpid(), row
         self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
         self._stacks_path = message.get("stacks")
-        self._hash_every = message.get("integrity_every") or 0
+        self._sampled, self._hash_every = message.get("stragglers"), message.get("integrity_every") or 0
         self._hashes_path = worker_env.hashes_path(message.get("progress"), message.get("slot"))
         self._environ = dict(os.environ)
 
@@ -164,7 +165,7 @@ class _Reports:
 
         try:
             recorder = _load("recorder")
-            sampler = recorder.Sampler(lambda: row[layout.STEPS], publish_sample)
+            sampler = recorder.Sampler(lambda: row[layout.STEPS], publish_sample, self._sampled)
             self._recorder = recorder.RecorderWatch(publish, describe, _warn, sampler)
             self._recorder.start()
         except (OSError, ImportError, RuntimeError) as error:  # elastic_ext is being replaced, or there are no more threads

@@ -197,6 +197,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
         assert logs.messages[1] == {
             "agent": "t",
             "metrics": "4.1.7",
+            "stragglers": "auto",
             "slot": 1,
             "progress": str(tmp_path / "progress.t.3"),
             "wake_pipe": "pipe",

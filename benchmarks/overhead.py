@@ -2,11 +2,14 @@
 
     python benchmarks/overhead.py [--repeat 5] [--lines 20]
 
-Three sides take turns, also at being first: ours, ours with `metrics=off`, and stock. Throughput is the median of the rates that
-the script prints, without the first part, in which the standbys import. A ratio is the median of the ratios of the pairs. Ours
-runs as installed (bootstrap, metrics, stderr relay, hang watch, standbys) with all that shows what a job does: events_file,
-metrics_file, metrics_discovery_dir, goodput, and metrics that are scraped at each printed rate. With `metrics=off` it has none
-of these files, and nobody scrapes.
+Ours runs beside stock, and beside ours with `metrics=off`, at the same time: each job has half of the cores for itself, so what
+disturbs the machine disturbs both. Then they change places. A ratio is the geometric mean of the two; the result is the median of
+--repeat ratios, with its standard error. One after the other, jobs differ by up to 10 % here.
+
+Throughput is the median of the rates that the script prints, without the first part, in which the standbys import. Ours runs as
+installed (bootstrap, metrics, stderr relay, hang watch, standbys) with all that shows what a job does: events_file, metrics_file,
+metrics_discovery_dir, goodput, and metrics that are scraped at each printed rate. With `metrics=off` it has none of these files,
+and nothing scrapes.
 
 Agent's CPU: of the agent's own process, and of its helpers beside the workers (reaper, stderr relay, standbys).
 Memory of a standby: its proportional set size, which counts the pages that standbys and their server share once.
@@ -15,17 +18,20 @@ Memory of a standby: its proportional set size, which counts the pages that stan
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jobs
 import measure
@@ -37,17 +43,14 @@ SCRIPT = Path(__file__).parent.parent / "entrypoints" / "train_fsdp.py"
 LEAST_RATIO = 0.99  # of our throughput to stock's
 LEAST_RATIO_OFF = 0.995  # of our throughput to that with metrics=off
 SIDES = ("ours", "off", "stock")
+OTHERS = ("stock", "off")
+MEDIAN_ERROR = 1.25  # standard error of a median, in those of a mean of as many: sqrt(pi / 2), for a normal distribution
 MAX_CPU = 0.01  # of a core, of the agent's own process
 WARM_UP = 0.3  # of the printed rates
 EVERY = 10  # steps between two of them
 WORKERS = 2
 TIMEOUT_S = 300.0
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-class Throughput(Protocol):
-    @property
-    def tokens_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,13 @@ def settings(side: str, directory: str, port: int) -> dict[str, str]:
     return {"ELASTIC_EXT_METRICS_PORT": str(port), **paths}
 
 
-def one_run(side: str, lines: int) -> Run:
-    """side: one of SIDES. Raises RuntimeError if the job fails."""
+def one_run(side: str, lines: int, cores: Sequence[int]) -> Run:
+    """side: one of SIDES. cores: that the job may use. Raises RuntimeError if the job fails."""
     agent = "stock" if side == "stock" else "warm"
     port, first = free_port(), max(1, round(WARM_UP * lines))
     with tempfile.TemporaryDirectory() as directory:
         command = [
+            *("taskset", "--cpu-list", ",".join(map(str, cores))),
             *(sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[agent], f"--nproc-per-node={WORKERS}", str(SCRIPT)),
             *("--checkpoint-dir", str(Path(directory, "checkpoints")), f"--log-every={EVERY}", "--save-every=1000000"),
             *("--epochs=1000", f"--max-steps={EVERY * lines}"),
@@ -149,43 +153,60 @@ def side(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def turns(sides: Sequence[str], number: int) -> list[str]:
-    """Return the order of the sides in a turn: each is first, and each runs before and after each other, as often."""
-    at = number % len(sides)
-    return [*sides[at:], *sides[:at]][:: -1 if number // len(sides) % 2 else 1]
+def side_by_side(sides: Sequence[str], lines: int, swapped: bool) -> list[Run]:
+    """Run two sides at the same time, each on half of the cores. swapped: on the other half. Raises RuntimeError as `one_run`."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    places = (cores[half:], cores[:half]) if swapped else (cores[:half], cores[half:])
+    with ThreadPoolExecutor(len(sides)) as threads:
+        return list(threads.map(one_run, sides, [lines] * len(sides), places))
 
 
-def paired(runs: Sequence[Throughput], others: Sequence[Throughput]) -> float:
-    """Return the median ratio of the throughput of runs to that of the others of the same turns."""
-    return measure.median([run.tokens_s / other.tokens_s for run, other in zip(runs, others, strict=True)]) or 0.0
+def ratio_of(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, float | None]:
+    """Return our throughput by that of the other side, and its standard error; None if one pair alone cannot show it.
+
+    pairs: in turns, places swapped each time.
+    """
+    logs = [math.log(ours.tokens_s / other.tokens_s) for ours, other in pairs]
+    both = [math.exp((one + swapped) / 2) for one, swapped in zip(logs[::2], logs[1::2], strict=True)]
+    error = MEDIAN_ERROR * statistics.stdev(both) / math.sqrt(len(both)) if len(both) > 1 else None
+    return statistics.median(both), error
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5, help="number of runs of each side")
+    parser.add_argument("--repeat", type=int, default=5, help="number of pairs of each kind, in both places")
     parser.add_argument("--lines", type=int, default=20, help="number of tokens/s lines that the script prints in a run")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < len(OTHERS):
+        parser.error("needs two cores: each job has half of them")
     machine = measure.machine()
-    runs: dict[str, list[Run]] = {each: [] for each in SIDES}
+    pairs: dict[str, list[tuple[Run, Run]]] = {each: [] for each in OTHERS}
     jobs.adopt_orphans()
-    for number in range(args.repeat):
-        for each in turns(SIDES, number):
-            runs[each].append(one_run(each, args.lines))
-            print(each, runs[each][-1], file=sys.stderr, flush=True)
-    ratio, ratio_off = (paired(runs["ours"], runs[other]) for other in ("stock", "off"))
-    sides = {each: side(found) for each, found in runs.items()}
+    for number in range(2 * args.repeat):
+        for other, found in pairs.items():
+            ours, beside = side_by_side(("ours", other), args.lines, swapped=number % 2 == 1)
+            found.append((ours, beside))
+            print(f"ours / {other}: {ours.tokens_s / beside.tokens_s:.4f}", ours, beside, file=sys.stderr, flush=True)
+    (ratio, error), (ratio_off, error_off) = (ratio_of(pairs[other]) for other in OTHERS)
+    runs = {other: [pair[1] for pair in found] for other, found in pairs.items()}
+    runs["ours"] = [pair[0] for found in pairs.values() for pair in found]
+    sides = {each: side(runs[each]) for each in SIDES}
     record = {
         "benchmark": "overhead",
         "sides": sides,
-        "ratio": measure.rounded(ratio),
+        "ratio": measure.rounded(ratio, 4),
+        "error": measure.rounded(error, 4),
         "ratio_off": measure.rounded(ratio_off, 4),
+        "error_off": measure.rounded(error_off, 4),
         "kept": ratio >= LEAST_RATIO and ratio_off >= LEAST_RATIO_OFF and sides["ours"]["agent_cpu"] <= MAX_CPU,
         "machine": machine,
     }
     shown = [
         ["tokens/s", *(f"{sides[each]['tokens_s']:.0f}" for each in SIDES)],
-        ["ours / this", "1", measure.shown(ratio_off, 4), measure.shown(ratio, 3)],
+        ["ours / this", "1", measure.shown(ratio_off, 4), measure.shown(ratio, 4)],
+        ["standard error of that", "-", measure.shown(error_off, 4), measure.shown(error, 4)],
         *(
             [title, *(measure.shown(100 * sides[each][key], 2) for each in SIDES)]
             for title, key in (("agent's CPU (% of a core)", "agent_cpu"), ("beside it (% of a core)", "beside_cpu"))

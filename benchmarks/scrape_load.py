@@ -25,14 +25,14 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
-from overhead import EVERY, SCRIPT, cpu_s, paired, scrape, turns
+from overhead import EVERY, SCRIPT, cpu_s, scrape
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
@@ -191,6 +191,17 @@ def side(runs: list[Run]) -> dict[str, Any]:
         "leaked": max(max(run.leaked) for run in runs),
         "scrapes_s": measure.rounded(measure.median([run.storm["per_second"] for run in runs if run.storm is not None]), 0),
     }
+
+
+def turns(sides: Sequence[str], number: int) -> list[str]:
+    """Return the order of the sides in a turn: each is first, and each runs before and after each other, as often."""
+    at = number % len(sides)
+    return [*sides[at:], *sides[:at]][:: -1 if number // len(sides) % 2 else 1]
+
+
+def paired(runs: Sequence[Run], others: Sequence[Run]) -> float:
+    """Return the median ratio of the throughput of runs to that of the others of the same turns."""
+    return measure.median([run.tokens_s / other.tokens_s for run, other in zip(runs, others, strict=True)]) or 0.0
 
 
 def main() -> int:

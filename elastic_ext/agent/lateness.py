@@ -30,6 +30,7 @@ from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak, WorkerSample
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
+from elastic_ext.rendezvous.run_id import machine
 from elastic_ext.status.status_records import Straggler
 from elastic_ext.workers import worker_env
 
@@ -64,11 +65,11 @@ class StoreSilent(Exception):
 def this_clock() -> str:
     """Return what tells the monotonic clock of this process from others: the boot, and the namespace of clocks; "" if unknown."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}".replace("/", "_")
+        namespace = os.readlink("/proc/self/ns/time")
     except OSError as error:
-        logger.debug("the clock of this host cannot be told from others: %s", error)
+        logger.debug("cannot read this host's namespace of clocks, so its clock counts as one of its own: %s", error)
         return ""
+    return f"{boot} {namespace}".replace("/", "_") if (boot := machine()) else ""
 
 
 class SlowNodes:

@@ -342,8 +342,8 @@ def is_new(first: Published, newest: Published, goal: int | None) -> bool:
         return False
     if goal is None or newest.step is None:
         return True
-    begins_anew = first.step if first.step is not None else 0
-    return (newest.step < begins_anew, newest.step) >= (goal < begins_anew, goal)
+    begins_again = first.step if first.step is not None else 0
+    return (newest.step < begins_again, newest.step) >= (goal < begins_again, goal)
 
 
 class Directory:

@@ -141,7 +141,7 @@ class Settings:
     integrity_every: int = _setting(
         0,
         STEPS,
-        "every so many optimizer steps, workers hash parameters and optimizer state that other ranks hold too, and the agents "
+        "N: after every N optimizer steps, workers hash parameters and optimizer state that other ranks hold too, and the agents "
         "compare the hashes (see [wrong results](failures.md#wrong-results)); 0: never",
     )
     job_secret: str | None = _setting(

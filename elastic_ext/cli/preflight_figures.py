@@ -21,7 +21,7 @@ class Measure:
     Attributes:
         title: name of its finding.
         unit: of its figures.
-        factor: a figure that is so many times worse than the median of its peers is an outlier. Of an even number of peers the
+        factor: a figure that is this many times worse than the median of its peers is an outlier. Of an even number of peers the
             better one of the middle two is the median: with three nodes, two of three pairs have the bad one in common.
         more_is_better: whether a small figure is bad.
         margin: an outlier is also worse by this, in `unit`.

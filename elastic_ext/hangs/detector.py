@@ -31,7 +31,7 @@ from elastic_ext.base.collectives import Collective
 from elastic_ext.hangs.waits import WaitFor, threads
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
-WAIT_FLOOR_S = {WaitFor.RANKS: 15.0, WaitFor.COLLECTIVE: 60.0, WaitFor.DEVICE: 60.0}
+WAIT_FLOOR_S = {WaitFor.RANKS: 15.0, WaitFor.BEGUN: 15.0, WaitFor.QUEUED: 60.0, WaitFor.DEVICE: 60.0}
 # Times the ranks of the job, if that is longer: a group's first collective connects them all. For all groups of 10,000 ranks,
 # MegaScale (NSDI 2024) reports 30 s, after much work on it.
 CONNECT_S = 0.01
@@ -242,7 +242,7 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
 def wait_limit_s(worker: WorkerStatus) -> float:
     """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
     longest_s, connect_s = learned_s(worker.gaps, idle=False), CONNECT_S * worker.world
-    if worker.wait in (WaitFor.DEVICE, WaitFor.COLLECTIVE):  # the collective may be queued behind much work of its own device
+    if worker.wait in (WaitFor.DEVICE, WaitFor.QUEUED):  # the collective may be queued behind much work of its own device
         return max(WAIT_FLOOR_S[worker.wait], connect_s, longest_s)
     # One long gap was mostly one rank's own part, which no call of all ranks contains; only the end of it may have been one.
     return max(WAIT_FLOOR_S[WaitFor.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))

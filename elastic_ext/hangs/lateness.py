@@ -283,7 +283,7 @@ def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict
 def _carries_over(late: Iterable[Sequence[float]], place: int, places: int) -> bool:
     """Return whether a rank that is later than usual at one collective is so at the next, at this place of a step.
 
-    After a wait all begin anew, and what a rank is late by has nothing to do with what it was late by before.
+    After a wait all ranks begin at the same time: how late a rank is says nothing of how late it was before.
     """
     products = squares = 0.0
     for times in late:

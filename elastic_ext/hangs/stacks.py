@@ -168,12 +168,18 @@ class Stay:
     confirmed: bool = False  # they did when the node was about to claim a stall, too
     outstanding_ns: int = 0  # see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
 
+    def of(self, row: Progress) -> Stay:
+        """Return the stay as one in the collective of this row that does not complete."""
+        wait = WaitFor.BEGUN if row.outstanding_begun else WaitFor.QUEUED
+        return replace(self, wait=wait, outstanding_ns=row.outstanding_ns)
+
 
 class CallChecks:
     """Which workers of this node stay in their calls while all of them are quiet. Make a new one after a sign of life."""
 
     def __init__(self) -> None:
         self._stays: dict[int, Stay] = {}  # by local rank
+        self._first: dict[int, Stay] = {}  # the same of workers for which `stay_of` found nothing that they wait for
         self._at, self._stats = -math.inf, dict[int, ProcessStats]()  # at the last update, by local rank
         self._next = -math.inf  # when to check again those that do not stay
         self._gap_s = FIRST_GAP_S
@@ -239,14 +245,10 @@ class CallChecks:
         asked = {local_rank: pid for local_rank, pid in pids.items() if ask(pid)}
         dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
         for local_rank, pid in asked.items():
-            text = dumps.get(pid, "")
-            wait = waits.wait_of(text)
-            row = rows[local_rank]
-            if wait is not WaitFor.NOTHING:
-                self._stays[local_rank] = Stay(now, wait, row.answers, waits.others_idle(text), stats[local_rank])
-            elif text and is_outstanding(row, now) and waits.others_wait(text):
-                collective = row.outstanding_ns
-                self._stays[local_rank] = Stay(now, WaitFor.COLLECTIVE, 0, True, stats[local_rank], outstanding_ns=collective)
+            before = self._first.pop(local_rank, None)
+            stay = stay_of(dumps.get(pid, ""), rows[local_rank], stats[local_rank], now, before)
+            if stay is not None:
+                (self._first if stay.wait is WaitFor.NOTHING else self._stays)[local_rank] = stay
 
 
 class FirstAnswers:
@@ -302,6 +304,29 @@ def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
     return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 
 
+def stay_of(text: str, row: Progress, stats: ProcessStats, now: float, before: Stay | None) -> Stay | None:
+    """Return the stay that a worker's stacks show; None if it may do its own part.
+
+    It waits for nothing that is known while only its other threads are seen to wait: a worker asks its recorder late. Once that
+    knows of a collective, the stay began when they were first seen to.
+
+    Args:
+        text: the stacks. stats: of its family. now: monotonic seconds.
+        before: what the last check found, if that was a wait for nothing that is known.
+    """
+    wait = waits.wait_of(text)
+    if wait is not WaitFor.NOTHING:
+        return Stay(now, wait, row.answers, waits.others_idle(text), stats)
+    if not text or not waits.others_wait(text):
+        return None
+    stay = Stay(now, WaitFor.NOTHING, 0, True, stats)
+    if not is_outstanding(row, now):
+        return stay
+    if before and row.outstanding_ns <= before.since * 1e9 and continues(before.of(row), row, stats, now):
+        return before.of(row)
+    return stay.of(row)
+
+
 def is_outstanding(row: Progress, now: float) -> bool:
     """Return whether a collective of this worker does not complete. Not if the recorder was last read too long ago to know."""
     return row.outstanding_ns != 0 and now - row.outstanding_at_ns / 1e9 <= RECORDED_S
@@ -312,7 +337,7 @@ def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> boo
     if stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED or _connects(stay.stats, stats):
         return False
     if stay.outstanding_ns:
-        if not is_outstanding(row, now) or row.outstanding_ns != stay.outstanding_ns:
+        if not is_outstanding(row, now) or stay.of(row) != stay:
             return False
     elif row.answers != stay.answers:
         return False

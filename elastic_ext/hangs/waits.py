@@ -20,12 +20,16 @@ from enum import Enum
 
 
 class WaitFor(Enum):
-    """What a worker waits for. DEVICE: perhaps for other ranks as well. COLLECTIVE: wherever its main thread is."""
+    """What a worker waits for. DEVICE: perhaps for other ranks as well.
+
+    QUEUED, BEGUN: wherever its main thread is. QUEUED: perhaps for its own device, too.
+    """
 
     NOTHING = "nothing that is known"
     RANKS = "other ranks"
     DEVICE = "its device"
-    COLLECTIVE = "a collective that does not complete"
+    QUEUED = "a collective that does not complete"
+    BEGUN = "a collective that has begun and does not complete"
 
 
 @dataclass(frozen=True)

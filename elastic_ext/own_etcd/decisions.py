@@ -59,9 +59,9 @@ class Lifetime:
         return cls(now >= until, reason, until)
 
 
-def begins_anew(seen: Situation, members: int, now: float) -> bool:
+def forgets_data(seen: Situation, members: int, now: float) -> bool:
     """Return whether the member is to forget its data: it has had no majority for so long that the other members' data, which
-    is in memory, is gone with their hosts. Else it would hold up those for ever: etcd takes nobody back without his data.
+    is in memory, is gone with their hosts. Else it would hold up those for ever: etcd takes no member back without its data.
 
     Args:
         members: number that the job began with. One alone is its own majority.

@@ -79,8 +79,8 @@ class Housekeeping:
             text = f"{program}: {LOSES_WRITES} (fixed in 3.5.3); its corruption checks are on; "
             self._agents.say({"say": "info", "text": text + "better put a newer etcd on PATH"})
 
-    def begins_anew(self) -> None:
-        """Note that this host's member begins again without its data, which no longer had a majority."""
+    def report_new_cluster(self) -> None:
+        """Report that this host's member begins again without its data, which no longer had a majority."""
         text = f"the job's etcd has had no majority for {NO_MAJORITY_S:g} s: a new one begins; nodes write their records again"
         logger.warning("%s", text)
         self._agents.say({"say": "warning", "text": text})

@@ -113,10 +113,10 @@ class Keeper:
             signalled=self._signalled,
         )
         life = decisions.decide_end(seen, now)
-        if decisions.begins_anew(seen, len(self._job.plan.hosts), now):
+        if decisions.forgets_data(seen, len(self._job.plan.hosts), now):
             self._runner.stop()
             self._runner.forget_data()
-            self._house.begins_anew()
+            self._house.report_new_cluster()
             self._begin_member()
         if not life.ends and not over and not self._agents.number:
             self._agents.stay(f"the job's etcd stays on this host: {life.reason}")

@@ -86,7 +86,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Saves:
-    """How often the state is saved: to disk every so many seconds, to memory every so many steps (0: never), and what that costs.
+    """How often the state is saved: to disk by seconds, to memory by steps (0: never), and what that costs.
 
     Attributes:
         write_s: how long the storage takes to write one checkpoint.

@@ -18,7 +18,7 @@ from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.waits import WaitFor
 
 # Of our benchmarks.
-EXIT_S = 0.066  # restart.json, sigkill, warm: from the end of a worker until its agent starts the next one
+EXIT_S = 0.135  # restart.json, sigkill, warm: from the end of a worker until its agent starts the next one
 LOST_S = 0.439  # node_loss.json, node: from the end of a node's processes until the others have stopped
 SILENT_S = 7.987  # node_loss.json, link: the same for a node that no longer answers; lease_ttl is 10 s there
 WARM_START_S = 0.32  # warm/node_loss.json, node: from the round to the first collective
@@ -74,7 +74,7 @@ def hang_limit_s(step_s: float, ranks: int) -> float:
     """Return for how long a steady job may stand in a collective before it counts as a hang: `hangs.detector` decides."""
     steps = max(detector.STEADY_GAPS, 100)
     bucket = max(0, math.ceil(math.log2(max(step_s, 1e-3) * 1000)))
-    status = WorkerStatus(0, steps, 0.0, gaps=(*(0,) * bucket, steps), wait=WaitFor.COLLECTIVE, world=ranks)
+    status = WorkerStatus(0, steps, 0.0, gaps=(*(0,) * bucket, steps), wait=WaitFor.QUEUED, world=ranks)
     return detector.wait_limit_s(status)
 
 

@@ -158,6 +158,7 @@ class Progress:
     unusable_copies: int = _count(layout.UNUSABLE_COPIES)
     outstanding_ns: int = _count(layout.OUTSTANDING_NS)  # 0: no collective is outstanding
     outstanding_at_ns: int = _count(layout.OUTSTANDING_AT_NS)
+    outstanding_begun: bool = _flag(layout.OUTSTANDING_BEGUN)
     samples: int = _count(layout.SAMPLES)
 
     @property

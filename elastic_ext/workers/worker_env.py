@@ -16,8 +16,8 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
                       {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
     store             [host, port] of the round's store
     metrics           beginning of the path of a file with metrics of the script; see base.metric_files
-    stragglers   str: the setting, unless it is off
-    integrity_every   int: every so many steps hash what is a replica; where, see `hashes_path`
+    stragglers        str: the setting, unless it is off
+    integrity_every   int: every how many optimizer steps to hash what is a replica; where, see `hashes_path`
     agent             token of the agent, by which the reaper finds what the workers started
 
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.

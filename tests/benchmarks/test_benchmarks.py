@@ -340,9 +340,9 @@ def test_scrape_load():
 
 
 def test_the_sides_of_a_comparison_take_turns():
-    import overhead
+    import scrape_load
 
-    orders = ["".join(overhead.turns("abc", number)) for number in range(6)]
+    orders = ["".join(scrape_load.turns("abc", number)) for number in range(6)]
     assert sorted(orders) == ["abc", "acb", "bac", "bca", "cab", "cba"]
 
 
@@ -350,10 +350,20 @@ def test_the_sides_of_a_comparison_take_turns():
 def test_overhead(tmp_path):
     import overhead
 
-    command = "import sys; sys.path.insert(0, sys.argv[1]); import overhead; print(overhead.one_run('ours', 4))"
+    runs = "overhead.side_by_side(('ours', 'stock'), 4, swapped=True)"
+    command = f"import sys; sys.path.insert(0, sys.argv[1]); import overhead; print({runs})"
     done = subprocess.run(
         [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
-    seen = eval(done.stdout.splitlines()[-1], {"Run": overhead.Run})
-    assert seen.tokens_s > 0
-    assert 0 <= seen.agent_cpu < 2
+    ours, stock = eval(done.stdout.splitlines()[-1], {"Run": overhead.Run})
+    assert min(ours.tokens_s, stock.tokens_s) > 0
+    assert 0 <= ours.agent_cpu < 2
+    assert stock.standby_mb is None
+
+
+def test_a_job_that_has_the_faster_cores_does_not_count_as_faster():
+    import overhead
+
+    fast, slow = (overhead.Run(rate, 0.0, 0.0, None) for rate in (110.0, 100.0))
+    assert overhead.ratio_of([(fast, slow), (slow, fast)] * 2) == pytest.approx((1.0, 0.0))
+    assert overhead.ratio_of([(fast, slow), (fast, slow)]) == (pytest.approx(1.1), None)

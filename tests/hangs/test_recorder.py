@@ -97,7 +97,7 @@ def entry(operation: str, number: int, created_ns: int, **more: object) -> dict[
 )
 def test_the_oldest_collective_is_named(monkeypatch, tmp_path, entries, expected):
     dumped(monkeypatch, entries)
-    found = recorder.oldest()
+    found, _ = recorder.oldest()
     (tmp_path / "stacks.collective").write_text(json.dumps(found))
     assert str(collective_in(str(tmp_path / "stacks"), 3) or "") == expected
     assert bool(found) == bool(expected)
@@ -106,10 +106,10 @@ def test_the_oldest_collective_is_named(monkeypatch, tmp_path, entries, expected
 
 def test_what_the_agents_compare_over_the_ranks(monkeypatch, tmp_path):
     dumped(monkeypatch, [entry("all_reduce", 87, 5, input_sizes=[[4, 2]])])
-    (tmp_path / "stacks.collective").write_text(json.dumps(recorder.oldest()))
+    (tmp_path / "stacks.collective").write_text(json.dumps(recorder.oldest()[0]))
     assert collective_in(str(tmp_path / "stacks"), 3) == Collective(3, "all_reduce", 87, "default_pg", 2, 3, "[[4, 2]]")
     dumped(monkeypatch, [entry("all_reduce", 87, 5, input_sizes=[[4, 2]] * 100)])
-    assert recorder.oldest()["shapes"] == ""  # longer than a report has room for
+    assert recorder.oldest()[0]["shapes"] == ""  # longer than a report has room for
 
 
 @pytest.mark.parametrize("said", [{"operation": "x" * 300}, {"number": "many"}, {"group": None}])
@@ -125,12 +125,33 @@ def test_what_a_thread_of_the_script_waits_for_does_not_count(monkeypatch):
     beside = threading.Thread(target=over.wait)
     beside.start()
     dumped(monkeypatch, [entry("all_reduce", 5, 9, thread_id=str(beside.ident))])
-    assert recorder.oldest() == {}
+    assert recorder.oldest() == ({}, False)
     over.set()
     beside.join()
 
 
-def dumped(monkeypatch, entries):
+GPU = SimpleNamespace(type="cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "initialized", "state", "expected"),
+    [
+        (None, None, "scheduled", True),
+        (GPU, lambda: False, "scheduled", True),
+        (GPU, lambda: True, "scheduled", False),  # perhaps behind much work of this rank's own
+        (GPU, lambda: True, "started", True),
+        (GPU, None, "scheduled", False),
+    ],
+)
+def test_whether_a_collective_has_begun(monkeypatch, device, initialized, state, expected):
+    dumped(monkeypatch, [entry("all_reduce", 5, 9, state=state)], device, initialized)
+    assert recorder.oldest()[1] == expected
+
+
+def dumped(monkeypatch, entries, device=None, initialized=None):
+    accelerator = SimpleNamespace(current_accelerator=lambda: device)
+    cuda = SimpleNamespace(**({"is_initialized": initialized} if initialized else {}))
+    monkeypatch.setitem(recorder.sys.modules, "torch", SimpleNamespace(accelerator=accelerator, cuda=cuda))
     dump = json.dumps({"version": "2.10", "entries": entries}).encode()
     module = SimpleNamespace(_dump_nccl_trace_json=lambda includeCollectives, onlyActive: dump)
     monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
@@ -141,7 +162,7 @@ def dumped(monkeypatch, entries):
 
 ROW = Progress(1, 30, 1, 1, True, answers=2, outstanding_ns=100 * S, outstanding_at_ns=110 * S)
 STATS = ProcessStats("R")
-STAY = Stay(100.0, WaitFor.COLLECTIVE, 0, True, STATS, outstanding_ns=100 * S)
+STAY = Stay(100.0, WaitFor.QUEUED, 0, True, STATS, outstanding_ns=100 * S)
 
 
 def test_a_worker_whose_recorder_is_silent_is_not_known_to_wait():
@@ -156,6 +177,7 @@ def test_a_stay_ends_when_a_collective_completes(monkeypatch):
     assert stacks.continues(STAY, ROW, STATS, 111.0)
     assert stacks.continues(STAY, replace(ROW, answers=3), STATS, 111.0)  # its main thread may run
     assert not stacks.continues(STAY, replace(ROW, outstanding_ns=101 * S), STATS, 111.0)
+    assert not stacks.continues(STAY, replace(ROW, outstanding_begun=True), STATS, 111.0)
     assert not stacks.continues(STAY, ROW, replace(STATS, state="T"), 111.0)
 
 
@@ -179,6 +201,28 @@ Current thread 0x2 (most recent call first):
 def test_no_other_thread_may_compute(path, function, waits):
     assert stacks.still_waits(STAY, STACKS.format(path, function)) == waits
     assert not stacks.still_waits(STAY, "")
+
+
+SCRIPT = 'Current thread 0x2 (most recent call first):\n  File "/train.py", line 53 in <module>\n'
+ASKED = replace(ROW, outstanding_ns=100 * S, outstanding_at_ns=108 * S, outstanding_begun=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "first_s", "moved", "since", "wait"),
+    [
+        (replace(ROW, outstanding_ns=0), 103.0, 0, 108.0, WaitFor.NOTHING),
+        (ASKED, 103.0, 0, 103.0, WaitFor.BEGUN),
+        (replace(ASKED, outstanding_begun=False), 103.0, 0, 103.0, WaitFor.QUEUED),
+        (replace(ASKED, outstanding_ns=104 * S), 103.0, 0, 108.0, WaitFor.BEGUN),  # another one had completed meanwhile
+        (ASKED, 103.0, 10**7, 108.0, WaitFor.BEGUN),  # it has written a file meanwhile
+        (ASKED, None, 0, 108.0, WaitFor.BEGUN),
+    ],
+)
+def test_a_stay_begins_before_the_recorder_is_asked(row, first_s, moved, since, wait):
+    stats = ProcessStats("R", io_bytes=0, sockets={})
+    before = None if first_s is None else stacks.stay_of(SCRIPT, replace(ROW, outstanding_ns=0), stats, first_s, None)
+    stay = stacks.stay_of(SCRIPT, row, replace(stats, io_bytes=moved), 108.0, before)
+    assert (stay.since, stay.wait) == (since, wait)
 
 
 def test_stacks_do_not_show_our_own_thread():

@@ -162,6 +162,8 @@ def worker(**more) -> WorkerStatus:
         ({}, 15),
         ({"working": False, "state": "S"}, 15),
         ({"wait": WaitFor.DEVICE, "stayed_s": 49.0}, 60),
+        ({"wait": WaitFor.QUEUED, "stayed_s": 49.0}, 60),
+        ({"wait": WaitFor.BEGUN}, 15),
         ({"gaps": (0,) * 12 + (100,), "stayed_s": 33.0}, 40.96),  # steps of 2 to 4 s: ten times that
         ({"gaps": (0,) * 10 + (500,) + (0,) * 4 + (1,), "stayed_s": 49.0}, 60),  # one of 33 s
         ({"gaps": (0,) * 10 + (500,) + (0,) * 8 + (1,), "stayed_s": 49.0}, 60),  # one of minutes

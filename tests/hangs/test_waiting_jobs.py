@@ -67,7 +67,7 @@ def test_it_does_not_matter_where_the_main_threads_are(tmp_path):
     with start(tmp_path, "gloo", "elsewhere") as job:
         done = job.finish()
     assert done.returncode == 1, done.err
-    assert "each waits for a collective that does not complete" in done.err
+    assert "(limit 15 s); each waits for a collective that has begun and does not complete" in done.err
     verdict = json.loads((tmp_path / "verdict").read_text())
     assert verdict["decision"]["kind"] == "hang"
     assert ", in all_reduce 1 of group 1" in verdict["stacks"]

@@ -109,7 +109,7 @@ def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):
 
 
 @pytest.mark.parametrize(
-    ("seen", "members", "now", "anew"),
+    ("seen", "members", "now", "forgets"),
     [
         (situation(agents=1, silent=200.0), 3, 259.0, False),
         (situation(agents=1, silent=200.0), 3, 260.0, True),
@@ -119,8 +119,8 @@ def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):
         (situation(agents=1, silent=200.0, is_member=False), 3, 260.0, False),
     ],
 )
-def test_a_member_begins_anew_after_a_minute_without_a_majority(seen, members, now, anew):
-    assert decisions.begins_anew(seen, members, now) is anew
+def test_a_member_without_a_majority_forgets_its_data(seen, members, now, forgets):
+    assert decisions.forgets_data(seen, members, now) is forgets
 
 
 def host(number: int, member: bool = True) -> KeeperRecord:

@@ -53,7 +53,7 @@ def test_published_points_are_met_and_never_fall_between():
 
 
 def test_the_limit_of_a_hang_is_the_detectors():
-    assert times.hang_limit_s(0.5, 64) == detector.WAIT_FLOOR_S[detector.WaitFor.COLLECTIVE]
+    assert times.hang_limit_s(0.5, 64) == detector.WAIT_FLOOR_S[detector.WaitFor.QUEUED]
     assert times.hang_limit_s(6.0, 131_072) == pytest.approx(detector.CONNECT_S * 131_072)
     assert times.hang_limit_s(60.0, 64) > times.hang_limit_s(6.0, 64) > times.hang_limit_s(0.5, 64)
 

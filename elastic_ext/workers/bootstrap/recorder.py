@@ -80,23 +80,33 @@ def read() -> dict[str, tuple[int, int]]:
     return counts
 
 
-def oldest() -> "dict[str, Any]":
-    """Return the collective that has been outstanding for longest, as `base.collectives.Collective`; empty: none is.
+def oldest() -> "tuple[dict[str, Any], bool]":
+    """Return the collective that has been outstanding for longest, as `base.collectives.Collective`, and whether it has begun.
 
-    Not one of a group that is gone, nor one that a thread of the script's own waits for: another may do this rank's part
-    meanwhile. Raises as `read` does.
+    Empty: none is outstanding. Not one of a group that is gone, nor one that a thread of the script's own waits for: another may
+    do this rank's part meanwhile. It has begun if it does not wait for this rank's own device: by the recorder, which knows that
+    of NCCL only with TORCH_NCCL_ENABLE_TIMING, or since this process uses no device. Raises as `read` does.
     """
     found = [each for _, said in _dumped(collectives=True) for each in said.get("entries", [])]
     live, others = _ranks_of_groups(), _threads_of_the_script()
     found = [each for each in found if not each["retired"] and each["state"] != "completed" and not each["is_p2p"]]
     found = [each for each in found if each["process_group"][0] in live and each["thread_id"] not in others]
     if not found:
-        return {}
+        return {}, False
     first = min(found, key=lambda each: int(each["time_created_ns"]))
     number, description = first["process_group"]
     group = number if description in ("", "undefined") else description
     found_in = {"operation": first["profiling_name"].rpartition(":")[2], "number": first["collective_seq_id"], "group": group}
-    return {**found_in, **_compared(first)}
+    return {**found_in, **_compared(first)}, first["state"] == "started" or not _uses_device()
+
+
+def _uses_device() -> bool:
+    """Return whether this process may have work on an accelerator."""
+    torch = sys.modules["torch"]
+    if (device := torch.accelerator.current_accelerator()) is None:  # of this build of torch
+        return False
+    is_initialized = getattr(getattr(torch, device.type, None), "is_initialized", None)
+    return is_initialized is None or is_initialized()
 
 
 def _compared(entry: "Mapping[str, Any]") -> "dict[str, Any]":
@@ -268,7 +278,7 @@ class RecorderWatch(threading.Thread):
 
     def __init__(
         self,
-        publish: "Callable[[int, int], None]",
+        publish: "Callable[[int, int, bool], None]",
         describe: "Callable[[str], None]",
         warn: "Callable[[str], None]",
         sampler: Sampler,
@@ -276,8 +286,9 @@ class RecorderWatch(threading.Thread):
         """Prepare.
 
         Args:
-            publish: gets since when a collective has been outstanding and none has completed, and when that was so; 0: none is.
-            describe: gets what `oldest` returns, as JSON, whenever it is another one.
+            publish: gets since when a collective has been outstanding and none has completed (0: none is), when that was so,
+                and whether it has begun: see `oldest`.
+            describe: gets the collective that `oldest` returns, as JSON, whenever it is another one.
             warn: gets the reason why the recorder cannot be read.
         """
         super().__init__(name="elastic_ext flight recorder", daemon=True)
@@ -300,6 +311,7 @@ class RecorderWatch(threading.Thread):
     def run(self) -> None:
         outstanding, seen, asked_ns = Outstanding(), dict[str, tuple[int, int]](), 0
         found: dict[str, Any] = {}
+        has_begun = False
         while True:
             self.wake.wait(CHECK_S)
             self.wake.clear()
@@ -310,7 +322,7 @@ class RecorderWatch(threading.Thread):
                 since_ns = outstanding.since_ns(counts, now_ns)
                 if since_ns and now_ns - since_ns >= ASKED_NS:
                     if counts != seen or now_ns - asked_ns >= AGAIN_NS:
-                        before, found = found, oldest()
+                        before, (found, has_begun) = found, oldest()
                         seen, asked_ns = counts, now_ns
                         if found and found != before:
                             self._describe(json.dumps(found))
@@ -319,7 +331,7 @@ class RecorderWatch(threading.Thread):
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 self._warn(f"cannot read torch's flight recorder: {error!r}; a hang of spinning collectives is noticed later")
                 break
-            self._publish(since_ns if found else 0, now_ns)
+            self._publish(since_ns if found else 0, now_ns, has_begun)
             if counts and not self._cannot_sample:
                 self._sample()
-        self._publish(0, time.monotonic_ns())
+        self._publish(0, time.monotonic_ns(), False)

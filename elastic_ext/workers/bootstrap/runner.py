@@ -145,7 +145,8 @@ class _Reports:
         if row is None:
             return
 
-        def publish(since_ns: int, now_ns: int) -> None:
+        def publish(since_ns: int, now_ns: int, has_begun: bool) -> None:
+            row[layout.OUTSTANDING_BEGUN] = has_begun
             row[layout.OUTSTANDING_NS], row[layout.OUTSTANDING_AT_NS] = since_ns, now_ns
 
         collective, issued = worker_env.collective_path(self._stacks_path), worker_env.issued_path(self._stacks_path)

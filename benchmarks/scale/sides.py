@@ -16,7 +16,7 @@ from elastic_ext.planning.advice import CONNECT, LOAD, ROUND, SETUP, START, VERD
 from scale.causes import Shows
 from scale.inputs import FIGURES
 
-STOCK_EXIT_S = 0.432  # restart.json, sigkill, stock: the phase of the agent
+STOCK_EXIT_S = 0.425  # restart.json, sigkill, stock: the phase of the agent
 STOCK_LOST_S = 44.88  # warm/node_loss.json, node, stock: with its rendezvous
 STOCK_ENDS_S = 1.65  # verdict.json, stock: until all agents have left, from an exception
 STOCK_ROUND_S = 8.92  # handlers.json, 128 agents, re-join

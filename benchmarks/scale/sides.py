@@ -20,7 +20,7 @@ STOCK_EXIT_S = 0.425  # restart.json, sigkill, stock: the phase of the agent
 STOCK_LOST_S = 44.88  # warm/node_loss.json, node, stock: with its rendezvous
 STOCK_ENDS_S = 1.65  # verdict.json, stock: until all agents have left, from an exception
 STOCK_ROUND_S = 8.92  # handlers.json, 128 agents, re-join
-STOCK_START_S = 4.02  # restart.json, 1 of 8 workers, stock: with its imports
+STOCK_START_S = 2.54  # restart.json, sigkill, stock: all but the phase of the agent, most of it imports
 STOCK_SAVE_STALL_S_BYTE = 0.191 / 500e6  # checkpoint_stall.json, dcp.async_save
 TIMEOUT_S = FIGURES["collective timeout"].value
 

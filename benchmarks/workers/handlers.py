@@ -5,12 +5,15 @@
 groups: the handlers of each process; least: as few may form a round. The processes are forked from this one, which has imported
 torch. agent_processes.py states the protocol. Commands; "at" is when the last handler was done:
 
-    {"do": "form"}                  each handler calls next_rendezvous(); the second time, all join again
+    {"do": "form"}                  each handler calls next_rendezvous(); the second time, all join again. With "first": 1, the
+                                    handlers of this group begin, and the others once one of them is in etcd: it leads the job
     {"do": "lose", "group": 1}      the process gets SIGKILL at "began"; the others wait for the end of the round, which the last
                                     of them sees at "seen", and join the next one
     {"do": "fail", "group": 1}      the workers of these fail at "began": they end the round and report; the last of them has the
                                     verdict at "verdict". Then all join the next round
     {"do": "share", "seconds": 60}  all write their status and share goodput as often as agents do
+
+An answer also has "cpu_s_of", by group: CPU seconds of each process so far.
 """
 
 from __future__ import annotations
@@ -53,6 +56,17 @@ def handler(job: dict[str, Any], number: int) -> Any:
         made.reaper_runs = lambda: True  # nor workers that could outlive one
         made.prepare(SimpleNamespace(local_world_size=1, role="default"), MAX_RESTARTS)
     return made
+
+
+def await_node(endpoint: str) -> None:
+    """Wait until a node of the job is in etcd."""
+    from elastic_ext.etcd import EtcdClient, Snapshot
+    from elastic_ext.rendezvous.keys import JobKeys
+
+    with EtcdClient(endpoint) as client, client.watch_with_snapshot(JobKeys("benchmark").nodes) as watch:
+        item = watch.get()
+        while isinstance(item, Snapshot) and not item.kvs:
+            item = watch.get()
 
 
 def join(each: Any) -> float:
@@ -154,18 +168,24 @@ def serve(job: dict[str, Any]) -> None:
         command = json.loads(line)
         if command["do"] == "lose":
             lost.add(command["group"])
-        alive = [each for group, each in enumerate(children) if group not in lost]
-        for _, pipe, _ in alive:
-            pipe.send(command)
+        alive = {group: each for group, each in enumerate(children) if group not in lost}
+        if "first" in command:
+            alive[command["first"]][1].send(command)
+            await_node(job["endpoint"])
+        for group, (_, pipe, _) in alive.items():
+            if group != command.get("first"):
+                pipe.send(command)
         began = time.monotonic()
         if command["do"] == "lose":
             children[command["group"]][0].kill()
-        answers = [pipe.recv() for _, pipe, _ in alive]
+        by_group = {group: pipe.recv() for group, (_, pipe, _) in alive.items()}
+        answers = list(by_group.values())
         names = set().union(*answers) - {"cpu_s", "late"}
         answer = {"began": began, **{name: max(each[name] for each in answers if name in each) for name in names}}
-        answer["cpu_s"] = sum(each["cpu_s"] for each in answers)
+        answer["cpu_s_of"] = {group: each["cpu_s"] for group, each in by_group.items()}
+        answer["cpu_s"] = sum(answer["cpu_s_of"].values())
         if late := sum(each.get("late", 0) for each in answers):
-            total = sum(count for _, _, count in alive)
+            total = sum(count for _, _, count in alive.values())
             answer["error"] = f"{total - late} of {total} joined in {job['timeout']:g} s"
         print(json.dumps(answer), flush=True)
 

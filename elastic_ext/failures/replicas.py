@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.base.records import Count, Name, Rank
-
-MAX_NAMED = 8  # ranks in a text
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class Difference:
     def text(self) -> str:
         """One line, for people."""
         if not self.majority:
-            who = f"the replicas of {_ranks(self.odd)} differ"
+            who = f"the replicas of {ranks_in_words(self.odd)} differ"
         else:
-            who = f"the replica of {_ranks(self.odd)} differs from {self.majority} others, which are equal,"
+            who = f"the replica of {ranks_in_words(self.odd)} differs from {self.majority} others, which are equal,"
         return f"{who} after step {self.step} of this round; all were equal after step {self.agreed}"
 
 
@@ -71,7 +70,7 @@ NEVER_EQUAL = (
 
 def never_equal(found: Difference) -> str:
     """Return the warning about replicas that have not been equal in this round."""
-    return NEVER_EQUAL.format(ranks=_ranks(found.odd), step=found.step)
+    return NEVER_EQUAL.format(ranks=ranks_in_words(found.odd), step=found.step)
 
 
 def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | None:
@@ -103,8 +102,3 @@ def _in_set(replicas: int, steps: Mapping[int, Sequence[Hashed]], over: bool) ->
             odd = {rank for each in ranks.values() if not majority or each is not largest for rank in each}
             return Difference(step, agreed, tuple(sorted(odd)), majority, known)
     return None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MAX_NAMED])) + (f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

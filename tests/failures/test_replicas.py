@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -22,7 +22,7 @@ from elastic_ext.failures.ledger import (
     encode_report,
     encode_verdict,
 )
-from elastic_ext.failures.replicas import Difference, Hashed, difference, never_equal
+from elastic_ext.failures.replicas import Comparison, Difference, Hashed, difference, never_equal
 
 
 def hashes(*ranks: str, of: str = "s", every: int = 10) -> list[Hashed]:
@@ -73,6 +73,25 @@ def test_each_set_is_compared_by_itself_and_one_that_was_equal_comes_first():
     assert told(difference(never)) == (10, None, (0, 1), 0)
     assert difference([*hashes("a", of="one"), *hashes("b", of="two")]) is None
     assert difference([Hashed("s", 2, 10, "a", (0,)), Hashed("s", 3, 10, "b", (1,))]) is None  # sets of other sizes
+
+
+class Reported(tuple[Hashed, ...]):
+    """Counts how often it is read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Hashed]:
+        self.read += 1
+        return super().__iter__()
+
+
+def test_it_is_compared_again_only_once_a_node_has_reported_something_else():
+    comparison, (one, other) = Comparison(), (Reported(hashes("ab", "..")), Reported(hashes("..", "ac")))
+    assert comparison.of(()) is None
+    assert [comparison.of((one,)) for _ in range(3)] == [None] * 3
+    assert [told(comparison.of((one, other))) for _ in range(3)] == [(20, 10, (0, 1), 0)] * 3
+    assert (one.read, other.read) == (2, 1)
+    assert comparison.of(()) is None
 
 
 def test_it_is_said_in_one_line():

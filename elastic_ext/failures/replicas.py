@@ -1,7 +1,8 @@
 """Whether replicas of the training state are still equal, by what workers have hashed. Pure functions, standard library only.
 
 Every `integrity_every` optimizer steps each worker hashes what other ranks hold, too (workers/bootstrap/replicas.py). Each node
-reports the hashes of its workers. Only those of one set of replicas after the same step are compared.
+reports the hashes of its workers. Only those of one set of replicas after the same step are compared. A set belongs to one
+optimizer, and its steps are those of this optimizer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_ext.base import records
 from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.base.records import Count, Name, Rank
 
@@ -21,16 +23,46 @@ class Hashed:
     Attributes:
         of: name of the set, equal on all ranks that hold it.
         replicas: number of ranks that hold it, on all nodes.
-        step: optimizer steps since the workers were started.
+        step: steps of the set's optimizer since the workers were started.
         value: the hash.
         ranks: of this node.
+        counted: steps of the optimizer that has made the fewest by then, which a checkpoint's step counts, if any; None: `step`.
     """
 
     of: Name
     replicas: Count
     step: Count
     value: Name
-    ranks: tuple[Rank, ...]
+    ranks: tuple[Rank, ...] = ()
+    counted: Count | None = None
+
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class WorkerHashes:
+    """What one worker has written.
+
+    Attributes:
+        hashed: without its rank.
+        off: why it hashes nothing any more in this round; "".
+        left_out: what is not hashed, and why; "".
+    """
+
+    hashed: tuple[Hashed, ...] = ()
+    off: str = ""
+    left_out: str = ""
+
+    @property
+    def uncompared(self) -> str:
+        """Why nothing of this worker is compared; "" if something is, or will be."""
+        return self.off or ("" if self.hashed else self.left_out)
+
+
+def decode(data: bytes, what: str) -> WorkerHashes:
+    """Read what a worker has written. what: its file, for error messages. Raises RecordError."""
+    return records.read(WorkerHashes, data, what, SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -40,6 +72,7 @@ class Difference:
     Attributes:
         step: the first step after which they are known to differ, counted from the start of the workers.
         agreed: the last step before it after which all replicas were equal; None: there is none in this round.
+        counted: the same, as checkpoints count steps; see `Hashed`.
         odd: ranks whose hash is not that of the majority; all ranks without a majority.
         majority: number of ranks whose hashes are equal; 0: they are not more than half.
         replicas: number of ranks that are compared.
@@ -47,6 +80,7 @@ class Difference:
 
     step: int
     agreed: int | None
+    counted: int
     odd: tuple[int, ...]
     majority: int
     replicas: int
@@ -84,7 +118,7 @@ def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | Non
     for each in hashed:
         sets[each.of, each.replicas][each.step].append(each)
     found = [one for (_, replicas), steps in sets.items() if (one := _in_set(replicas, steps, over)) is not None]
-    return min(found, key=lambda one: (one.agreed is None, one.agreed, one.step), default=None)
+    return min(found, key=lambda one: (one.agreed is None, one.counted, one.step), default=None)
 
 
 class Comparison:
@@ -102,17 +136,17 @@ class Comparison:
 
 
 def _in_set(replicas: int, steps: Mapping[int, Sequence[Hashed]], over: bool) -> Difference | None:
-    agreed = None
+    agreed, counted = None, 0
     for step in sorted(steps):
         ranks: defaultdict[str, set[int]] = defaultdict(set)
         for each in steps[step]:
             ranks[each.value].update(each.ranks)
         known = sum(map(len, ranks.values()))
         if len(ranks) == 1 and known >= replicas:
-            agreed = step
+            agreed, counted = step, min(each.step if each.counted is None else each.counted for each in steps[step])
         elif len(ranks) > 1 and (over or known >= replicas):
             largest = max(ranks.values(), key=len)
             majority = len(largest) if 2 * len(largest) > known else 0
             odd = {rank for each in ranks.values() if not majority or each is not largest for rank in each}
-            return Difference(step, agreed, tuple(sorted(odd)), majority, known)
+            return Difference(step, agreed, counted, tuple(sorted(odd)), majority, known)
     return None

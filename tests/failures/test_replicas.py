@@ -75,6 +75,17 @@ def test_each_set_is_compared_by_itself_and_one_that_was_equal_comes_first():
     assert difference([Hashed("s", 2, 10, "a", (0,)), Hashed("s", 3, 10, "b", (1,))]) is None  # sets of other sizes
 
 
+def counted(found: list[Hashed], divided_by: int) -> list[Hashed]:
+    """As if another optimizer made a step after every so many of this one."""
+    return [dataclasses.replace(each, counted=each.step // divided_by) for each in found]
+
+
+def test_of_two_optimizers_the_one_that_goes_back_further_comes_first():
+    often, rare = counted(hashes("aab", "aac", of="often", every=100), 50), hashes("aab", "aac", of="rare")
+    assert told(difference([*often, *rare])) == (300, 200, (0, 1), 0)
+    assert difference([*often, *rare]).counted == 4
+
+
 class Reported(tuple[Hashed, ...]):
     """Counts how often it is read."""
 
@@ -179,6 +190,12 @@ def test_it_comes_before_any_other_cause_that_ended_the_round():
     assert (verdict.decision.rule, verdict.refuse_newer) == ("replicas-differ", 120)
     (verdict,) = judged(reports(hashes("x", "a", "a"), THREE, signal="SIGSEGV", stopped_by_agent=False))  # never equal
     assert (verdict.decision.rule, verdict.refuse_newer, verdict.refused_by) == ("crash", None, "")
+
+
+def test_checkpoints_are_refused_by_the_steps_of_the_optimizer_that_makes_the_fewest():
+    (verdict,) = judged(reports(counted(hashes("abx", "abc", "abc"), 5), THREE))
+    assert verdict.refuse_newer == 104
+    assert "all were equal after step 20, on host-a: checkpoints after step 104 of the job are refused" in verdict.decision.reason
 
 
 def test_without_a_step_to_begin_from_those_of_this_round_count():

@@ -1,7 +1,11 @@
 """Trains replicas by Adam up to $STEPS, with a checkpoint of rank 0 every 20; prints the last loss to the bit.
 
-replicated_job.py FOLDER ddp|unequal|hsdp|fsdp|local   unequal: as ddp, and each rank changes its parameters before it begins;
-                                                      hsdp: two replicas of shards; local: each rank by itself, no replicas
+replicated_job.py FOLDER ddp|unequal|sparse|hsdp|fsdp|local
+
+    unequal   as ddp, and each rank changes its parameters before it begins
+    sparse    as ddp, and after the first step rank 1 has an optimizer state that cannot be hashed
+    hsdp      two replicas of shards
+    local     each rank by itself, no replicas
 
 $FLIP is "ATTEMPT RANK STEP parameter|state", several of them separated by commas: after this step, one bit of this rank's
 parameter, or of Adam's state, flips. Such a job trains on to the next step that is a multiple of 20, and waits there to be ended.
@@ -35,7 +39,7 @@ def in_order(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return future
 
 
-if how in ("ddp", "unequal"):
+if how in ("ddp", "unequal", "sparse"):
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, in_order)
 elif how in ("hsdp", "fsdp"):
@@ -71,6 +75,8 @@ while flips or step < int(os.environ["STEPS"]):
     loss.backward()
     optimizer.step()
     step += 1
+    if how == "sparse" and rank == 1:
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["extra"] = torch.eye(2).to_sparse()
     for _, of, at, what in flips:
         if (rank, step) == (int(of), int(at)):
             if gate := os.environ.get("GATE"):

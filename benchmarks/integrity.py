@@ -10,7 +10,7 @@ torchrun without a flip. Stock torchrun with the flip trains on to another one.
 
 The cost: CPU time of one hash of all parameters of a model and of Adam's state, beside that of a training step of linear layers
 on a batch of 32; one process, one thread, no agent. By `torch.hash_tensor`, and by the sum that takes its place where torch has
-none. The share is that of one hash in --every steps. The training thread also writes a small file for each; the agents do the rest.
+none. The share is that of one hash in --every steps. The thread also writes a small file for each; the agents do the rest.
 """
 
 from __future__ import annotations

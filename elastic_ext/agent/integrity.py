@@ -96,8 +96,8 @@ class ReplicaWatch(Companion):
         self._log(found)
 
     def _log(self, found: Mapping[int, WorkerHashes]) -> None:
-        """Log once in a round what is not compared, with the ranks here. What is left out is the same on all: rank 0 says it."""
-        faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.left_out if rank == 0 else "")]
+        """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
+        faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
         for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
             self._logged.add(text)
             of = ranks_in_words(rank for rank, fault in faults if fault == text)

@@ -47,17 +47,17 @@ class WorkerHashes:
     Attributes:
         hashed: without its rank.
         off: why it hashes nothing any more in this round; "".
-        left_out: what is not hashed, and why; "".
+        note: what is not compared, or not as one may expect, and why; "".
     """
 
     hashed: tuple[Hashed, ...] = ()
     off: str = ""
-    left_out: str = ""
+    note: str = ""
 
     @property
     def uncompared(self) -> str:
         """Why nothing of this worker is compared; "" if something is, or will be."""
-        return self.off or ("" if self.hashed else self.left_out)
+        return self.off or ("" if self.hashed else self.note)
 
 
 def decode(data: bytes, what: str) -> WorkerHashes:
@@ -75,7 +75,6 @@ class Difference:
         counted: the same, as checkpoints count steps; see `Hashed`.
         odd: ranks whose hash is not that of the majority; all ranks without a majority.
         majority: number of ranks whose hashes are equal; 0: they are not more than half.
-        replicas: number of ranks that are compared.
     """
 
     step: int
@@ -83,11 +82,12 @@ class Difference:
     counted: int
     odd: tuple[int, ...]
     majority: int
-    replicas: int
 
     @property
     def text(self) -> str:
-        """One line, for people."""
+        """One line, for people: what has happened, or the warning about replicas that were not equal in this round."""
+        if self.agreed is None:
+            return NEVER_EQUAL.format(ranks=ranks_in_words(self.odd), step=self.step)
         if not self.majority:
             who = f"the replicas of {ranks_in_words(self.odd)} differ"
         else:
@@ -100,11 +100,6 @@ NEVER_EQUAL = (
     "is to blame but the script (seeds, a checkpoint that not all ranks load, an optimizer that is not replicated, unequal "
     "devices); they are not compared in this round"
 )
-
-
-def never_equal(found: Difference) -> str:
-    """Return the warning about replicas that have not been equal in this round."""
-    return NEVER_EQUAL.format(ranks=ranks_in_words(found.odd), step=found.step)
 
 
 def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | None:
@@ -148,5 +143,5 @@ def _in_set(replicas: int, steps: Mapping[int, Sequence[Hashed]], over: bool) ->
             largest = max(ranks.values(), key=len)
             majority = len(largest) if 2 * len(largest) > known else 0
             odd = {rank for each in ranks.values() if not majority or each is not largest for rank in each}
-            return Difference(step, agreed, counted, tuple(sorted(odd)), majority, known)
+            return Difference(step, agreed, counted, tuple(sorted(odd)), majority)
     return None

@@ -139,7 +139,7 @@ class Leader:
         if header.state is State.RUNNING:
             differ = self._records.comparison.of(rounds.hashed(view))
             if differ is not None and differ.agreed is None:
-                _warn_of_script(header.round, replicas.never_equal(differ))
+                _warn_of_script(header.round, differ.text)
             view = dataclasses.replace(view, differ=differ)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")

@@ -211,8 +211,8 @@ def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
     table.remove()
 
 
-def write(path: Path, *hashed: Hashed, off: str = "", left_out: str = "") -> None:
-    path.write_text(json.dumps({"schema": SCHEMA, **records.plain(WorkerHashes(hashed, off, left_out))}))
+def write(path: Path, *hashed: Hashed, off: str = "", note: str = "") -> None:
+    path.write_text(json.dumps({"schema": SCHEMA, **records.plain(WorkerHashes(hashed, off, note))}))
 
 
 def test_what_is_not_compared_is_logged_once_and_shown(tmp_path, caplog):
@@ -231,8 +231,8 @@ def test_what_is_not_compared_is_logged_once_and_shown(tmp_path, caplog):
         return [record.getMessage() for record in caplog.records]
 
     watch.workers_started(workers)
-    write(paths[0], Hashed("s", 8, 1, "a"), left_out="2 of 4 parameters")  # the rest is compared
-    write(paths[1], left_out="4 of 4 parameters")
+    write(paths[0], Hashed("s", 8, 1, "a"), note="2 of 4 parameters")  # the rest is compared
+    write(paths[1], note="4 of 4 parameters")
     write(paths[2], Hashed("s", 8, 1, "a"))
     assert check() == []
     write(paths[2], Hashed("s", 8, 1, "a"), off="no room")
@@ -244,7 +244,7 @@ def test_what_is_not_compared_is_logged_once_and_shown(tmp_path, caplog):
     watch.workers_started(workers)  # the next round
     write(paths[1], off="no room")
     assert check() == ["elastic_ext: integrity_every: rank 7: no room"]
-    write(paths[1], left_out="4 of 4 parameters")
+    write(paths[1], note="4 of 4 parameters")
     assert check(LocalWorkers(cast("Any", None), table, {1: 0}, {}, {})) == [
         "elastic_ext: integrity_every: rank 0: 4 of 4 parameters"
     ]

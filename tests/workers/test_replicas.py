@@ -133,7 +133,7 @@ def test_the_first_step_and_then_every_few(rank_0_of_4):
     del kept_alive
     trained(hashed, model, 1)
     assert {each.of.partition(".")[0] for each in written[-1].hashed} == {"3"}
-    assert (written[-1].off, written[-1].left_out) == ("", "")
+    assert (written[-1].off, written[-1].note) == ("", "")
 
 
 @pytest.mark.full
@@ -221,7 +221,7 @@ def test_of_two_models_in_one_optimizer_the_one_without_replicas_is_named(rank_0
     optimizer.step()
     hashed.stepped(optimizer)
     assert [each.replicas for each in written[-1].hashed] == [4]
-    assert "2 of 6 parameters of Adam are no replicas" in written[-1].left_out
+    assert "2 of 6 parameters of Adam are no replicas" in written[-1].note
     assert written[-1].uncompared == ""
     before = written[-1].hashed[0].value
     more.module.bias.detach()[0] += 1
@@ -262,6 +262,7 @@ def test_steps_count_as_those_of_the_optimizer_that_has_made_the_fewest(rank_0_o
         optimizers[name].step()
         hashed.stepped(optimizers[name])
     assert [(each.step, each.counted) for each in written[-1].hashed] == expected
+    assert written[-1].note == ("" if per_round == "ab" else replicas.UNEQUAL)
 
 
 @pytest.mark.full
@@ -269,9 +270,9 @@ def test_of_many_optimizers_the_first_are_compared_and_that_is_said(rank_0_of_4)
     hashed, written = hashes_of(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     kept_alive = [trained(hashed, model, 1) for _ in range(replicas.MAX_OPTIMIZERS)]
-    assert written[-1].left_out == ""
+    assert written[-1].note == ""
     kept_alive.append(trained(hashed, model, 2))
-    assert written[-1].left_out == replicas.TOO_MANY
+    assert written[-1].note == replicas.TOO_MANY
     assert len(written[-1].hashed) == replicas.MAX_OPTIMIZERS
     assert written[-1].uncompared == ""
 

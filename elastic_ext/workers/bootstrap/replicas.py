@@ -37,6 +37,7 @@ PARAMETER = "parameter"
 COLUMNS = 4096  # of a tensor, for `weighted_sum`
 MAX_OPTIMIZERS = 8  # a script may have one for each parameter, in the backward pass
 TOO_MANY = f"more than {MAX_OPTIMIZERS} optimizers: only the first {MAX_OPTIMIZERS} are compared"
+UNEQUAL = "the optimizers make unequal numbers of steps: which checkpoints are refused goes by the one that makes the fewest"
 NO_REPLICAS = (
     "{none} of {all} parameters of {optimizer} are no replicas, because they are neither under DistributedDataParallel nor in "
     "HSDP of FSDP2 (plain FSDP shards them): they are not compared"
@@ -91,7 +92,7 @@ class ReplicaHashes:
         self._optimizers: weakref.WeakKeyDictionary[Any, _Stepped] = weakref.WeakKeyDictionary()
         self._steppers = 0
         self._sets: dict[tuple[int, ...], int] = {}  # how many there have been, by the ranks that hold them
-        self._off = self._left_out = ""
+        self._off = self._note = ""
         self._weights: dict[Any, Any] = {}  # by device
         sys.modules["torch.nn.modules.module"].register_module_module_registration_hook(self._registered)
 
@@ -127,9 +128,12 @@ class ReplicaHashes:
         found = self._replicas(optimizer)
         if not own.hashes:
             self._begin(optimizer, own, found)
+        counted = self._counted(own)
+        if counted < own.steps:
+            self._note = self._note or UNEQUAL
         for ranks, tensors in () if own.left_out else found.items():
             values = own.hashes.setdefault((self._name(own, ranks), len(ranks)), {})
-            values[own.steps] = self._counted(own), self._value(tensors)
+            values[own.steps] = counted, self._value(tensors)
             for step in values.keys() - kept(values, self._every):
                 del values[step]
         self._share()
@@ -139,10 +143,10 @@ class ReplicaHashes:
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         none = parameters - sum(label == PARAMETER for tensors in found.values() for label, _ in tensors)
         others = sum(bool(each.hashes) for each in self._optimizers.values())
-        if none and not self._left_out:
-            self._left_out = NO_REPLICAS.format(none=none, all=parameters, optimizer=type(optimizer).__name__)
+        if none and not self._note:
+            self._note = NO_REPLICAS.format(none=none, all=parameters, optimizer=type(optimizer).__name__)
         if found and others >= MAX_OPTIMIZERS:
-            self._left_out = TOO_MANY
+            self._note = TOO_MANY
         own.left_out = not found or others >= MAX_OPTIMIZERS
 
     def _name(self, own: _Stepped, ranks: tuple[int, ...]) -> str:
@@ -153,7 +157,7 @@ class ReplicaHashes:
 
     def _counted(self, own: _Stepped) -> int:
         """Return the steps of the optimizer that has made the fewest, once those that come after this one have made theirs."""
-        compared = [each for each in self._optimizers.values() if not each.left_out]
+        compared = [own, *(each for each in self._optimizers.values() if not each.left_out)]
         return min(each.steps + (each.number > own.number and each.steps == own.steps - 1) for each in compared)
 
     def _share(self) -> None:
@@ -164,7 +168,7 @@ class ReplicaHashes:
             for (of, replicas), values in own.hashes.items()
             for step, (counted, value) in values.items()
         ]
-        self._publish(json.dumps({"schema": 1, "hashed": hashed, "off": self._off, "left_out": self._left_out}))
+        self._publish(json.dumps({"schema": 1, "hashed": hashed, "off": self._off, "note": self._note}))
 
     def _replicas(self, optimizer: "Any") -> "dict[tuple[int, ...], list[tuple[str, Any]]]":
         """Return the tensors that are replicas, with a label each, by the ranks that hold the same."""

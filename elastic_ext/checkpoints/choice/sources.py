@@ -259,13 +259,14 @@ def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: s
 
 
 def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str) -> Iterator[tuple[str, float | None]]:
-    """Yield the name of each that is to be quarantined, and when it was written."""
+    """Yield the name of each that is to be quarantined, and when it was written; None for ours, as no other one gets its name."""
     for each in listing.list_checkpoints(remote, settings.checkpoint_pattern):
         later = each.step is None or each.step > than
         if later and not each.quarantined and remote.path(each.name) != resumed_from:
             seen = detect.check(remote, each.entry, named=True)
-            if each.complete or seen.unreadable is not None or order_of(each.name) is not None:
-                yield each.name, seen.written_at
+            is_ours = order_of(each.name) is not None
+            if each.complete or seen.unreadable is not None or is_ours:
+                yield each.name, None if is_ours else seen.written_at
 
 
 def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:

@@ -106,6 +106,7 @@ class Precedent:
         cut: see Evidence.
         kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
+        other_step: whether the job surely was at another step.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -120,6 +121,7 @@ class Precedent:
     recent: bool = False
     kind: str = ""
     charged: bool = True
+    other_step: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:

@@ -57,6 +57,11 @@ class PastFailure:
     cut: tuple[str, ...] = ()
     gone_back_to: int | None = None
 
+    @property
+    def step(self) -> int | None:
+        """The step of the job; None if unknown."""
+        return None if self.steps is None or self.resumed_at is None else self.steps + self.resumed_at
+
 
 def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
     """Return the ledger's record of a root cause."""
@@ -94,6 +99,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             recent=charged > 0 and number == len(earlier) - 1,
             kind=past.kind,
             charged=past.charged,
+            other_step=None not in (past.step, now.step) and past.step != now.step,
         )
         for number, past in enumerate(earlier)
     )

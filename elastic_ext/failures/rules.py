@@ -166,6 +166,7 @@ ILL_STORAGE = frozenset(
 OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict"})
 # An outage causes it, or the link or the mount of one node: before the first step, the place counts only from the third time on.
 NODE_OR_OUTAGE = frozenset({"peer-gone", "peer-connection", "file-system-ill"})
+ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
 _requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)

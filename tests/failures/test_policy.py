@@ -17,6 +17,7 @@ from elastic_ext.failures.policy import (
     Budget,
     Nodes,
     decide,
+    of_a_node,
 )
 
 
@@ -378,13 +379,43 @@ def test_progress_in_between_counts():
     earlier = [PastFailure("f", 10, 0, True), PastFailure("g", 50, 0, True)]
     past = precedents(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")
+    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code", rank=0)
 
 
 def test_a_step_is_another_one_only_where_both_are_known():
     for then, now, other in (((7, 10), (17, 0), False), ((7, 10), (18, 0), True), ((7, None), (18, 0), False)):
         (found,) = precedents(PastFailure("f", *now), [PastFailure("f", *then)])
         assert found.other_step is other
+
+
+BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_blame": (2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "of_node"),
+    [
+        (SEGV, True),
+        (ILLEGAL, True),
+        (of(exit_code=1, xids=(94,)), True),
+        (of(signal="SIGBUS"), True),
+        (of("RuntimeError", "CUDA error: unspecified launch failure"), True),
+        (of(**BLAMED), True),
+        (of(**WAITING), False),  # any rank may be named
+        (of(hang=True), False),
+        (of(differs=("n1",)), True),
+        (of(differs=("n1", "n2")), False),
+        (of(**BLAMED, cut=("n1", "n2")), False),
+        (KEY, False),
+        (NAN, False),  # all ranks get the same gradient
+        (PEERS, False),  # the first to notice is not the cause
+        (STALE_LATER, False),  # rank 0 alone may use it
+        (of(signal="SIGKILL"), False),
+        (of(signal="SIGKILL", oom_kills=1), False),
+        (of(exit_code=1), False),
+    ],
+)
+def test_what_a_bad_node_causes(diagnosis, of_node):
+    assert of_a_node(diagnosis) is of_node
 
 
 def test_only_the_last_failure_is_recent_and_only_while_a_restart_counts():

@@ -1,10 +1,10 @@
 """Does the simulation predict what real jobs lose to failures? One schedule of failures, for a real job and in virtual time.
 
-    python benchmarks/compressed.py [--nodes 3] [--failures 24] [--gap 10] [--calibrate 3] [--step-ms 100] [--save-every 15]
+    python benchmarks/compressed.py [--nodes 3] [--failures 16] [--gap 20] [--calibrate 2] [--step-ms 500] [--save-every 6]
                                     [--seed 1]
 
 Real: stock torchrun with the plug-in, etcd, a gloo worker on each node (workers/scheduled_job.py) that saves with the
-Checkpointer, two more nodes that wait as spares, and a new one for each that leaves. A restart takes seconds, with standby=off.
+Checkpointer, another node that waits as a spare, and a new one for each that leaves. A restart takes seconds, with standby=off.
 Time is compressed: a failure comes --gap seconds after training has begun again, on average (exponential, plus half a second).
 
 Two jobs run. The first has --calibrate failures of each kind: the medians of what it takes for a step, a save and a restart
@@ -43,10 +43,10 @@ from elastic_ext.rendezvous import job_status
 from tests.etcd_server import EtcdServer
 
 WORKER = Path(__file__).with_name("workers") / "scheduled_job.py"
-SPARES = 2
+SPARES = 1
 LEAST_GAP_S = 0.5
-CALIBRATION_GAP_S = 6.0
-START_S = 180.0  # limit for a round
+CALIBRATION_GAP_S = 8.0
+START_S = 300.0  # limit for a round
 OFF = 0.1  # the promise
 SIGNALS = {KILLED: signal.SIGKILL, RAISES: signal.SIGUSR1, BAD_NODE: signal.SIGUSR2}
 LEAVES = (BAD_NODE, NODE_GONE)
@@ -247,14 +247,15 @@ def draw(figure: Any, found: Mapping[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=3, help="besides the spares")
-    parser.add_argument("--failures", type=int, default=24, help="of the job to predict")
-    parser.add_argument("--gap", type=float, default=10.0, help="mean seconds of training between two failures")
-    parser.add_argument("--calibrate", type=int, default=3, help="failures of each kind to measure the times")
-    parser.add_argument("--step-ms", type=int, default=100, help="of a step, in milliseconds")
-    parser.add_argument("--save-every", type=int, default=15, help="steps from one save to the next")
+    parser.add_argument("--failures", type=int, default=16, help="of the job to predict")
+    parser.add_argument("--gap", type=float, default=20.0, help="mean seconds of training between two failures")
+    parser.add_argument("--calibrate", type=int, default=2, help="failures of each kind to measure the times")
+    parser.add_argument("--step-ms", type=int, default=500, help="of a step, in milliseconds")
+    parser.add_argument("--save-every", type=int, default=6, help="steps from one save to the next")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing of a job is left
     machine = measure.machine()
     first, schedule = schedules(args)
     times = measured(real(first, CALIBRATION_GAP_S, args), args.save_every)

@@ -98,6 +98,7 @@ BENCHMARKS = (
     Benchmark("memory_tier", (*SAVES, "elastic_ext/workers/standby")),
     Benchmark("checkpoints", SAVES),
     Benchmark("simulate", ("benchmarks/scale", "elastic_ext/planning", "elastic_ext/failures", "elastic_ext/hangs")),
+    Benchmark("compressed", ("benchmarks/scale", *AGENT)),
 )
 
 

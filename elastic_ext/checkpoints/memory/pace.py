@@ -62,6 +62,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps, self._stalls, self._waits, self._commits = (deque[float](maxlen=RECENT) for _ in range(4))
+        self._began: float | None = None  # when the first step ended
         self._last: tuple[int, float] | None = None  # the last step and when training went on after it
         self.last_stall_s = self._waited_s = 0.0
         self.made_buffers = True
@@ -73,6 +74,7 @@ class StepTimes:
 
     def step_ends(self, step: int, now: float) -> None:
         """Note that training has done a step. now: monotonic."""
+        self._began = now if self._began is None else self._began
         if self._last is not None and step > self._last[0]:
             self._steps.append((now - self._last[1]) / (step - self._last[0]))
 
@@ -98,7 +100,8 @@ class StepTimes:
         step_s, stall_s = (statistics.median(each) if each else None for each in (self._steps, self._stalls))
         # The slowest commits are what training waits for. What it has waited counts in full, however rarely that was.
         wait_s = statistics.mean(self._waits) if self._waits else 0.0
-        return Timing(step_s, stall_s, max(self._commits, default=None), wait_s)
+        age_s = self._last[1] - self._began if self._last is not None and self._began is not None else 0.0
+        return Timing(step_s, stall_s, max(self._commits, default=None), wait_s, age_s)
 
 
 class CopyTrouble:

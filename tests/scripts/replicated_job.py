@@ -33,6 +33,11 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 
 
+def say(line: str) -> None:
+    """Print a line in one write, so that lines of several workers do not mix."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def in_order(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients so that no bit depends on the buckets, which DDP makes again after the first step."""
     parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
@@ -58,11 +63,11 @@ if (path := elastic_ext.resume_from()) is not None:
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
     step = found["step"]
-print(f"rank {rank} on {os.environ.get('NODE')} attempt {attempt} from step {step}", flush=True)
+say(f"rank {rank} on {os.environ.get('NODE')} attempt {attempt} from step {step}")
 
 
 def flip(what: str) -> None:
-    print(f"rank {rank}: a bit flips at {time.monotonic()}", flush=True)
+    say(f"rank {rank}: a bit flips at {time.monotonic()}")
     parameter = optimizer.param_groups[0]["params"][0]
     tensor = parameter if what == "parameter" else optimizer.state[parameter]["exp_avg"]
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -92,8 +97,8 @@ while (flips and not sleep_s) or step < int(os.environ["STEPS"]):
         torch.save(state, f"{folder}/new")
         os.replace(f"{folder}/new", f"{folder}/checkpoints/step_{step}.pt")
     if flips and not sleep_s and step > int(flips[0][2]) and step % EVERY == 0:
-        print(f"rank {rank} waits after step {step}", flush=True)
+        say(f"rank {rank} waits after step {step}")
         signal.pause()
 dist.all_reduce(total := loss.detach().clone())
-print(f"rank {rank} attempt {attempt} loss {total.item().hex()}", flush=True)
+say(f"rank {rank} attempt {attempt} loss {total.item().hex()}")
 dist.destroy_process_group()

@@ -19,6 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from lines import say
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_ext
@@ -31,11 +32,6 @@ flips = [each.split() for each in os.environ.get("FLIP", "").split(",") if each.
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-
-
-def say(line: str) -> None:
-    """Print a line in one write, so that lines of several workers do not mix."""
-    print(f"{line}\n", end="", flush=True)
 
 
 def in_order(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

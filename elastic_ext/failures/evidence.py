@@ -106,7 +106,7 @@ class Precedent:
         cut: see Evidence.
         kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
-        of_node: whether a bad node causes such failures; see `policy.of_a_node`.
+        of_nodes: number of nodes that ran, if a bad node causes such failures (`policy.of_a_node`); 0: it does not, or unknown.
         same_rank: whether it was the same rank.
         other_step: whether the job surely was at another step.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
@@ -123,7 +123,7 @@ class Precedent:
     recent: bool = False
     kind: str = ""
     charged: bool = True
-    of_node: bool = False
+    of_nodes: int = 0
     same_rank: bool = False
     other_step: bool = False
 

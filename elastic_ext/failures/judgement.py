@@ -114,7 +114,8 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
-    now = replace(now, charged=decision.charged)
+    of_nodes = (circumstances.nodes or 0) if policy.of_a_node(cause.diagnosis) else 0
+    now = replace(now, charged=decision.charged, of_nodes=of_nodes)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
         decision,

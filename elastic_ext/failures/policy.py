@@ -388,18 +388,19 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
     """Return why this node is worse than the others; "" if chance explains how often it has failed.
 
     Progress in between does not count, and neither does time: only how many failures there were in the whole job. If all nodes
-    were equal, the chance that one of them has `here` of the last `last` would be comb(last, here) / nodes ** (here - 1) at most.
+    were equal, the chance that one of them has `here` of the last `last` would be comb(last, here) / nodes ** (here - 1) at most,
+    with the fewest nodes that ran at one of them. That is for each failure: of 100 on equal nodes one may have this verdict.
     """
-    node, running = diagnosis.evidence.node, nodes.running or 0
-    suspects = [earlier for earlier in past if earlier.of_node]
+    node, fewest = diagnosis.evidence.node, nodes.running or 0
+    suspects = [earlier for earlier in past if earlier.of_nodes]
     wherever = any(earlier.same_rank and earlier.node != node for earlier in suspects)  # it fails wherever the rank runs
     if node is None or not of_a_node(diagnosis) or wherever:
         return ""
     here = 1
     for last, earlier in enumerate(reversed(suspects), 2):
-        here += earlier.node == node
-        if comb(last, here) < CHANCE * running ** (here - 1):
-            return f"{here} of the last {last} failures of this sort were on {node}, too many for chance with {running} nodes"
+        here, fewest = here + (earlier.node == node), min(fewest, earlier.of_nodes)
+        if comb(last, here) < CHANCE * fewest ** (here - 1):
+            return f"{here} of the last {last} failures of this sort were on {node}, too many for chance with {fewest} nodes"
     return ""
 
 

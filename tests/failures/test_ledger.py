@@ -285,9 +285,14 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
 
 
 def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None):
-    """Judge one failure after another, each on the node of a letter, each after further steps; return the rules."""
-    ledger, rules, found = Ledger(), Circumstances(NO_LIMIT, nodes=nodes, min_nodes=nodes - spares), []
+    """Judge one failure after another, each on the node of a letter, each after further steps; return the rules.
+
+    nodes: that run, or a number of them for each failure.
+    """
+    ledger, found = Ledger(), []
     for number, host in enumerate(hosts):
+        running = nodes if isinstance(nodes, int) else nodes[number]
+        rules = Circumstances(NO_LIMIT, nodes=running, min_nodes=running - spares)
         failure = {"rank": ord(host) if rank is None else rank, "step": 5, **failures[number % len(failures)]}
         ledger, verdict = judge({host: report(host, resumed_at=10 * number, **failure)}, ledger, rules, number)
         ledger = decode_ledger(encode_ledger(ledger))
@@ -317,6 +322,12 @@ def test_a_node_that_fails_too_often_for_chance_leaves_whatever_progress_is_made
     *before, last = with_progress(hosts, nodes)
     assert set(before) <= {"bus-error"}
     assert last == ("bad-node" if leaves else "bus-error")
+
+
+@pytest.mark.parametrize("nodes", [(2, 2, 2, 64), (64, 2, 2, 64), (64, 64, 64, 2)])
+def test_failures_among_few_nodes_are_judged_as_among_few(nodes):
+    assert with_progress("abaa", nodes) == ["bus-error"] * 4
+    assert with_progress("abaa", (64,) * 4)[-1] == "bad-node"
 
 
 def test_other_failures_of_a_bad_node_count_as_well_and_it_stays_where_no_other_can_replace_it():

@@ -4,6 +4,7 @@ import os
 
 import agent_processes
 import etcd_traffic
+import growth
 import pytest
 import rendezvous
 import steady_state
@@ -163,4 +164,5 @@ def test_growth(tmp_path):
         assert 0 < row["seen 1"] < row["lose 1"]
         assert 0 < row["seen 32"] < row["lose 32"]
         assert row["requests/min"] > 0
-    assert record["fits"]["form"].keys() == {"a", "b", "4096", "16384"}
+    assert set(record["fits"]) == set(growth.COSTS)
+    assert all(each.keys() == {"a", "b", "4096", "16384"} for each in record["fits"].values())

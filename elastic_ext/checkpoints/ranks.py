@@ -231,6 +231,18 @@ class Ranks:
             raise CheckpointError.of_ranks(found)
         return cast(T, result)
 
+    def send(self, data: torch.Tensor, target: int) -> None:
+        """Send a tensor to one rank, which has called `receive`. Only these two call this, and `receive`."""
+        with self.communicating():
+            dist.send(data, dst=target, group=self.group)
+
+    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
+        """Begin to receive a tensor; return what waits for it."""
+        with self.communicating():
+            work = dist.irecv(data, src=source, group=self.group)
+        assert work is not None, "this rank is of the group"
+        return work
+
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:
         """Copy `data` from one rank to others. With one target, only the two ranks involved need to call this; else all ranks."""
         if len(targets) > 1:

@@ -41,7 +41,7 @@ from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.local_tier import LocalTier
-from elastic_ext.checkpoints.memory import pace, part, saver
+from elastic_ext.checkpoints.memory import mirror, pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
@@ -193,6 +193,8 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
         return made
 
     part.create = counted
+    if "least_send_s" in args:
+        pace.LEAST_SEND_S, mirror.FIRST_PAUSE_S = args["least_send_s"], mirror.MAX_PAUSE_S
     training = Training(rank, world, args.get("elements", 600))
 
     def note(step: int, stall_s: float, every: int) -> None:
@@ -710,9 +712,8 @@ TASKS = {
 
 def run_rank(request: dict, rank: int, rendezvous: str) -> None:
     world = request["world"]
+    os.environ.update(environment_on(request, rank) if "nodes" in request else {})
     os.environ.update({**request.get("env", {}), **request.get("each", [{}] * world)[rank]}, RANK=str(rank))
-    if "nodes" in request:
-        os.environ.update(environment_on(request, rank))
     if request.get("file_limit"):
         import resource
 

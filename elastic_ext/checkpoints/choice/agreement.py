@@ -23,7 +23,7 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import offers
-from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, PeerPlan
+from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers
 from elastic_ext.checkpoints.choice.sources import RemoteTier, from_local_dirs, from_memory, listed, newer
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats import detect, names
@@ -50,7 +50,6 @@ class Resumption:
         passed_over: none was selected, but some entries may be checkpoints: a script that knows them may resume from one.
         local: it is in the nodes' local directories; `path` is this node's part of it.
         lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
-        peers: how this node exchanges parts of copies in memory with others; None: it does not.
         files: by rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     """
 
@@ -60,7 +59,6 @@ class Resumption:
     passed_over: bool = False
     local: bool = False
     lost: str = ""
-    peers: PeerPlan | None = None
     files: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -86,20 +84,16 @@ class NodeInRound:
         node: its group rank.
         nodes: number of nodes.
         workers: number of its workers.
-        base_rank: the rank of its first worker.
         memory: its directory for copies in memory; "" for none.
         refused: names of copies in memory that must not be used.
-        peer: host and port where its agent takes parts of copies from others; "": it takes none.
         saved: the newest checkpoint that it knows of; None: it cannot know.
     """
 
     node: int = 0
     nodes: int = 1
     workers: int = 1
-    base_rank: int = 0
     memory: str = ""
     refused: tuple[str, ...] = ()
-    peer: str = ""
     saved: NewestSaved | None = NONE_SAVED
 
 
@@ -188,9 +182,6 @@ class _NodeSide:
             offers=local or (),
             memory=listed(self._memory, "the copies in memory") or (),
             refused=place.refused,
-            workers=place.workers,
-            peer=place.peer,
-            domain=self._settings.topology or "",
             has_memory=self._memory is not None,
             saved=place.saved,
         )
@@ -227,7 +218,7 @@ class _NodeSide:
             if order_or_oldest(name) > order_or_oldest(agreement.name):
                 self.lost = printable(reason)
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
-        return replace(agreement, peers=offers.arrange(received, memory if agreement.memory else None))
+        return agreement
 
     def _without_storage(self, away: OSError, memory: MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
@@ -246,12 +237,11 @@ class _NodeSide:
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
         step, reason = agreement.step, printable(agreement.reason[: offers.MAX_TEXT])
-        peers = offers.plan_of(agreement.peers, self._place.node)
         if not agreement.name:
-            return Resumption("", step, reason, agreement.passed_over, peers=peers)
+            return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
         files = names.files_by_rank(directory, agreement.name)
-        return Resumption(directory.path(agreement.name), step, reason, local=agreement.local, peers=peers, files=files)
+        return Resumption(directory.path(agreement.name), step, reason, local=agreement.local, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.

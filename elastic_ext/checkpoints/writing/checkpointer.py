@@ -27,12 +27,11 @@ from typing import Any
 
 import torch
 
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM
+from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM, memory_room
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal
 from elastic_ext.checkpoints.formats.manifest import MOST_SHOWN, Manifest, count
 from elastic_ext.checkpoints.local_tier import open_directories
-from elastic_ext.checkpoints.memory.contract import given as given_room
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.state.capture import Objects, Stateful
@@ -115,7 +114,7 @@ class Checkpointer:
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         objects = Objects(model, optimizers, scheduler, scaler, dataloader, dict(extra or {}))
         self._ranks = Ranks(timeout)
-        room = given_room()
+        room = memory_room()
         directories = open_directories(remote, local_dir, room.directory if room is not None else "", self._ranks)
         self._fence = GenerationFence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)

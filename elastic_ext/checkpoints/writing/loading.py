@@ -21,7 +21,7 @@ from elastic_ext.checkpoints.formats.manifest import (
     order_or_oldest,
 )
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
-from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy
+from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
 from elastic_ext.checkpoints.state import capture
 from elastic_ext.checkpoints.storage import Storage, open_parent
@@ -333,6 +333,8 @@ class Loader:
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
         with saves.timed_check():
             manifest, parts = self._selection.parts(memory, name)
+            if manifest.nodes == memory.nodes:
+                parts = fetch_parts(memory, name, manifest, parts, self._ranks)
             copy: MemoryCopy | ReshardedCopy
             if parts.fit(manifest):
                 copy = MemoryCopy(memory, name, manifest, self._ranks)

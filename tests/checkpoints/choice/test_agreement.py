@@ -23,7 +23,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing, offers, sources
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.directory.tiers import digest, memory_file
+from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
@@ -339,27 +339,22 @@ def agreed(settings: Settings, exchanges: Sequence[Told], places: Sequence[NodeI
 
 
 def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
-    """The newest, whoever has its parts; what one node refuses, none uses; each knows its peer and what it must get."""
+    """The newest, whoever has its parts; what one node refuses, none uses."""
     (tmp_path / "checkpoints").mkdir()
     settings = Settings(checkpoint_dir=str(tmp_path / "checkpoints"))
     places = [
-        NodeInRound(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1]), peer="10.0.0.1:1"),
-        NodeInRound(1, 2, memory=copies(tmp_path / "b", [], []), peer="[fd::2]:2", refused=(directory_name(7, 1),)),
+        NodeInRound(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1])),
+        NodeInRound(1, 2, memory=copies(tmp_path / "b", [], []), refused=(directory_name(7, 1),)),
     ]
     (tmp_path / "b").mkdir()
     found = agreed(settings, exchanges, places)
     assert [each.path for each in found] == [str(tmp_path / node / directory_name(6, 1)) for node in "ab"]
-    one, two = (each.peers for each in found)
-    assert one.key == two.key
-    assert (one.keeper, one.fetch) == ("[fd::2]:2", ())
-    assert (two.keeper, two.fetch) == ("10.0.0.1:1", ((1, "10.0.0.1:1"),))
-    assert two.digest == digest((tmp_path / "a" / directory_name(6, 1) / MANIFEST).read_bytes())
 
 
 def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
     """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
     save_own(tmp_path / "checkpoints", 5)
-    places = [NodeInRound(0, 2, memory=copies(tmp_path / "a", [7], [0, 1]), peer="10.0.0.1:1"), NodeInRound(1, 2)]
+    places = [NodeInRound(0, 2, memory=copies(tmp_path / "a", [7], [0, 1])), NodeInRound(1, 2)]
     found = agreed(Settings(checkpoint_dir=str(tmp_path / "checkpoints")), exchanges, places)
     assert {each.path for each in found} == {str(tmp_path / "checkpoints" / directory_name(5, 1))}
     assert found[0].lost.startswith("node 1 has no memory for copies")

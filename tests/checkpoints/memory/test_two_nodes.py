@@ -72,7 +72,7 @@ def test_nan_goes_back_by_one_on_both_nodes_whichever_has_the_verdict(server, tm
 
 @pytest.mark.full
 def test_workers_that_outlive_their_agent_do_not_spoil_the_last_copy(server, tmp_path):
-    """The reaper is late. Without the agent the parts of its workers are on no other node, so none of their copies may count."""
+    """The reaper is late. The workers' copies count as long as they make them: the other node has the parts, too."""
     endless = [SCRIPT[0], "100000", "100000"]  # nothing is saved to disk
 
     def node() -> Job:

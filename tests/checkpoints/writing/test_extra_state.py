@@ -173,7 +173,7 @@ def save(tier: str, **extra: Held) -> None:
 def load(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **extra: Held) -> None:
     if tier == "memory":
         offers = tuple(tiers.offers(open_storage(str(tmp_path / "memory"))))
-        offer = newest_whole([Offers(memory=offers, workers=1, has_memory=True)]).offer
+        offer = newest_whole([Offers(memory=offers, has_memory=True)]).offer
         assert offer is not None, "nothing was copied to memory"
         monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", str(tmp_path / "memory" / offer.name))
     with Checkpointer(model=model or nn.Linear(1, 1), extra=extra, memory_every=1) as checkpointer:

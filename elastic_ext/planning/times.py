@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from elastic_ext.checkpoints.memory import interval
-from elastic_ext.checkpoints.memory.interval import Timing
+from elastic_ext.checkpoints.memory import pace
+from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.hangs import detector
 from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.waits import WaitFor
@@ -81,5 +81,5 @@ def hang_limit_s(step_s: float, ranks: int) -> float:
 def copies(state_bytes: float, nodes: int, per_node: int, step_s: float) -> tuple[int, float, float]:
     """Return every how many steps the state is copied to memory, what a copy stalls, and how long until it is on two nodes."""
     stall_s, commit_s = state_bytes / (nodes * per_node) / COPY_BYTES_S, state_bytes / nodes / PEER_BYTES_S
-    every, _ = interval.choose(None, [Timing(step_s, stall_s, commit_s)])
+    every, _ = pace.choose(None, [Timing(step_s, stall_s, commit_s)])
     return every, stall_s, commit_s

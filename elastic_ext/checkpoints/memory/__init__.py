@@ -17,7 +17,7 @@ Training waits only for the copy into the buffer. A thread then computes the che
 nothing is committed, the last copy stays, and the log says so once.
 
 saver.py     copy, step after step, and commit: from the parts of all ranks to a manifest on each node
-pace.py      how often, and whether that is safe beside training (pure); interval.py: the rule for how often
+pace.py      how often, and whether that is safe beside training (pure)
 part.py      the content of one buffer; the files, mapped, and which of the two is next
 devices.py   copy from a GPU beside training
 loading.py   from mapped parts back into the state, also on other nodes or with another number of ranks

@@ -26,9 +26,8 @@ from elastic_ext.checkpoints.formats.manifest import (
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
-from elastic_ext.checkpoints.memory.interval import Timing
 from elastic_ext.checkpoints.memory.mirror import Mirror, keeping_ranks
-from elastic_ext.checkpoints.memory.pace import CopyTrouble, Schedule, StepTimes
+from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Timing
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
@@ -171,6 +170,29 @@ def _put(tier: LocalTier, first: RankReport, kept: str, files: tuple[StoredFile,
     return None
 
 
+class CopyTrouble:
+    """Why copies fail, logged when that begins, when it changes, and when it is over."""
+
+    def __init__(self, speaks: bool) -> None:
+        """speaks: whether this rank writes to the log."""
+        self._speaks = speaks
+        self._kind: FailureKind | None = None
+        self.in_a_row = 0
+
+    def note(self, failure: SaveFailure | None) -> None:
+        before, self._kind = self._kind, failure.kind if failure is not None else None
+        self.in_a_row = self.in_a_row + 1 if failure is not None else 0
+        if failure is not None and failure.kind is not before and self._speaks:
+            logger.warning(
+                "rank %s cannot copy its state to memory: %s; training continues, and a restart resumes from an older copy or a "
+                "checkpoint on disk",
+                failure.rank,
+                failure.reason,
+            )
+        elif failure is None and before is not None and self._speaks:
+            logger.warning("the state is copied to memory again")
+
+
 class Attempt:
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
@@ -209,7 +231,7 @@ class MemorySaver:
         """
         Args:
             limit: bytes for this rank's own parts.
-            every: see `interval.choose`.
+            every: see `pace.choose`.
             ranks: in a group of its own, because a thread uses it.
             mirror: None on a single node.
         """

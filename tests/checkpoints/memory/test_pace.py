@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.checkpoints.memory.interval import FIRST_EVERY, SHARE, Timing, choose
-from elastic_ext.checkpoints.memory.pace import BUFFERS_HOLD_S, HOLD_S, StepTimes
+from elastic_ext.checkpoints.memory.pace import BUFFERS_HOLD_S, FIRST_EVERY, HOLD_S, SHARE, StepTimes, Timing, choose
 from elastic_ext.hangs.detector import IDLE_FLOOR_S
 
 

@@ -24,7 +24,7 @@ from elastic_ext.base import checkpoint_variables, files, kinds
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing, sources
+from elastic_ext.checkpoints.choice import agreement, listing
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.directory import tiers
@@ -237,14 +237,14 @@ class ResumePoint(Companion):
                 self._quarantine_newer(verdict.refuse_newer, verdict.round)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                sources.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+                agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
     def _quarantine_newer(self, than: int, round_: int) -> None:
         reason = f"the replicas of round {round_} are not known to have been equal after step {than}"
         resumed_from = self.checkpoint.path
-        agreement.once_there(lambda: sources.quarantine_newer(self._settings, than, resumed_from, reason))
+        agreement.once_there(lambda: agreement.quarantine_newer(self._settings, than, resumed_from, reason))
 
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
@@ -44,7 +45,16 @@ class NewestSaved:
 NONE_SAVED = NewestSaved()
 
 
-SCHEMA = 1
+class Source(str, Enum):
+    """Where a checkpoint is. Each node has a part of one in MEMORY or LOCAL."""
+
+    MEMORY = "memory"
+    LOCAL = "local_dir"
+    SHARED = "checkpoint_dir"
+    NAMED = "resume_from"  # in the directory that this setting names
+
+
+SCHEMA = 2
 MAX_TEXT = 2000  # characters of a reason or an error
 MAX_OFFERS = 16  # per node, the newest
 MAX_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
@@ -79,10 +89,8 @@ class Agreement:
         name: name of the checkpoint; "": begin from nothing.
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
+        source: where it is.
         passed_over: there is no name, but there are entries that may be checkpoints.
-        local: it is in the nodes' local directories, each of which has a part.
-        memory: it is a copy in the nodes' memory, each of which has a part.
-        asked_for: it is in the directory that the setting resume_from names, not in checkpoint_dir.
         error: why node 0 has no answer, for people; "" if it has one.
         bad: the error is that checkpoints exist, but none may be used.
         away: the error is that the storage does not answer.
@@ -91,10 +99,8 @@ class Agreement:
     name: str
     step: int | None = None
     reason: str = ""
+    source: Source = Source.SHARED
     passed_over: bool = False
-    local: bool = False
-    memory: bool = False
-    asked_for: bool = False
     error: str = ""
     bad: bool = False
     away: bool = False
@@ -131,7 +137,7 @@ def read_agreement(text: str) -> Agreement:
     if found.error:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
-    if not (order_of(found.name) is not None if found.local or found.memory else _is_name(found.name)):
+    if not (order_of(found.name) is not None if found.source in (Source.MEMORY, Source.LOCAL) else _is_name(found.name)):
         raise UsageError(
             f"group rank 0 sent {printable(found.name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"

@@ -20,7 +20,7 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing, offers, sources
+from elastic_ext.checkpoints.choice import agreement, listing, offers
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file
@@ -111,7 +111,7 @@ def test_all_bad(tmp_path):
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
-    return sources.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+    return agreement.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
 def test_what_is_quarantined(tmp_path):
@@ -128,9 +128,9 @@ def test_what_is_quarantined(tmp_path):
 def test_what_may_not_be_to_blame_stays_if_it_is_the_only_one(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     path = save(tmp_path, 5)
-    assert sources.quarantine(settings, str(path), False, "it failed twice") is None
+    assert agreement.quarantine(settings, str(path), False, "it failed twice") is None
     save(tmp_path, 3)
-    assert sources.quarantine(settings, str(path), False, "it failed twice") == "step_5.pt"
+    assert agreement.quarantine(settings, str(path), False, "it failed twice") == "step_5.pt"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
         marks.quarantine(storage, directory_name(step, 1), "bad")
     settings = Settings(checkpoint_dir=str(tmp_path / "remote"), local_dir=str(tmp_path / "local"), resume_from=resume_from)
     name = None if expected is None else directory_name(expected, 1)
-    assert sources.quarantine(settings, "", True, "NaN") == name
+    assert agreement.quarantine(settings, "", True, "NaN") == name
     assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
@@ -183,18 +183,18 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     save_part([local], 5)
     save_part([local], 9)
     settings = Settings(checkpoint_dir=str(remote), local_dir=str(local))
-    found = sources.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
+    found = agreement.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
     assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
     assert marks.quarantined_names(open_storage(str(remote))) == set(found)
     assert (remote / "step_7.pt").exists()
-    assert sources.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
+    assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
 
 
 def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path):
     save(tmp_path, 5)
     torn = tmp_path / "step_7.pt"
     torn.write_bytes(save(tmp_path, 7).read_bytes()[:1000])
-    assert sources.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
+    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
     assert resumed(tmp_path).step == 5
     save(tmp_path, 7)
     assert resumed(tmp_path).step == 7
@@ -203,11 +203,11 @@ def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path)
 def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_another_does_not(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save(tmp_path, 7)
-    assert sources.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
+    assert agreement.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
     with pytest.raises(BadCheckpoints, match="quarantined: replicas differ"):
         resumed(tmp_path)
     marks.lift_quarantine(open_storage(str(tmp_path)), "step_7.pt")
-    assert sources.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
+    assert agreement.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
     assert resumed(tmp_path).path == ""
     save(tmp_path, 4)
     assert resumed(tmp_path).step == 4

@@ -46,7 +46,7 @@ from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing import retention, saving
+from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
 from tests.scripts import chaos_training
@@ -385,16 +385,16 @@ def together(rank: int, world: int, args: dict) -> dict:
 def late_generation(rank: int, world: int, args: dict) -> dict:
     """Load a copy while the directory of checkpoints cannot be written to; then save twice. The first save fails."""
     training = Training(rank, world)
-    genuine = retention.open_generation, saving.save_to
+    genuine = saving.open_generation, saving.save_to
 
     def away(*_: Any) -> Any:
         raise TimeoutError("away")
 
-    retention.open_generation, saving.save_to = away, lambda *_: saving.AttemptOutcome(SaveFailure(FailureKind.FULL, "no space"))
+    saving.open_generation, saving.save_to = away, lambda *_: saving.AttemptOutcome(SaveFailure(FailureKind.FULL, "no space"))
     checkpointer = training.checkpointer(args["directory"], memory_every=args.get("every", 1))
     step = checkpointer.load().step
     checkpointer.snapshot(step + 1)
-    retention.open_generation = genuine[0]
+    saving.open_generation = genuine[0]
     checkpointer.save(step + 2, wait=True)
     saving.save_to = genuine[1]
     checkpointer.save(step + 3)
@@ -624,7 +624,7 @@ def fail_once(where: str, rank: int) -> dict[str, Any]:
         return fails
 
     if where == "decision of rank 0":
-        retention.open_generation = failing(retention.open_generation)
+        saving.open_generation = failing(saving.open_generation)
     elif where == "between collectives":
         saving.save_to = failing(saving.save_to)
     return {"extra": {"unwilling": Unwilling(where == "state of rank 1" and rank == 1)}}

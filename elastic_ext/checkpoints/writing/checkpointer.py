@@ -13,7 +13,7 @@ group writes it. A failed save never stops training: it is logged, kept in `last
 save tries again. If one rank leaves out a save, it fails on the others; the next one that all ranks make succeeds, if it
 comes within `timeout`. A rank waits that long at most for the others; after that no more is saved, because they may be lost.
 
-`saving` writes, `loading` resumes, `retention` prunes, and `elastic_ext.checkpoints.memory` makes the copies in memory.
+`saving` writes and prunes, `loading` resumes, and `elastic_ext.checkpoints.memory` makes the copies in memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,16 @@ from elastic_ext.checkpoints.state.capture import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
-from elastic_ext.checkpoints.writing.retention import GenerationFence, Retention
-from elastic_ext.checkpoints.writing.saving import BackgroundSaver, Destination, Results, Save, SaveEvent, Stager
+from elastic_ext.checkpoints.writing.saving import (
+    BackgroundSaver,
+    Destination,
+    GenerationFence,
+    Results,
+    Retention,
+    Save,
+    SaveEvent,
+    Stager,
+)
 from elastic_ext.training import saves
 from elastic_ext.training.progress import doing
 
@@ -102,14 +110,9 @@ class Checkpointer:
             on_event: callback for metrics. Must be quick; its exceptions are logged.
             timeout: how long a rank waits for the other ranks' parts of a save.
         """
-        keep_last, keep_every = (
-            _whole("keep_last", keep_last, 1),
-            None if keep_every is None else _whole("keep_every", keep_every, 1),
-        )
-        memory_every, timeout = (
-            None if memory_every is None else _whole("memory_every", memory_every),
-            _time_limit("timeout", timeout),
-        )
+        keep_last, timeout = _whole("keep_last", keep_last, 1), _time_limit("timeout", timeout)
+        keep_every = None if keep_every is None else _whole("keep_every", keep_every, 1)
+        memory_every = None if memory_every is None else _whole("memory_every", memory_every)
         remote = _open_directory(directory)
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         objects = Objects(model, optimizers, scheduler, scaler, dataloader, dict(extra or {}))

@@ -54,8 +54,8 @@ _LACKS = {
     Source.MEMORY: "in memory, but this node has no memory for copies: set memory_every and memory_limit alike on all nodes, and "
     "give each a tmpfs at /dev/shm",
     Source.LOCAL: "in local_dir, but this node has none: set local_dir on all nodes",
-    Source.NAMED: "in a directory other than checkpoint_dir, but resume_from on this node names none: set the same resume_from on "
-    "all nodes",
+    Source.NAMED: "in a directory other than checkpoint_dir, but resume_from on this node names none: set the same resume_from "
+    "on all nodes",
 }
 
 
@@ -460,7 +460,7 @@ def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
     name = f"{RESUME_FROM}/{file}.json"
     record = {"resume_from": redacted(resume_from)}
     try:
-        same = json.loads(redacted(storage.read(name).decode())) == record  # older versions wrote it unredacted
+        same = json.loads(storage.read(name)) == record
     except (FileNotFoundError, ValueError):
         same = False
     if not same:

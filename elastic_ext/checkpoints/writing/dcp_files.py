@@ -10,35 +10,27 @@ import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
-from elastic_ext.checkpoints.ranks import SaveFailure, failure_of
+from elastic_ext.checkpoints.local_tier import PieceExchange, merge_ranges
+from elastic_ext.checkpoints.ranks import Ranks, SaveFailure, failure_of
+from elastic_ext.checkpoints.state.capture import StateDict
 from elastic_ext.checkpoints.storage import Storage
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
-import pickle
-from typing import Any
-
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-
-from elastic_ext.checkpoints.local_tier import PieceExchange, merge_ranges
-from elastic_ext.checkpoints.ranks import Ranks
-from elastic_ext.checkpoints.state import Moment
-from elastic_ext.checkpoints.state.capture import StateDict
 
 logger = logging.getLogger(__name__)
-
 
 # mypy: allow-subclassing-any
 
@@ -193,34 +185,13 @@ class Reader(FileSystemReader):
         self.path = checkpoint
 
 
-# mypy: allow-subclassing-any
-
-
-# Our classes that checkpoints hold pickled, by the modules that they were in in some versions.
-_MOVED = {
-    ("elastic_ext.checkpoints.writing.state", "Moment"): Moment,
-    ("elastic_ext.checkpoints.writing.optimizer_state", "Moment"): Moment,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _MOVED.get((module, name)) or super().find_class(module, name)
-
-
-class _PickleModule:
-    """The part of a pickle module that torch.load uses."""
-
-    Unpickler = _Unpickler
-
-
 def read_objects(storage: Storage, name: str, file: str) -> Any:
     """Return the content of a file of values that are not resharded.
 
     This unpickles: a checkpoint is trusted as much as the training script.
     """
     data = io.BytesIO(storage.read(f"{name}/{file}"))
-    return torch.load(data, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
+    return torch.load(data, map_location="cpu", weights_only=False)
 
 
 def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: PieceExchange | None = None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
-from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.storage import Storage, is_away
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,7 @@ class FailureKind(str, Enum):
 _KINDS: Mapping[int, FailureKind] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FailureKind.FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), FailureKind.PERMISSION),
-    **dict.fromkeys((errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ETIMEDOUT, errno.ESTALE), FailureKind.THROTTLED),
-    **dict.fromkeys(
-        (errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ENETUNREACH), FailureKind.THROTTLED
-    ),
+    **dict.fromkeys((errno.EAGAIN, errno.EINTR), FailureKind.THROTTLED),
 }
 
 
@@ -82,19 +79,16 @@ class SaveFailure:
 
 
 def failure_of(error: BaseException, rank: int) -> SaveFailure:
-    """Convert an error to a failure. Pure.
-
-    s3fs raises EBUSY for 503 SlowDown; our storage raises EIO for errors that are not OSError.
-    """
+    """Convert an error to a failure. Pure."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, StaleGroup):
         return SaveFailure(FailureKind.STALE, str(error), rank)
     if isinstance(error, Rank0Failed):
         return SaveFailure(FailureKind.OTHER, str(error), 0)
-    if isinstance(error, (TimeoutError, ConnectionError)):
-        return SaveFailure(FailureKind.THROTTLED, text, rank)
-    number = error.errno if isinstance(error, OSError) else None
-    return SaveFailure(_KINDS.get(number or 0, FailureKind.OTHER), text, rank)
+    if not isinstance(error, OSError):
+        return SaveFailure(FailureKind.OTHER, text, rank)
+    kind = FailureKind.THROTTLED if is_away(error) else _KINDS.get(error.errno or 0, FailureKind.OTHER)
+    return SaveFailure(kind, text, rank)
 
 
 def group_failure(error: BaseException, rank: int, lost: bool) -> SaveFailure:

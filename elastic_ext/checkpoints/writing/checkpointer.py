@@ -40,7 +40,6 @@ from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
 from elastic_ext.checkpoints.writing.saving import (
     BackgroundSaver,
-    Destination,
     GenerationFence,
     Results,
     Retention,
@@ -127,8 +126,7 @@ class Checkpointer:
         self._results = Results(on_event)
         self._memory = make_memory_saver(directories.memory, room, memory_every, objects, self._ranks, timeout)
         on_generation = self._memory.has_generation if self._memory is not None else None
-        destination = Destination(directories, self._fence, self._ranks, on_generation)
-        self._saver = BackgroundSaver(destination, self._ranks, self._retention, self._results)
+        self._saver = BackgroundSaver(directories, self._fence, self._ranks, self._retention, self._results, on_generation)
         self._requested = requested
         self.last_stall_s = 0.0
         atexit.register(self.close)

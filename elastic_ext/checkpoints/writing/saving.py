@@ -493,35 +493,98 @@ class Save:
         return self.manifest.step, self.manifest.accumulation
 
 
-class Destination:
-    """Where saves go: to each node's own disk while a local tier accepts them, else to the remote directory.
+class BackgroundSaver:
+    """Writes the saves: to each node's own disk while a local tier accepts them, else to the remote directory.
 
-    Attributes:
-        agreed: set once all ranks have made the save in progress.
+    All ranks take the same steps, because rank 0's decisions are broadcast.
     """
 
     def __init__(
-        self, directories: Directories, fence: GenerationFence, ranks: Ranks, on_generation: Callable[[int], None] | None
+        self,
+        directories: Directories,
+        fence: GenerationFence,
+        ranks: Ranks,
+        retention: Retention,
+        results: Results,
+        on_generation: Callable[[int], None] | None,
     ) -> None:
         """on_generation: called on all ranks, with the generation, before each attempt. Collective."""
-        self._directories, self._fence, self._ranks, self._on_generation = directories, fence, ranks, on_generation
-        self.agreed = threading.Event()
+        self._directories, self._fence, self._ranks = directories, fence, ranks
+        self._retention, self._results, self._on_generation = retention, results, on_generation
+        self._thread: threading.Thread | None = None
+        self._at: At | None = None  # what the thread saves
+        self._agreed = threading.Event()  # set once all ranks have made the save in progress, or it has failed
+        self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
         self._tier_failure: FailureKind | None = None  # why the last save bypassed the local tier
 
-    @property
-    def storage(self) -> Storage:
-        """The directory that the last save went to."""
-        tier = self._directories.local
-        return tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
+    def start(self, save: Save) -> None:
+        """Write the save in a thread. The previous save must have ended."""
+        self._hurry.clear()
+        self._agreed.clear()
+        self._at = save.at
+        name = f"checkpoint-{save.manifest.step}"
+        thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the other ranks wait for this one
+            logger.warning("step %s is saved while training waits: %s", save.manifest.step, error)
+            self._run(save)
+            return
+        self._thread = thread
 
-    def write(self, save: Save) -> tuple[str, AttemptOutcome]:
+    def is_left_out(self, at: At) -> bool:
+        """Return whether a rank has left out the save in progress, which waits for it; wait LATE_S to know. at: of the next save.
+
+        Not if that is of the same state: no training comes between the two, so other ranks may be as late as they like.
+        """
+        return self._thread is not None and at != self._at and not self._agreed.wait(LATE_S)
+
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
+        if hurry:
+            self._hurry.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, save: Save) -> None:
+        step = save.manifest.step
+        try:
+            name, outcome = self._write(save)
+        except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
+            name, outcome = "", AttemptOutcome(failure_of(error, 0))
+        except Exception as error:  # the top of a thread
+            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
+            logger.exception("no more checkpoints will be saved: %s", failure.reason)
+            name, outcome = "", AttemptOutcome(failure)
+        self._agreed.set()
+        if outcome.failure is None:
+            self._committed(name, step, outcome.size, time.monotonic() - save.called)
+            return
+        self._results.failed(name, step, outcome.failure)
+        if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
+            self._retention.discard(name)  # the disk may be full
+
+    def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
+        """Write the save, retrying while the storage asks to retry later."""
+        attempt = 0
+        while True:
+            attempt += 1
+            name, outcome = self._write_once(save)
+            failure = outcome.failure
+            if failure is None or failure.kind is not FailureKind.THROTTLED:
+                return name, outcome
+            if not self._ranks.broadcast(attempt < ATTEMPTS and self._paused(attempt, failure)):
+                return name, outcome
+
+    def _write_once(self, save: Save) -> tuple[str, AttemptOutcome]:
         """Make one attempt; return the outcome and the checkpoint's name, "" if it got none. Collective.
 
         Raises StaleGroup on all ranks; torch's RuntimeError if the ranks cannot communicate.
         """
         remote, tier, staged = self._directories.remote, self._directories.local, save.staged
         failure = what_prevents(save.at, staged, self._ranks)
-        self.agreed.set()
+        self._agreed.set()
         if failure is not None:
             return "", AttemptOutcome(failure)
         try:
@@ -550,76 +613,6 @@ class Destination:
         elif before is not None and failure is None:
             logger.warning("saves go to local_dir again")
 
-
-class BackgroundSaver:
-    """Writes the saves. All ranks take the same steps, because rank 0's decisions are broadcast."""
-
-    def __init__(self, destination: Destination, ranks: Ranks, retention: Retention, results: Results) -> None:
-        self._destination, self._ranks, self._retention, self._results = destination, ranks, retention, results
-        self._thread: threading.Thread | None = None
-        self._at: At | None = None  # what the thread saves
-        self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
-
-    def start(self, save: Save) -> None:
-        """Write the save in a thread. The previous save must have ended."""
-        self._hurry.clear()
-        self._destination.agreed.clear()
-        self._at = save.at
-        name = f"checkpoint-{save.manifest.step}"
-        thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the other ranks wait for this one
-            logger.warning("step %s is saved while training waits: %s", save.manifest.step, error)
-            self._run(save)
-            return
-        self._thread = thread
-
-    def is_left_out(self, at: At) -> bool:
-        """Return whether a rank has left out the save in progress, which waits for it; wait LATE_S to know. at: of the next save.
-
-        Not if that is of the same state: no training comes between the two, so other ranks may be as late as they like.
-        """
-        return self._thread is not None and at != self._at and not self._destination.agreed.wait(LATE_S)
-
-    def wait(self, hurry: bool = False) -> None:
-        """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
-        if hurry:
-            self._hurry.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _run(self, save: Save) -> None:
-        step = save.manifest.step
-        try:
-            name, outcome = self._write(save)
-        except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
-            name, outcome = "", AttemptOutcome(failure_of(error, 0))
-        except Exception as error:  # the top of a thread
-            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
-            logger.exception("no more checkpoints will be saved: %s", failure.reason)
-            name, outcome = "", AttemptOutcome(failure)
-        self._destination.agreed.set()  # or it has failed
-        if outcome.failure is None:
-            self._committed(name, step, outcome.size, time.monotonic() - save.called)
-            return
-        self._results.failed(name, step, outcome.failure)
-        if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
-            self._retention.discard(name)  # the disk may be full
-
-    def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
-        """Write the save, retrying while the storage asks to retry later."""
-        attempt = 0
-        while True:
-            attempt += 1
-            name, outcome = self._destination.write(save)
-            failure = outcome.failure
-            if failure is None or failure.kind is not FailureKind.THROTTLED:
-                return name, outcome
-            if not self._ranks.broadcast(attempt < ATTEMPTS and self._paused(attempt, failure)):
-                return name, outcome
-
     def _paused(self, attempt: int, failure: SaveFailure) -> bool:
         """Pause on rank 0, longer each time; return False as soon as the next save waits. Other ranks await its answer."""
         if self._ranks.rank != 0:
@@ -630,7 +623,9 @@ class BackgroundSaver:
 
     def _committed(self, name: str, step: int, size: int, seconds: float) -> None:
         if self._ranks.rank == 0:
-            logger.info("saved %s: %.1f MB in %.2f s", self._destination.storage.path(name), size / 1e6, seconds)
+            tier = self._directories.local
+            storage = tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
+            logger.info("saved %s: %.1f MB in %.2f s", storage.path(name), size / 1e6, seconds)
         self._results.committed(name, step, size, seconds)
         if self._ranks.rank == 0:
             try:

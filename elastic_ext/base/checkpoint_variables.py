@@ -38,14 +38,9 @@ def resume_variables(path: str, step: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """The room for copies in memory of one node, or of one of its workers.
+    """The room for copies in memory of one node, or of one of its workers; see the variables of these names.
 
-    Attributes:
-        directory: the tier's directory.
-        limit: bytes for all copies of its own state together.
-        every: the setting memory_every: copy after this many steps, 0: never, None: as often as costs little.
-        domain: the setting topology; "": unknown.
-        rate: bytes per second that may be sent to another node; 0: no limit.
+    every: 0: no copies; None: as often as costs little. rate: bytes per second; 0: no limit.
     """
 
     directory: str

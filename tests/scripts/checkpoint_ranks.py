@@ -651,7 +651,7 @@ def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
     ranks, told = Ranks(timedelta(seconds=60)), []
     for manifest in (b"{", encode(Manifest(1, 1, ()))):
         file = StoredFile(f"rank_{rank:05d}.mem", 0, "")
-        report = saver.RankReport("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
+        report = mirror.RankReport("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
         outcome = saver.commit(tier, "", report, ranks)
         told.append([outcome.committed, outcome.failure.reason if outcome.failure else ""])
     return {"told": told}

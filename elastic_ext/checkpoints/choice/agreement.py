@@ -65,9 +65,7 @@ class Resumption:
 
     Attributes:
         path: local path or URL of the checkpoint; "": the round begins from nothing.
-        step: None if neither its content nor its name gives one.
-        reason: why this one, for people.
-        passed_over: none was selected, but some entries may be checkpoints: a script that knows them may resume from one.
+        step, reason, passed_over: see `Agreement`.
         local: it is in the nodes' local directories; `path` is this node's part of it.
         lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
         files: by rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
@@ -105,8 +103,7 @@ class NodeInRound:
         nodes: number of nodes.
         workers: number of its workers.
         memory: its directory for copies in memory; "" for none.
-        refused: names of copies in memory that must not be used.
-        saved: the newest checkpoint that it knows of; None: it cannot know.
+        refused, saved: see `Offers`.
     """
 
     node: int = 0
@@ -374,27 +371,20 @@ class RemoteTier:
         """
         if upper is None:
             return self._newest()
-        if not self._may_have_newer(upper) or not self._has_newer(upper):
+        order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
+        found = [each.name for each in listing.candidates(self._entries, pattern)]
+        # By the names. A script's own saves show their step only when opened.
+        if not any(order_of(name) is None or order_or_oldest(name) > order for name in found):
+            return upper
+        choice = self._choose(Mode.OFF)
+        if choice.resume is None or newer(upper, self._agreement(choice.resume)) is upper:
+            _log_passed_over(choice)
             return upper
         try:
             return newer(upper, self._newest())
         except BadCheckpoints as error:
             logger.warning("%s", error)
             return upper
-
-    def _may_have_newer(self, upper: Agreement) -> bool:
-        """Return whether there may be something newer, by the names. A script's own saves show their step only when opened."""
-        order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
-        found = [each.name for each in listing.candidates(self._entries, pattern)]
-        return any(order_of(name) is None or order_or_oldest(name) > order for name in found)
-
-    def _has_newer(self, upper: Agreement) -> bool:
-        """Return whether there is something newer, unless it is damaged. Raises UsageError, OSError."""
-        choice = self._choose(Mode.OFF)
-        if choice.resume is not None and newer(upper, self._agreement(choice.resume)) is not upper:
-            return True
-        _log_passed_over(choice)
-        return False
 
     def _newest(self) -> Agreement:
         """Choose from the directory alone. Raises UsageError, BadCheckpoints, OSError."""

@@ -90,7 +90,7 @@ class Agreement:
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
         source: where it is.
-        passed_over: there is no name, but there are entries that may be checkpoints.
+        passed_over: there is no name, but some entries may be checkpoints: a script that knows them may resume from one.
         error: why node 0 has no answer, for people; "" if it has one.
         bad: the error is that checkpoints exist, but none may be used.
         away: the error is that the storage does not answer.

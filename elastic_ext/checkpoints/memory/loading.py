@@ -26,6 +26,7 @@ from elastic_ext.checkpoints.local_tier import FETCHED, LocalTier, Parts, PieceE
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped
 from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.state import local_part
 from elastic_ext.checkpoints.state.capture import StateDict, UnshardedState
 from elastic_ext.checkpoints.storage import Storage
 
@@ -75,10 +76,7 @@ class MemoryCopy:
         for rank in tiers.ranks_of(self._tier.nodes, self._tier.node):
             file = files[memory_file(rank)]
             self._buffers[rank] = buffer = open_mapped(self._tier.storage, f"{self._name}/{file.name}", private=True)
-            if rank == self._ranks.rank:
-                check_part(buffer, file)
-            elif buffer.size != file.size:
-                raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
+            check_part(buffer, file, content=rank == self._ranks.rank)
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks of this node. Only after all ranks have made this."""
@@ -100,18 +98,17 @@ class MemoryCopy:
         return part.read_index(self._buffers[rank].bytes)
 
 
-def check_part(buffer: Buffer, file: StoredFile) -> None:
-    """Raise PartError unless the buffer holds what the manifest says."""
+def check_part(buffer: Buffer, file: StoredFile, content: bool = True) -> None:
+    """Raise PartError unless the buffer holds what the manifest says. content: not only as many bytes."""
     if buffer.size != file.size:
         raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
-    found = checksum_of(buffer.bytes)
-    if found != file.checksum:
+    if content and (found := checksum_of(buffer.bytes)) != file.checksum:
         raise PartError(f"{file.name} has checksum {found}, expected {file.checksum}")
 
 
 def _copy(template: StateDict, found: Mapping[Path, Tensor]) -> None:
     for path, tensor in part.leaves(template):
-        target, source = part.local_part(tensor), found.get(path)
+        target, source = local_part(tensor), found.get(path)
         if source is None or source.shape != target.shape or source.dtype != target.dtype:
             held = "nothing" if source is None else f"{source.dtype} {tuple(source.shape)}"
             raise PartError(f"{part.shown(path)} is {target.dtype} {tuple(target.shape)}, the copy has {held}")
@@ -258,7 +255,7 @@ class ReshardedCopy:
     def _plan(self, template: StateDict) -> Iterable[Read]:
         pieces = self._pieces()
         for path, tensor in part.leaves(template):
-            target, box = part.local_part(tensor), part.box_of(tensor)
+            target, box = local_part(tensor), part.box_of(tensor)
             if not target.numel():
                 continue  # this rank has nothing of it, so there may be no box
             found = [each for each in pieces.get(path, ()) if len(each.box.begin) == len(box.begin)] if box is not None else []

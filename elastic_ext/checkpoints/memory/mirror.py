@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,8 +22,9 @@ from elastic_ext.checkpoints.directory.tiers import memory_file, node_of, ranks_
 from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
 from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.checkpoints.memory.part import Buffer, Buffers
-from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.ranks import Ranks, SaveFailure
 from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
@@ -32,24 +33,34 @@ PIECE = 4 << 20  # bytes that are sent at once; the rate is limited from one to 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # after a part that took too long nothing is sent, ever longer
 
 
-class Report(Protocol):
-    """What one rank reports of its part of a copy.
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank reports to the others of its part.
 
     Attributes:
-        file: the part; None: there is none.
+        name: of the copy.
+        manifest: rank 0's, encoded, complete but for the files and nodes; of others b"". Bytes: what cannot be pickled would
+            fail on rank 0 alone, and leave the others waiting.
+        timing: for the next interval.
+        file: its part; None if it has written none this time.
+        common: checksum of what it holds to be common to the ranks of its node, see `part.Planned`.
+        failure: why, if that is a failure.
+        accumulation: micro-steps after the step of the copy.
         capacity: bytes of the buffers that this rank has or makes now; 0: unknown.
-        sends: whether it sends its part, if the keeper takes it.
+        sends: whether it sends its part to another node, if that takes it.
         takes: bytes of the buffers that it has for the parts of other ranks, by rank.
     """
 
-    @property
-    def file(self) -> StoredFile | None: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def sends(self) -> bool: ...
-    @property
-    def takes(self) -> Mapping[int, int]: ...
+    name: str
+    manifest: bytes
+    timing: Timing
+    file: StoredFile | None = None
+    common: str = ""
+    failure: SaveFailure | None = None
+    accumulation: int = 0
+    capacity: int = 0
+    sends: bool = False
+    takes: Mapping[int, int] = field(default_factory=dict)
 
 
 def keepers(domains: Sequence[str]) -> tuple[int, ...]:
@@ -83,7 +94,7 @@ def keeping_ranks(nodes: Sequence[int], domains: Sequence[str]) -> tuple[int, ..
     return tuple(found)
 
 
-def sent_parts(reports: Sequence[Report], keeping: Sequence[int]) -> list[int]:
+def sent_parts(reports: Sequence[RankReport], keeping: Sequence[int]) -> list[int]:
     """Return the ranks whose parts are sent to their keepers, the same on all ranks. Pure."""
     return [
         rank
@@ -134,7 +145,7 @@ class Mirror:
             buffers.rest()
         return {rank: buffers.spare_size for rank, buffers in self._buffers.items() if buffers.spare_size}
 
-    def exchange(self, name: str, own: Buffer, reports: Sequence[Report], limit_s: float) -> None:
+    def exchange(self, name: str, own: Buffer, reports: Sequence[RankReport], limit_s: float) -> None:
         """Send this rank's part of a copy, and receive those of others. Collective.
 
         limit_s: a part that takes longer is followed by a pause.
@@ -187,7 +198,7 @@ class Mirror:
             else:
                 buffers.free()
 
-    def make_room(self, reports: Sequence[Report]) -> None:
+    def make_room(self, reports: Sequence[RankReport]) -> None:
         """Make the buffers that are missing or of another size. A failure is logged once: those parts are not taken."""
         failure = ""
         for rank, buffers in self._buffers.items():

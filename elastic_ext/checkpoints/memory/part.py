@@ -23,7 +23,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.state import dumps
+from elastic_ext.checkpoints.state import dumps, local_part
 from elastic_ext.checkpoints.state.capture import Capture, StateDict
 from elastic_ext.checkpoints.storage import Storage
 
@@ -165,11 +165,6 @@ def shares(common: Sequence[tuple[Path, int]], owners: int) -> Iterator[int]:
         owner = loads.index(min(loads))
         loads[owner] += max(size, 1)
         yield owner
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
-    return cast(Tensor, tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def box_of(tensor: Tensor) -> Box | None:

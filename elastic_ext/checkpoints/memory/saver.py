@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -26,8 +26,8 @@ from elastic_ext.checkpoints.formats.manifest import (
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
-from elastic_ext.checkpoints.memory.mirror import Mirror, keeping_ranks
-from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes, Timing
+from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
+from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
@@ -35,34 +35,6 @@ from elastic_ext.checkpoints.storage import remove_if_there
 from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank reports to the others of its part.
-
-    Attributes:
-        name: of the copy.
-        manifest: rank 0's, encoded, complete but for the files and nodes; of others b"". Bytes: what cannot be pickled would
-            fail on rank 0 alone, and leave the others waiting.
-        timing: for the next interval.
-        file: its part; None if it has written none this time.
-        common: checksum of what it holds to be common to the ranks of its node, see `part.Planned`.
-        failure: why, if that is a failure.
-        accumulation: micro-steps after the step of the copy.
-        capacity, sends, takes: see `mirror.Report`.
-    """
-
-    name: str
-    manifest: bytes
-    timing: Timing
-    file: StoredFile | None = None
-    common: str = ""
-    failure: SaveFailure | None = None
-    accumulation: int = 0
-    capacity: int = 0
-    sends: bool = False
-    takes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

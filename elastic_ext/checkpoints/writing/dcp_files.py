@@ -177,12 +177,21 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """torch's reader on our storage."""
+    """torch's reader on our storage. exchange: lets other nodes send the byte ranges that this node lacks."""
 
-    def __init__(self, files: Files, checkpoint: str) -> None:
+    def __init__(self, files: Files, checkpoint: str, exchange: PieceExchange | None) -> None:
         super().__init__(checkpoint)
         self.fs = files
         self.path = checkpoint
+        self._exchange = exchange
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
+        if self._exchange is not None:  # only one rank wrote the replicated tensors, so all nodes may want their ranges
+            places = [self.storage_data[item.storage_index] for item in plan.items]
+            ranges = ((place.relative_path, place.offset, place.offset + place.length) for place in places)
+            self._exchange.fetch(merge_ranges(ranges))
+        return super().read_data(plan, planner)
 
 
 def read_objects(storage: Storage, name: str, file: str) -> Any:
@@ -200,19 +209,5 @@ def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, 
     exchange: for a checkpoint in the local tier, lets other nodes send the byte ranges that this node lacks. `storage` is then
     the one from `PieceExchange.with_files`, with `.metadata`.
     """
-    files = Files(storage, name)
-    reader = Reader(files, name) if exchange is None else _ExchangingReader(files, name, exchange)
+    reader = Reader(Files(storage, name), name, exchange)
     dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
-
-
-class _ExchangingReader(Reader):
-    def __init__(self, files: Files, checkpoint: str, exchange: PieceExchange) -> None:
-        super().__init__(files, checkpoint)
-        self._exchange = exchange
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
-        places = [self.storage_data[item.storage_index] for item in plan.items]
-        # Only one rank wrote the replicated tensors, so all nodes may want their ranges.
-        self._exchange.fetch(merge_ranges((place.relative_path, place.offset, place.offset + place.length) for place in places))
-        return super().read_data(plan, planner)

@@ -74,9 +74,7 @@ class Results:
     """The results so far.
 
     Attributes:
-        last_error: why the last save failed; None if it succeeded.
-        failures: failed saves in a row.
-        last_saved: step of this group's last committed save; None before the first.
+        last_error, failures, last_saved: see `Checkpointer`.
         stale: set if another group has taken over: no further save is possible.
         ended: any other reason why no further save is possible, else "".
     """

@@ -11,9 +11,8 @@ import pytest
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import StoredFile, order_of
-from elastic_ext.checkpoints.memory.mirror import keepers, keeping_ranks, sent_parts
+from elastic_ext.checkpoints.memory.mirror import RankReport, keepers, keeping_ranks, sent_parts
 from elastic_ext.checkpoints.memory.pace import Timing
-from elastic_ext.checkpoints.memory.saver import RankReport
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 

@@ -287,8 +287,8 @@ def ipv6() -> bool:
         "{" * 50_000,
         '{"name": 3}',
         *(
-            json.dumps({"name": name, "step": 1, "reason": "", "source": source, "schema": 2})
-            for name, source in [
+            json.dumps({"name": name, "step": 1, "reason": "", "tier": tier, "schema": 2})
+            for name, tier in [
                 ("../evil.pt", "checkpoint_dir"),
                 ("/tmp/evil.pt", "checkpoint_dir"),
                 ("..", "checkpoint_dir"),

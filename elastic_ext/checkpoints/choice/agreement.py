@@ -31,7 +31,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing, offers
 from elastic_ext.checkpoints.choice.listing import NONE, Wanted
-from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, Source
+from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, Tier
 from elastic_ext.checkpoints.choice.ordering import Choice, Resume
 from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
@@ -49,12 +49,12 @@ AWAY_S = 10 * 60.0  # limit for a storage that does not answer: most outages of 
 OFFERS_S = 60.0  # limit for all nodes to list their local directories; a dead node never answers
 RESUME_FROM = f"{MARKERS}/resume_from"
 
-# What a node lacks that cannot open a checkpoint of this source.
+# What a node lacks that cannot open a checkpoint of this tier.
 _LACKS = {
-    Source.MEMORY: "in memory, but this node has no memory for copies: set memory_every and memory_limit alike on all nodes, and "
+    Tier.MEMORY: "in memory, but this node has no memory for copies: set memory_every and memory_limit alike on all nodes, and "
     "give each a tmpfs at /dev/shm",
-    Source.LOCAL: "in local_dir, but this node has none: set local_dir on all nodes",
-    Source.NAMED: "in a directory other than checkpoint_dir, but resume_from on this node names none: set the same resume_from "
+    Tier.LOCAL: "in local_dir, but this node has none: set local_dir on all nodes",
+    Tier.NAMED: "in a directory other than checkpoint_dir, but resume_from on this node names none: set the same resume_from "
     "on all nodes",
 }
 
@@ -258,7 +258,7 @@ class _NodeSide:
             return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
         files = names.files_by_rank(directory, agreement.name)
-        return Resumption(directory.path(agreement.name), step, reason, local=agreement.source == Source.LOCAL, files=files)
+        return Resumption(directory.path(agreement.name), step, reason, local=agreement.tier == Tier.LOCAL, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.
@@ -266,17 +266,17 @@ class _NodeSide:
         Also raises UsageError if it does not see it by the deadline (time.monotonic()).
         """
         found = self.resumption(agreement)
-        if found.path and agreement.source in (Source.SHARED, Source.NAMED):
+        if found.path and agreement.tier in (Tier.SHARED, Tier.NAMED):
             await_visible(self._directory(agreement), agreement.name, deadline)
         return found
 
     def _directory(self, agreement: Agreement) -> Storage:
         """Return where an agreed checkpoint is, as this node opens it. Raises UsageError if this node has no such directory."""
-        if agreement.source == Source.SHARED:
+        if agreement.tier == Tier.SHARED:
             return self._remote.storage
-        found = {Source.MEMORY: self._memory, Source.LOCAL: self._local}.get(agreement.source, self._asked_for)
+        found = {Tier.MEMORY: self._memory, Tier.LOCAL: self._local}.get(agreement.tier, self._asked_for)
         if found is None:
-            raise UsageError(f"group rank 0 resumes from {printable(agreement.name)} {_LACKS[agreement.source]}")
+            raise UsageError(f"group rank 0 resumes from {printable(agreement.name)} {_LACKS[agreement.tier]}")
         return found
 
 
@@ -312,7 +312,7 @@ def _from_memory(choice: MemoryChoice) -> Agreement | None:
     """Return the newest whole copy in the nodes' memory."""
     copy = choice.offer
     reason = "newest copy that is whole in the nodes' memory"
-    return Agreement(copy.name, copy.step, reason, Source.MEMORY) if copy is not None else None
+    return Agreement(copy.name, copy.step, reason, Tier.MEMORY) if copy is not None else None
 
 
 def _from_local_dirs(received: Sequence[Offers], quarantined: Collection[str]) -> Agreement | None:
@@ -328,7 +328,7 @@ def _from_local_dirs(received: Sequence[Offers], quarantined: Collection[str]) -
     if found is None:
         return None
     reason = f"newest with all its parts in the nodes' local_dir, saved by {found.nodes} node{'s' * (found.nodes != 1)}"
-    return Agreement(found.name, found.step, reason, Source.LOCAL)
+    return Agreement(found.name, found.step, reason, Tier.LOCAL)
 
 
 class RemoteTier:
@@ -406,8 +406,8 @@ class RemoteTier:
 
     def _agreement(self, resume: Resume) -> Agreement:
         name = split_path(resume.path)[1]
-        source = Source.SHARED if self.storage.path(name) == resume.path else Source.NAMED
-        return Agreement(name, resume.step, resume.reason[: offers.MAX_TEXT], source)
+        tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
+        return Agreement(name, resume.step, resume.reason[: offers.MAX_TEXT], tier)
 
     def _choose(self, verify: Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""

@@ -45,7 +45,7 @@ class NewestSaved:
 NONE_SAVED = NewestSaved()
 
 
-class Source(str, Enum):
+class Tier(str, Enum):
     """Where a checkpoint is. Each node has a part of one in MEMORY or LOCAL."""
 
     MEMORY = "memory"
@@ -89,7 +89,7 @@ class Agreement:
         name: name of the checkpoint; "": begin from nothing.
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
-        source: where it is.
+        tier: where it is.
         passed_over: there is no name, but some entries may be checkpoints: a script that knows them may resume from one.
         error: why node 0 has no answer, for people; "" if it has one.
         bad: the error is that checkpoints exist, but none may be used.
@@ -99,7 +99,7 @@ class Agreement:
     name: str
     step: int | None = None
     reason: str = ""
-    source: Source = Source.SHARED
+    tier: Tier = Tier.SHARED
     passed_over: bool = False
     error: str = ""
     bad: bool = False
@@ -137,7 +137,7 @@ def read_agreement(text: str) -> Agreement:
     if found.error:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
-    if not (order_of(found.name) is not None if found.source in (Source.MEMORY, Source.LOCAL) else _is_name(found.name)):
+    if not (order_of(found.name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(found.name)):
         raise UsageError(
             f"group rank 0 sent {printable(found.name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"

@@ -22,7 +22,7 @@ from torch import Tensor
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, encode
-from elastic_ext.checkpoints.local_tier import FETCHED, LocalTier, Parts, PieceExchange, Range, merge_ranges
+from elastic_ext.checkpoints.local_tier import FETCHED, LocalTier, Parts, PieceExchange, Range, merge_ranges, read_bytes
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped
 from elastic_ext.checkpoints.ranks import Ranks
@@ -281,8 +281,5 @@ def _copy_ranges(storage: Storage, name: str, reads: Sequence[Read]) -> None:
     for read in reads:
         file, begin, end = read.range
         data = torch.empty(end - begin, dtype=torch.uint8)
-        with storage.open(f"{name}/{file}") as stream:
-            stream.seek(begin)
-            if stream.readinto(memoryview(data.numpy())) != len(data):
-                raise PartError(f"{file} ends before byte {end}")
+        read_bytes(storage, f"{name}/{file}", begin, data)
         read.copy(data)

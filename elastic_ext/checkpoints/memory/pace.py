@@ -74,7 +74,7 @@ def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
     return every, f"{held}, {SHARE:.0%} of {every} steps of {step_s:.3g} s at most"
 
 
-LEAST_SEND_S = 2.0  # a new connection across a slow network takes some tenths of a second
+LEAST_SEND_S = 2.0  # less would take any hiccup of the network for a slow one, where steps are short
 # The longest that training waits for a copy to be committed; after 60 s without progress a round counts as hung. Less than a part
 # may take to send: such a copy is committed while training goes on, and the next one is left out.
 HOLD_S = 20.0

@@ -6,7 +6,8 @@ decisions.py  reports to the real judgement, and whether what it decides is righ
 sides.py      ours, stock and an ideal one: how long each takes for what
 job.py        one job: a heap of events, and the account of its time
 rounds.py     the real state machine of rounds through one failure, with as many nodes as a job has
+scheduled.py  one job under a schedule of failures, beside a real one
 study.py      many jobs: means and their confidence, curves, and what limits
 
-The script is benchmarks/simulate.py.
+The scripts are benchmarks/simulate.py and benchmarks/compressed.py.
 """

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from elastic_ext.failures.evidence import RaisedException
+from elastic_ext.failures.evidence import WAITS, RaisedException
+from elastic_ext.hangs.detector import LIKELY
 
 
 class Truth(Enum):
@@ -88,8 +89,8 @@ _GONE: dict[str, Any] = {}
 
 
 def _hang(share: float, blame: bool, truth: Truth | None = None) -> Look:
-    """blame: whether the detector finds the worker that the others wait for."""
-    return Look(share, {**_HANG, "hang_blame": (0, 0) if blame else (1, 0)}, Shows.HANG, truth)
+    """blame: whether the stacks show which worker the others wait for."""
+    return Look(share, {**_HANG, "hang_blame": (LIKELY if blame else WAITS, 0)}, Shows.HANG, truth)
 
 
 CAUSES: Mapping[str, Cause] = {

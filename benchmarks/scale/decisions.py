@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import Diagnosis, classify
-from elastic_ext.failures.evidence import CERTAIN, Evidence, RaisedException
+from elastic_ext.failures.evidence import WAITS, Evidence, RaisedException
 from elastic_ext.failures.judgement import Circumstances, Lost, judge
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
-from elastic_ext.failures.policy import EX_CODE, NO_LIMIT, Backoff
+from elastic_ext.failures.policy import EX_CODE, EX_TRY_AGAIN, NO_LIMIT, Backoff
 from elastic_ext.hangs.detector import START_FLOOR_S
 from scale.causes import CAUSES, Cause, Look, Shows, Truth, truth_of
 from scale.inputs import Mix
@@ -47,10 +47,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something failed. hosts: those of the cause; others: two hosts of the job that are well."""
+    """Where something failed. hosts: those of the cause; others: two hosts of the job that are well. rank: on the first host."""
 
     hosts: tuple[str, ...]
     others: tuple[str, str]
+    rank: int = 0
 
 
 class Leader:
@@ -115,10 +116,10 @@ def _reports(look: Look, place: Place, moment: Moment, random_: random.Random) -
 
     hosts = () if look.shows in (Shows.GONE, Shows.SILENT) else place.hosts
     seen = dict(look.evidence)
-    if look.shows is Shows.HANG and seen["hang_blame"][0] != CERTAIN:
-        seen["hang_blame"] = (1, random_.randrange(9))  # so that any rank may be blamed
+    if look.shows is Shows.HANG and seen["hang_blame"][0] == WAITS:
+        seen["hang_blame"] = (WAITS, random_.randrange(9))  # so that any rank may be blamed
     for number, host in enumerate(hosts):
-        yield f"{host}#1", report(host, Evidence(rank=8 * number, node=host, **{**common, **seen}), 1 + number)
+        yield f"{host}#1", report(host, Evidence(rank=place.rank + 8 * number, node=host, **{**common, **seen}), 1 + number)
     for number, host in enumerate(place.others):
         rank = 64 + 8 * number
         if look.shows is Shows.HANG:
@@ -128,7 +129,7 @@ def _reports(look: Look, place: Place, moment: Moment, random_: random.Random) -
                 signal="SIGKILL",
                 hang=True,
                 hang_reason="it waits",
-                hang_blame=(1, random_.randrange(9)),
+                hang_blame=(WAITS, random_.randrange(9)),
                 **common,
             )
         elif number == 0 or not hosts:
@@ -232,11 +233,11 @@ class _Alone:
     def fail(self, number: int) -> JobVerdict:
         """Let it fail for this time, from 0, and return the verdict."""
         any_rank = self._numbers or (self.truth is Truth.CODE and not self._way.same)  # any rank may see a wrong number
-        host = f"n{20 + number}" if any_rank else self.bad
+        host, rank = (f"n{20 + number}", 160 + 8 * number) if any_rank else (self.bad, 56)  # who replaces a node gets its ranks
         early = self._at_start or (self._way.away_s > 0 and number > 0)
         resumed_at = (self._step // 1000) * 1000
         moment = Moment(0 if early else self._step - resumed_at, resumed_at, number > 0, self._step or None, resumed_at)
-        verdict = self._leader.judge(self._look, Place((host,), ("n40", "n41")), moment)
+        verdict = self._leader.judge(self._look, Place((host,), ("n40", "n41"), rank), moment)
         if self._way.progress:
             self._step += 1500
         elif self.truth is not Truth.CODE and not early:
@@ -257,8 +258,7 @@ def _play(name: str, cause: Cause, look: Look, at_start: bool, way: _Way, share:
         verdict = job.fail(number)
         decision = verdict.decision
         if verdict.ends_job:
-            requeued = decision.response is Response.REQUEUE
-            end = "requeued" if requeued else "stopped as code" if decision.exit_code == EX_CODE else "stopped"
+            end = {EX_TRY_AGAIN: "requeued", EX_CODE: "stopped as code"}.get(decision.exit_code or 0, "stopped")
             break
         restarts += 1
         if decision.response is Response.REPLACE_NODE:

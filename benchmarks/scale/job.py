@@ -11,12 +11,13 @@ import heapq
 import itertools
 import math
 import random
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.kinds import Response
-from elastic_ext.failures.policy import EX_CODE, NO_LIMIT
+from elastic_ext.failures.policy import EX_CODE, EX_TRY_AGAIN, NO_LIMIT
 from elastic_ext.failures.rules import XIDS_REPLACE
 from elastic_ext.planning.advice import DETECTION
 from scale import sides
@@ -145,7 +146,7 @@ class Job:
 
     def _settle(self, lost: float) -> None:
         """Account for what was trained in this round. lost: seconds of steps that have to be done again."""
-        steps = self._trained * (1 - self._copies.stalled)
+        steps = self._copies.kept_s(self._trained)
         self.account.seconds[SAVES] += self._trained - steps
         self.account.seconds[NEW] += steps - lost
         self.account.seconds[self._counts_as or LOST] += lost
@@ -243,7 +244,7 @@ class Job:
             self._in(self._random.expovariate(1 / AGAIN_S), lambda host=host, fault=fault: self._shows_again(host, fault, number))
         if self._bug is not None:
             fault, at, _ = self._bug
-            self._in(max(0.0, at - self._from) / (1 - self._copies.stalled), lambda: self._bug_again(fault, number))
+            self._in(self._copies.running_s(max(0.0, at - self._from)), lambda: self._bug_again(fault, number))
 
     def _etcd_goes(self) -> None:
         self._etcd_away = True
@@ -301,7 +302,7 @@ class Job:
 
     def _fails(self, fault: Fault) -> None:
         starting = bool(self._phase)
-        self._reached = self._from + self._trained * (1 - self._copies.stalled)
+        self._reached = self._from + self._copies.kept_s(self._trained)
         began, steps = (int(at / self.scale.step_s + 1e-6) for at in (self._from, self._reached))
         saved = int(self._disk_at / self.scale.step_s + 1e-6)
         moment = Moment(steps - began, began, self._warm, steps if self.side.memory else None, saved)
@@ -320,15 +321,15 @@ class Job:
 
     def _lose(self, from_disk: bool) -> None:
         """Go back to the newest copy that can be used."""
-        copies, running, kept = self._copies, self._trained, 1 - self._copies.stalled
-        reached = self._from + running * kept
+        copies, running = self._copies, self._trained
+        reached = self._from + copies.kept_s(running)
         if running > copies.disk_ready_s:
             saved = (running - copies.disk_ready_s) // copies.disk_s * copies.disk_s
-            self._disk_at = self._from + saved * kept if saved else self._disk_at
+            self._disk_at = self._from + copies.kept_s(saved) if saved else self._disk_at
         at = self._disk_at
         if not from_disk:
-            ready = max(0.0, running - copies.memory_ready_s)
-            at = max(at, self._from + ready // copies.memory_s * copies.memory_s * kept)
+            newest = copies.newest_s(max(0.0, running - copies.memory_ready_s))
+            at = max(at, self._from + copies.kept_s(newest))
             at = reached if self.side.ideal else at
         self._settle(lost=reached - at)
 
@@ -339,10 +340,11 @@ class Job:
         counts_as = LEFT_IN if fault.again else ""
         if not self.side.judges:
             return self._without_judgement(fault), counts_as
-        anywhere = (f"n{self._random.randrange(self.scale.nodes)}",)
-        place = Place(
-            anywhere if fault.key == "wrong numbers" else fault.hosts, ("n_a", "n_b")
-        )  # any rank may see a wrong number
+        hosts = fault.hosts
+        if fault.key == "wrong numbers":  # any rank may see one
+            hosts = (f"n{self._random.randrange(self.scale.nodes)}",)
+        whose = fault.key if fault.truth is Truth.CODE else hosts[0]  # a bug stays with its rank, whichever node has that
+        place = Place(hosts, ("n_a", "n_b"), 8 * (zlib.crc32(whose.encode()) % self.scale.nodes))
         while self._charges and self._charges[0] < self._now - self.setup.window_s:
             self._charges.popleft()
         self._leader.spares = 1 if self._spares is None else self._spares
@@ -352,7 +354,9 @@ class Job:
         if decision.charged:
             self._charges.append(self._now)
         self.account.decisions[response.value if response else "stop"] += 1
-        if response is Response.REQUEUE:
+        if decision.exit_code == EX_TRY_AGAIN:  # the scheduler starts it again
+            if not verdict.keeps_ledger:
+                self._leader.forget()
             return [(WAITING, 0.0), *sides.cold(self.side, self.scale).items()], counts_as or AGAIN
         if verdict.ends_job:
             return self._stopped(fault, decision.exit_code == EX_CODE, decision.rule)

@@ -7,6 +7,8 @@ at all, and count here with what 128 took.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ STOCK_ROUND_S = 8.92  # handlers.json, 128 agents, re-join
 STOCK_START_S = 2.54  # restart.json, sigkill, stock: all but the phase of the agent, most of it imports
 STOCK_SAVE_STALL_S_BYTE = 0.191 / 500e6  # checkpoint_stall.json, dcp.async_save
 TIMEOUT_S = FIGURES["collective timeout"].value
+AGES_S = (0.0, *(60.0 * 1.1**number for number in range(110)))  # when the agent is asked how often to copy: up to 22 days
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Side:
         judges: it decides with elastic_ext's modules.
         memory: it has copies in memory.
         whole: the scheduler starts the whole job again.
-        planned: it copies to memory as often as `elastic-ext plan` advises, not as often as a copy's cost allows.
-        strikes: a node that fails again within an hour leaves, whatever the modules decide: a rule that they do not have.
+        planned: it copies to memory as often as `elastic-ext plan` advises, not as often as the agent chooses by itself.
+        strikes: a node leaves when its fault shows again, whatever the modules decide: only a simulation knows that it does.
         ideal: it knows everything at once, decides right and loses no step.
     """
 
@@ -49,7 +52,7 @@ class Side:
 
 OURS = Side("ours", judges=True, memory=True)
 OURS_PLANNED = Side("ours, memory_every as planned", judges=True, memory=True, planned=True)
-OURS_STRIKES = Side("ours, if a node left at its second failure in an hour", judges=True, memory=True, planned=True, strikes=True)
+OURS_STRIKES = Side("ours, if each bad node left at its second failure", judges=True, memory=True, planned=True, strikes=True)
 OURS_DISK = Side("ours, checkpoints on disk only", judges=True)
 STOCK = Side("stock, restarts in the job")
 STOCK_JOB = Side("stock, the whole job restarts", whole=True)
@@ -139,13 +142,43 @@ def cold(side: Side, scale: Scale) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Copies:
-    """How the state is saved: seconds of running from one to the next, and until it can be used; share of stalls."""
+    """How the state is saved. Times of running are those since the workers began.
 
-    memory_s: float
+    Attributes:
+        memory: (from this time of running on, seconds of running from one copy to the next), in order.
+        memory_ready_s, disk_ready_s: until it can be used. disk_s: seconds of running from one save to the next.
+        copy_s: what a copy stalls. stalled: share of the time for which saves to disk do.
+    """
+
+    memory: tuple[tuple[float, float], ...]
     memory_ready_s: float
+    copy_s: float
     disk_s: float
     disk_ready_s: float
     stalled: float
+
+    def _spans(self, running_s: float) -> list[tuple[float, float, float]]:
+        """Return when each of the intervals begins, how long it is, and for how long it has held."""
+        ends = [start for start, _ in self.memory[1:]] + [math.inf]
+        found = zip(self.memory, ends, strict=False)
+        return [(start, every_s, min(running_s, end) - start) for (start, every_s), end in found if running_s > start]
+
+    def kept_s(self, running_s: float) -> float:
+        """Return what is left of the running time for steps."""
+        made = sum(span_s / every_s for _, every_s, span_s in self._spans(running_s))
+        return running_s * (1 - self.stalled) - made * self.copy_s
+
+    def running_s(self, kept_s: float) -> float:
+        """Return how long it runs for so many seconds of steps."""
+        found = kept_s
+        for _ in range(5):  # each time the error falls by the share of the stalls
+            found = kept_s + found - self.kept_s(found)
+        return found
+
+    def newest_s(self, running_s: float) -> float:
+        """Return the time of running at which the newest copy in memory was made; 0: there is none."""
+        made = [start + span_s // every_s * every_s for start, every_s, span_s in self._spans(running_s)]
+        return made[-1] if made else 0.0
 
 
 def copies(side: Side, scale: Scale, rate_s: float) -> Copies:
@@ -153,11 +186,15 @@ def copies(side: Side, scale: Scale, rate_s: float) -> Copies:
     per_gpu = scale.state_bytes / scale.gpus
     stall_s = per_gpu * (times.SAVE_STALL_S_BYTE if side.judges or side.ideal else STOCK_SAVE_STALL_S_BYTE)
     write_s = scale.state_bytes / scale.write_bytes_s
-    stalled = stall_s / (scale.disk_every_s + stall_s)
+    stalled = 0.0 if side.ideal else stall_s / (scale.disk_every_s + stall_s)
     if not side.memory:
-        return Copies(0.0, 0.0, scale.disk_every_s, write_s, stalled)
-    every, copy_s, ready_s = times.copies(scale.state_bytes, scale.nodes, 8, scale.step_s)
+        return Copies((), 0.0, 0.0, scale.disk_every_s, write_s, stalled)
+    often, copy_s, ready_s = times.copies(scale.state_bytes, scale.nodes, 8, scale.step_s)
     if side.planned:
-        every = advice.memory_steps(every, copy_s, rate_s, scale.step_s)
-    memory_s = every * scale.step_s
-    return Copies(memory_s, ready_s, scale.disk_every_s, write_s, 0.0 if side.ideal else stalled + copy_s / (memory_s + copy_s))
+        chosen = {0.0: advice.memory_steps(often, copy_s, rate_s, scale.step_s)}
+    else:
+        chosen = {age_s: times.copies(scale.state_bytes, scale.nodes, 8, scale.step_s, age_s)[0] for age_s in AGES_S}
+    copy_s = 0.0 if side.ideal else copy_s
+    changes = [0.0] + [later for earlier, later in itertools.pairwise(chosen) if chosen[earlier] != chosen[later]]
+    memory = tuple((age_s, chosen[age_s] * scale.step_s + copy_s) for age_s in changes)
+    return Copies(memory, ready_s, copy_s, scale.disk_every_s, write_s, stalled)

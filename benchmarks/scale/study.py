@@ -115,7 +115,7 @@ def sizes(effort: Effort, wanted: Iterable[int] = SIZES) -> list[dict[str, Any]]
 
 
 def curves(effort: Effort, at: Iterable[int] = CURVE_SIZES) -> dict[str, list[dict[str, Any]]]:
-    """Return curves over failure rate, checkpoint interval, spares and detection time, and what two other things would change."""
+    """Return curves over failure rate, checkpoint interval, spares and detection time, and what two other things change."""
     wanted: list[tuple[str, float | str, Setup, Side]] = []
     for gpus in at:
         scale = Scale(gpus)
@@ -135,7 +135,7 @@ def curves(effort: Effort, at: Iterable[int] = CURVE_SIZES) -> dict[str, list[di
         for lazy in (False, True):
             name = "connected lazily (NCCLX)" if lazy else "connected as published for NCCL"
             wanted += [("connecting", name, replace(base, scale=replace(scale, lazy=lazy)), side) for side in (OURS, IDEAL)]
-        wanted += [("a rule that is missing", side.name, base, side) for side in (OURS_PLANNED, OURS_STRIKES)]
+        wanted += [("bad nodes", side.name, base, side) for side in (OURS_PLANNED, OURS_STRIKES)]
     found = points([(setup, side) for _, _, setup, side in wanted], effort)
     result: dict[str, list[dict[str, Any]]] = {}
     for (curve, x, _, _), each in zip(wanted, found, strict=True):

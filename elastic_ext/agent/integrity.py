@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base.records import is_name
-from elastic_ext.failures.replicas import Hashed
+from elastic_ext.base.printable import ranks_in_words
+from elastic_ext.base.records import RecordError
+from elastic_ext.failures import replicas
+from elastic_ext.failures.replicas import Hashed, WorkerHashes
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers import worker_env
 
@@ -21,14 +24,26 @@ logger = logging.getLogger(__name__)
 REPORT_S = 1.0  # the least time between two reports to the other nodes: each is a write to the job's store
 MOST = 128  # hashes of a worker: nine each of several sets
 
+Show = Callable[[int | None, str], None]
+"""Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
+
 
 def read(workers: LocalWorkers) -> tuple[Hashed, ...]:
     """Return what the workers have hashed, those with the same result together. An unreadable file says nothing."""
-    ranks: defaultdict[tuple[str, int, int, str], list[int]] = defaultdict(list)
-    for path, rank in _files(workers):
-        for each in _entries(path):
-            ranks[each].append(rank)
-    return tuple(Hashed(*each, tuple(of)) for each, of in ranks.items())
+    return _together(_read(workers))
+
+
+def _read(workers: LocalWorkers) -> dict[int, WorkerHashes]:
+    """Return what each worker has written so far, by rank."""
+    return {rank: found for path, rank in _files(workers) if (found := _of_file(path)) is not None}
+
+
+def _together(found: Mapping[int, WorkerHashes]) -> tuple[Hashed, ...]:
+    ranks: defaultdict[Hashed, list[int]] = defaultdict(list)
+    for rank, worker in found.items():
+        for each in worker.hashed[-MOST:]:
+            ranks[replace(each, ranks=())].append(rank)
+    return tuple(replace(each, ranks=tuple(of)) for each, of in ranks.items())
 
 
 def _files(workers: LocalWorkers) -> list[tuple[str, int]]:
@@ -38,34 +53,30 @@ def _files(workers: LocalWorkers) -> list[tuple[str, int]]:
     return [(path, rank) for path, rank in paths if path is not None]
 
 
-def _entries(path: str) -> list[tuple[str, int, int, str]]:
+def _of_file(path: str) -> WorkerHashes | None:
     try:
         with open(path, "rb") as file:
-            found = json.load(file)[-MOST:]
-        return [(of, replicas, step, value) for of, replicas, step, value in found if _is_sound(of, replicas, step, value)]
+            return replicas.decode(file.read(), path)
     except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return None
+    except (OSError, RecordError) as error:
         logger.debug("the hashes in %s cannot be read: %s", path, error)
-        return []
-
-
-def _is_sound(of: object, replicas: object, step: object, value: object) -> bool:
-    names = all(isinstance(each, str) and is_name(each) for each in (of, value))
-    return names and all(type(each) is int and 0 <= each < 2**31 for each in (replicas, step))
+        return None
 
 
 class ReplicaWatch(Companion):
-    """Reports what the workers have hashed to the other nodes, as the workers wake the agent for it."""
+    """Reports what the workers have hashed to the other nodes, as the workers wake the agent for it, and shows what is not."""
 
-    def __init__(self, handler: Rendezvous) -> None:
-        self._handler = handler
+    def __init__(self, handler: Rendezvous, show: Show) -> None:
+        self._handler, self._show = handler, show
         self._reported: tuple[Hashed, ...] = ()
+        self._logged: set[str] = set()
         self._report_at = -math.inf  # not before
         self._late = False  # there was an event before that
 
     def workers_started(self, workers: LocalWorkers) -> None:
-        self._reported = ()
+        self._reported, self._logged = (), set()
+        self._show(0, "")
 
     def next_check_s(self) -> float:
         return max(0.0, self._report_at - time.monotonic()) if self._late else math.inf
@@ -75,12 +86,26 @@ class ReplicaWatch(Companion):
         self._late = now < self._report_at
         if self._late:
             return
-        hashed = read(workers)
+        found = _read(workers)
+        hashed = _together(found)
         if hashed != self._reported:
             self._reported, self._report_at = hashed, now + REPORT_S
             self._handler.part.report_hashed(hashed)
+        uncompared = [worker.uncompared for worker in found.values() if worker.uncompared]
+        self._show(len(uncompared), next(iter(uncompared), ""))
+        self._log(found)
+
+    def _log(self, found: Mapping[int, WorkerHashes]) -> None:
+        """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
+        faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
+        for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
+            self._logged.add(text)
+            of = ranks_in_words(rank for rank, fault in faults if fault == text)
+            logger.warning("elastic_ext: integrity_every: %s: %s", of, text)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
+        self._log(_read(workers))
+        self._show(None, "")
         for path, _ in _files(workers):
             with suppress(FileNotFoundError):
                 os.unlink(path)

@@ -24,6 +24,7 @@ from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
 from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.base.printable import cut
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
@@ -271,6 +272,7 @@ class OwnNode:
         """on_state: called by the loop when its state has changed; it must return at once."""
         self.place = NodePlace()
         self._stragglers: tuple[Straggler, ...] = ()
+        self._uncompared = ""
         self._handler, self._metrics = handler, metrics
         self._on_state = on_state
         self._history, self._points = RoundHistory(), Points()
@@ -295,6 +297,13 @@ class OwnNode:
         if [each.who for each in before] != [each.who for each in stragglers]:
             self._on_state()
 
+    def uncompared(self, why: str) -> None:
+        """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
+        with self._lock:
+            before, self._uncompared = self._uncompared, cut(why, status_records.MAX_WHY)
+        if before != self._uncompared:
+            self._on_state()
+
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
         report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
@@ -307,7 +316,8 @@ class OwnNode:
                 report = after(self._last[1], report, max(0.0, now - self._last[0]))
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
-            report = replace(report, rounds=self._history.spans(now), stragglers=self._stragglers)
+            spans = self._history.spans(now)
+            report = replace(report, rounds=spans, stragglers=self._stragglers, uncompared=self._uncompared)
             return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 
@@ -432,6 +442,12 @@ class Observation(Companion):
         self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
         if self._job is not None:
             self._job.node.late(tuple(stragglers))
+
+    def uncompared(self, workers: int | None, why: str) -> None:
+        """Show of how many workers here no replicas are compared, and why; None: no worker runs."""
+        self._metrics.uncompared(workers)
+        if self._job is not None:
+            self._job.node.uncompared(why)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.late((), None)

@@ -222,8 +222,9 @@ class ResumePoint(Companion):
         """Do what a verdict says of what no round may resume from any more; node: id of this one.
 
         Every node that failed refuses what copies it has. The node with the cause also quarantines the checkpoint that is to
-        blame, and one of those that stay the checkpoints since the replicas were equal. All must be known before the next round
-        is sealed: this node calls this before it joins that round.
+        blame. Of the checkpoints since the replicas were equal, each quarantines those in its `local_dir`, and one node that
+        stays those in `checkpoint_dir`. All must be known before the next round is sealed: this node calls this before it joins
+        that round.
         """
         decision, copies = verdict.decision, self._copies
         blamed = decision.checkpoints_back > 0 and verdict.node == node
@@ -233,18 +234,18 @@ class ResumePoint(Companion):
                 copies.refuse()
             elif copies is not None and verdict.refuse_newer is not None:
                 copies.refuse(verdict.refuse_newer)
-            if verdict.refuse_newer is not None and verdict.refused_by == node:
-                self._quarantine_newer(verdict.refuse_newer, verdict.round)
+            if verdict.refuse_newer is not None:
+                self._quarantine_newer(verdict.refuse_newer, verdict.round, verdict.refused_by == node)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
                 agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
-    def _quarantine_newer(self, than: int, round_: int) -> None:
+    def _quarantine_newer(self, than: int, round_: int, shared: bool) -> None:
         reason = f"the replicas of round {round_} are not known to have been equal after step {than}"
         resumed_from = self.checkpoint.path
-        agreement.once_there(lambda: agreement.quarantine_newer(self._settings, than, resumed_from, reason))
+        agreement.once_there(lambda: agreement.quarantine_newer(self._settings, than, resumed_from, reason, shared))
 
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:

@@ -424,7 +424,7 @@ class RoundStart:
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
-            others.append(ReplicaWatch(self._handler))
+            others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
             node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)

@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.base.records import Count, Rank
 
-MOST_NAMED = 8  # ranks of a collective in a text, and collectives
+MOST_NAMED = 8  # collectives in a text
 # Operations whose inputs have the same shapes on all ranks of the group.
 _SAME_SHAPES = {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
@@ -87,15 +88,12 @@ def _positions(found: Sequence[Collective]) -> dict[str, list[int]]:
 def _text(positions: dict[str, list[int]]) -> str:
     """Return the positions in one line, those of fewest ranks first."""
     *few, (most, at_most) = sorted(positions.items(), key=lambda item: (len(item[1]), item[1]))
-    parts = [f"{_named(ranks)} in {position}" for position, ranks in few[:MOST_NAMED]]
+    parts = [f"{_are(ranks)} in {position}" for position, ranks in few[:MOST_NAMED]]
     if more := few[MOST_NAMED:]:
         parts.append(f"{sum(len(ranks) for _, ranks in more)} ranks are in {len(more)} others")
     is_rest = len(at_most) > 1 and len(at_most) > len(few[-1][1])
-    return ", ".join([*parts, f"the others in {most}" if is_rest else f"{_named(at_most)} in {most}"])
+    return ", ".join([*parts, f"the others in {most}" if is_rest else f"{_are(at_most)} in {most}"])
 
 
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{more} are"
+def _are(ranks: Sequence[int]) -> str:
+    return f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'}"

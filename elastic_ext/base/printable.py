@@ -7,7 +7,8 @@ passes text to torch to print, cleans it itself. Standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 # user:password@ in a URL. An access key's secret may hold unescaped slashes. The bounds keep the search linear.
 _USERINFO = re.compile(r"://(?:[^\s/]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
@@ -19,6 +20,7 @@ _SECRET_OPTION = re.compile(
 
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
 SECRET_CHARACTERS = 6  # shorter values occur by chance in too many texts
+MOST_RANKS = 8  # and runs of them, that a text names
 
 
 def printable(text: str) -> str:
@@ -34,6 +36,15 @@ def counted(number: int, what: str) -> str:
     """Return e.g. "1 node" or "2 nodes"; what: the singular, whose first word gets the s."""
     first, *rest = what.split(" ")
     return " ".join((str(number), first if number == 1 else f"{first}s", *rest))
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return e.g. "rank 3" or "ranks 0 to 3, 7"; of many, the first, and how many more there are."""
+    ordered = sorted(set(ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda item: item[1] - item[0])]
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:MOST_RANKS]]
+    more = sum(map(len, runs[MOST_RANKS:]))
+    return f"rank{'s' * (len(ordered) != 1)} {', '.join(words)}{f' and {more} more' * bool(more)}"
 
 
 def _escaped(character: str) -> str:

@@ -186,7 +186,7 @@ class Settings:
         None,
         STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "
-        "the copies hold up training for less than 1 % of the time",
+        "the copies hold up training for less than 1 % of the time, and ever more rarely while nothing fails, down to 0.1 %",
     )
     memory_limit: int | None = _setting(
         None,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.storage import Storage, is_away
 
@@ -124,18 +125,6 @@ def summary(failures: Iterable[tuple[int, str]]) -> str:
     others = len(found) - MOST_CAUSES
     more = [f"{others} more {'cause' if others == 1 else 'causes'} on other ranks"] if others > 0 else []
     return "; ".join(found[:MOST_CAUSES] + more)
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return such as "rank 3" or "ranks 0 to 3, 7". Pure."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-    return f"rank {words}" if words.isdigit() else f"ranks {words}"
 
 
 T = TypeVar("T")

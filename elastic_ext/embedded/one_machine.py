@@ -207,7 +207,7 @@ class OneRound:
             self._end(RoundEnd(EndKind.DIFFERS, found.text))
         elif found is not None and not self._warned:
             self._warned = True
-            logger.warning("elastic_ext: %s", replicas.never_equal(found))
+            logger.warning("elastic_ext: %s", found.text)
 
     def request_save(self) -> None:
         self.save_wanted += 1

@@ -20,7 +20,7 @@ MAX_NAME = 500  # characters of a class name or of a frame
 MAX_FRAMES = 100  # the innermost are kept
 MAX_CAUSES, MAX_CAUSE = 8, 2 * 1024  # the nearest are kept; characters of one
 MAX_BASES = 16
-CERTAIN = 0  # the first number of Evidence.hang_blame, if the others surely waited for this worker
+CERTAIN, WAITS = 0, 2  # the first number of Evidence.hang_blame: the others surely waited for it; it waits for others, too
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,9 @@ class Precedent:
         cut: see Evidence.
         kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
+        of_node: whether a bad node causes such failures; see `policy.of_a_node`.
+        same_rank: whether it was the same rank.
+        other_step: whether the job surely was at another step.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -120,6 +123,9 @@ class Precedent:
     recent: bool = False
     kind: str = ""
     charged: bool = True
+    of_node: bool = False
+    same_rank: bool = False
+    other_step: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     differ = replicas.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
     if differ is not None and differ.agreed is not None:
-        return _of_replicas(reports, differ, differ.agreed)
+        return _of_replicas(reports, differ)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
         now = past_failure(cause, report.resumed_at, report.resumed_from)
@@ -243,20 +243,21 @@ def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _C
     return _Cause(replace(cause, response=Response.RESTART, reason=reason), report, node, report.host, rank)
 
 
-def _of_replicas(reports: Mapping[str, Report], differ: replicas.Difference, agreed: int) -> _Cause:
-    """Return the odd replica as the cause, however the round has ended; without a majority, all. agreed: see Difference."""
+def _of_replicas(reports: Mapping[str, Report], differ: replicas.Difference) -> _Cause:
+    """Return the odd replica as the cause, however the round has ended; without a majority, all."""
     held = {id_: {rank for hashed in each.hashed for rank in hashed.ranks} for id_, each in reports.items()}
     holders = {id_: [rank for rank in differ.odd if rank in held[id_]] for id_ in reports}
     node = min((id_ for id_ in holders if holders[id_]), key=lambda id_: holders[id_])
     report, rank = reports[node], holders[node][0]
     hosts = tuple(dict.fromkeys(each.host for id_, each in reports.items() if holders[id_]))
-    counts_from = next((each.counts_from for each in reports.values() if each.counts_from is not None), 0)
+    began_at = next((each.counts_from for each in reports.values() if each.counts_from is not None), 0)
+    last_good = began_at + differ.counted
     named = (report.host,) if differ.majority else hosts
     evidence = report.diagnosis.evidence  # without how the worker ended: its agent ended it
     of_host = Evidence(rank, step=evidence.step, first_step_done=True, xids=evidence.xids, node=report.host, differs=named)
     found = classify(replace(of_host, gpu_recovery=evidence.gpu_recovery, ended_ns=evidence.ended_ns))
-    reason = f"{differ.text}, on {' and '.join(hosts)}: checkpoints after step {counts_from + agreed} of the job are refused"
-    return _Cause(replace(found, reason=reason), report, node, report.host, rank, counts_from + agreed)
+    reason = f"{differ.text}, on {' and '.join(hosts)}: checkpoints after step {last_good} of the job are refused"
+    return _Cause(replace(found, reason=reason), report, node, report.host, rank, last_good)
 
 
 def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:

@@ -26,7 +26,7 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, With
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach
 from elastic_ext.failures.evidence import Precedent
-from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
+from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision, of_a_node
 from elastic_ext.failures.replicas import Hashed
 
 
@@ -43,6 +43,8 @@ class PastFailure:
         warm: whether its process was a warm standby; None if unknown.
         cut: see Evidence.
         gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
+        rank: of the worker; -1: unknown.
+        of_node: see Precedent.
     """
 
     fingerprint: str
@@ -56,6 +58,13 @@ class PastFailure:
     warm: bool | None = None
     cut: tuple[str, ...] = ()
     gone_back_to: int | None = None
+    rank: Rank = -1
+    of_node: bool = False
+
+    @property
+    def step(self) -> int | None:
+        """The step of the job; None if unknown."""
+        return None if self.steps is None or self.resumed_at is None else self.steps + self.resumed_at
 
 
 def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
@@ -71,6 +80,8 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
         resumed_from=resumed_from,
         warm=evidence.warm,
         cut=evidence.cut,
+        rank=evidence.rank,
+        of_node=of_a_node(diagnosis),
     )
 
 
@@ -94,6 +105,9 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             recent=charged > 0 and number == len(earlier) - 1,
             kind=past.kind,
             charged=past.charged,
+            of_node=past.of_node,
+            same_rank=past.rank == now.rank >= 0,
+            other_step=None not in (past.step, now.step) and past.step != now.step,
         )
         for number, past in enumerate(earlier)
     )

@@ -1,7 +1,8 @@
 """Whether replicas of the training state are still equal, by what workers have hashed. Pure functions, standard library only.
 
 Every `integrity_every` optimizer steps each worker hashes what other ranks hold, too (workers/bootstrap/replicas.py). Each node
-reports the hashes of its workers. Only those of one set of replicas after the same step are compared.
+reports the hashes of its workers. Only those of one set of replicas after the same step are compared. A set belongs to one
+optimizer, and its steps are those of this optimizer.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_ext.base import records
+from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.base.records import Count, Name, Rank
-
-MAX_NAMED = 8  # ranks in a text
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,46 @@ class Hashed:
     Attributes:
         of: name of the set, equal on all ranks that hold it.
         replicas: number of ranks that hold it, on all nodes.
-        step: optimizer steps since the workers were started.
+        step: steps of the set's optimizer since the workers were started.
         value: the hash.
         ranks: of this node.
+        counted: steps of the optimizer that has made the fewest by then, which a checkpoint's step counts, if any; None: `step`.
     """
 
     of: Name
     replicas: Count
     step: Count
     value: Name
-    ranks: tuple[Rank, ...]
+    ranks: tuple[Rank, ...] = ()
+    counted: Count | None = None
+
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class WorkerHashes:
+    """What one worker has written.
+
+    Attributes:
+        hashed: without its rank.
+        off: why it hashes nothing any more in this round; "".
+        note: what is not compared, or not as one may expect, and why; "".
+    """
+
+    hashed: tuple[Hashed, ...] = ()
+    off: str = ""
+    note: str = ""
+
+    @property
+    def uncompared(self) -> str:
+        """Why nothing of this worker is compared; "" if something is, or will be."""
+        return self.off or ("" if self.hashed else self.note)
+
+
+def decode(data: bytes, what: str) -> WorkerHashes:
+    """Read what a worker has written. what: its file, for error messages. Raises RecordError."""
+    return records.read(WorkerHashes, data, what, SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -41,24 +72,26 @@ class Difference:
     Attributes:
         step: the first step after which they are known to differ, counted from the start of the workers.
         agreed: the last step before it after which all replicas were equal; None: there is none in this round.
+        counted: the same, as checkpoints count steps; see `Hashed`.
         odd: ranks whose hash is not that of the majority; all ranks without a majority.
         majority: number of ranks whose hashes are equal; 0: they are not more than half.
-        replicas: number of ranks that are compared.
     """
 
     step: int
     agreed: int | None
+    counted: int
     odd: tuple[int, ...]
     majority: int
-    replicas: int
 
     @property
     def text(self) -> str:
-        """One line, for people."""
+        """One line, for people: what has happened, or the warning about replicas that were not equal in this round."""
+        if self.agreed is None:
+            return NEVER_EQUAL.format(ranks=ranks_in_words(self.odd), step=self.step)
         if not self.majority:
-            who = f"the replicas of {_ranks(self.odd)} differ"
+            who = f"the replicas of {ranks_in_words(self.odd)} differ"
         else:
-            who = f"the replica of {_ranks(self.odd)} differs from {self.majority} others, which are equal,"
+            who = f"the replica of {ranks_in_words(self.odd)} differs from {self.majority} others, which are equal,"
         return f"{who} after step {self.step} of this round; all were equal after step {self.agreed}"
 
 
@@ -67,11 +100,6 @@ NEVER_EQUAL = (
     "is to blame but the script (seeds, a checkpoint that not all ranks load, an optimizer that is not replicated, unequal "
     "devices); they are not compared in this round"
 )
-
-
-def never_equal(found: Difference) -> str:
-    """Return the warning about replicas that have not been equal in this round."""
-    return NEVER_EQUAL.format(ranks=_ranks(found.odd), step=found.step)
 
 
 def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | None:
@@ -85,26 +113,35 @@ def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | Non
     for each in hashed:
         sets[each.of, each.replicas][each.step].append(each)
     found = [one for (_, replicas), steps in sets.items() if (one := _in_set(replicas, steps, over)) is not None]
-    return min(found, key=lambda one: (one.agreed is None, one.agreed, one.step), default=None)
+    return min(found, key=lambda one: (one.agreed is None, one.counted, one.step), default=None)
+
+
+class Comparison:
+    """What differs while the round runs. It compares again only once a node has reported something else."""
+
+    def __init__(self) -> None:
+        self._reported: tuple[tuple[Hashed, ...], ...] = ()
+        self._found: Difference | None = None
+
+    def of(self, reported: tuple[tuple[Hashed, ...], ...]) -> Difference | None:
+        """Return the first difference. reported: what each node has hashed in this round."""
+        if reported != self._reported:
+            self._reported, self._found = reported, difference(each for hashed in reported for each in hashed)
+        return self._found
 
 
 def _in_set(replicas: int, steps: Mapping[int, Sequence[Hashed]], over: bool) -> Difference | None:
-    agreed = None
+    agreed, counted = None, 0
     for step in sorted(steps):
         ranks: defaultdict[str, set[int]] = defaultdict(set)
         for each in steps[step]:
             ranks[each.value].update(each.ranks)
         known = sum(map(len, ranks.values()))
         if len(ranks) == 1 and known >= replicas:
-            agreed = step
+            agreed, counted = step, min(each.step if each.counted is None else each.counted for each in steps[step])
         elif len(ranks) > 1 and (over or known >= replicas):
             largest = max(ranks.values(), key=len)
             majority = len(largest) if 2 * len(largest) > known else 0
             odd = {rank for each in ranks.values() if not majority or each is not largest for rank in each}
-            return Difference(step, agreed, tuple(sorted(odd)), majority, known)
+            return Difference(step, agreed, counted, tuple(sorted(odd)), majority)
     return None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MAX_NAMED])) + (f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -162,6 +162,11 @@ ILL_STORAGE = frozenset(
     {"shared-object", "import-file-system", "disk-full", "file-system-ill", "storage-client", "storage-busy", "storage-load",
      "storage-reset"}
 )  # fmt: skip
+# What a script raises wherever it runs: twice on one node is a bug, as it is on two.
+OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict"})
+# An outage causes it, or the link or the mount of one node: before the first step, the place counts only from the third time on.
+NODE_OR_OUTAGE = frozenset({"peer-gone", "peer-connection", "file-system-ill"})
+ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
 _requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)
@@ -590,6 +595,8 @@ TIER_3 = (
          packages=_LIBRARY_PACKAGES, when=_before_first_step, survivable=True),
     _program("arguments", CODE, CONFIRM, "an error like this is usually a bug", "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
          packages=_LIBRARY_PACKAGES, survivable=True),
+    _program("command", CODE, CONFIRM, "a command that the script ran rejects its arguments, fails to build, or is not found",
+         texts=tuple(f"returned non-zero exit status {code}." for code in (2, 126, 127)), survivable=True),
     _program("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
          when=_before_first_step),
     _program("files", CODE, CONFIRM, "the input is missing or wrong", "P", exceptions=_FILES),

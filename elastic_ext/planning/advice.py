@@ -139,7 +139,7 @@ def memory_steps(often: int, copy_s: float, rate_s: float, step_s: float) -> int
     """Return every how many steps a copy in memory costs least, together with the steps that a failure loses.
 
     Args:
-        often: as often as the product copies by itself: as its cost allows, however rare failures are.
+        often: as often as the product copies by itself after a failure: as its cost allows.
         copy_s: what a copy stalls. rate_s: failures of the job in a second.
     """
     return max(often, round(best_interval_s(copy_s, 1 / rate_s) / step_s))
@@ -228,7 +228,7 @@ def _settings(job: PlannedJob, spares: int, saves: Saves, out: float) -> dict[st
     }
     if saves.memory_steps:
         often, *_ = times.copies(job.state_bytes, job.nodes, job.gpus_per_node, job.step_s)
-        why = "more often costs more than failures do" if saves.memory_steps > often else "as the agent chooses by itself"
+        why = "more often costs more than failures do" if saves.memory_steps > often else "as the agent does after a failure"
         found["memory_every"] = (str(saves.memory_steps), f"{why}: a copy every {saves.memory_steps * job.step_s:.3g} s")
     if restarts >= MAX_FAILURES_IN_A_ROW:
         found["--max-restarts"] = (str(restarts), f"but {MAX_FAILURES_IN_A_ROW} failures in a row without a new step end any job")

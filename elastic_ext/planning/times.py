@@ -78,8 +78,11 @@ def hang_limit_s(step_s: float, ranks: int) -> float:
     return detector.wait_limit_s(status)
 
 
-def copies(state_bytes: float, nodes: int, per_node: int, step_s: float) -> tuple[int, float, float]:
-    """Return every how many steps the state is copied to memory, what a copy stalls, and how long until it is on two nodes."""
+def copies(state_bytes: float, nodes: int, per_node: int, step_s: float, age_s: float = 0.0) -> tuple[int, float, float]:
+    """Return every how many steps the state is copied to memory, what a copy stalls, and how long until it is on two nodes.
+
+    age_s: for how long the job has not failed. Without any, the agent copies most often.
+    """
     stall_s, commit_s = state_bytes / (nodes * per_node) / COPY_BYTES_S, state_bytes / nodes / PEER_BYTES_S
-    every, _ = pace.choose(None, [Timing(step_s, stall_s, commit_s)])
+    every, _ = pace.choose(None, [Timing(step_s, stall_s, commit_s, age_s=age_s)])
     return every, stall_s, commit_s

@@ -137,9 +137,9 @@ class Leader:
             returning_until=self._outage.returning_until,
         )
         if header.state is State.RUNNING:
-            differ = replicas.difference(rounds.hashed(view))
+            differ = self._records.comparison.of(rounds.hashed(view))
             if differ is not None and differ.agreed is None:
-                _warn_of_script(header.round, replicas.never_equal(differ))
+                _warn_of_script(header.round, differ.text)
             view = dataclasses.replace(view, differ=differ)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
@@ -340,6 +340,7 @@ class NodeRecords:
         joined: create revision of each node's key, by id.
         written: revision of each node's record, by id.
         last_arrival: when the last new node came, in monotonic seconds.
+        comparison: of what their workers have hashed of their replicas.
     """
 
     def __init__(self, context: NodeContext, on_event: Callable[[], None], on_member_of_lost_round: Callable[[], None]) -> None:
@@ -352,6 +353,7 @@ class NodeRecords:
         self.joined: dict[str, int] = {}
         self.written: dict[str, int] = {}
         self.last_arrival = context.tasks.now()
+        self.comparison = replicas.Comparison()
         self._context = context
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known

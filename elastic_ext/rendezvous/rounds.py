@@ -18,7 +18,7 @@ counts them as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -187,12 +187,10 @@ def reaches(view: View) -> dict[str, Reach]:
     }
 
 
-def hashed(view: View) -> Iterator[Hashed]:
-    """Yield what the workers of the round have hashed of their replicas."""
-    for id_ in view.members:
-        node = view.nodes.get(id_)
-        if node is not None and node.hashed_in == view.header.round:
-            yield from node.hashed
+def hashed(view: View) -> tuple[tuple[Hashed, ...], ...]:
+    """Return what the workers of the round have hashed of their replicas, for each node that has reported anything."""
+    nodes = (view.nodes.get(id_) for id_ in view.members)
+    return tuple(node.hashed for node in nodes if node is not None and node.hashed and node.hashed_in == view.header.round)
 
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base import goodput
@@ -34,6 +34,7 @@ from elastic_ext.telemetry import families
 FRESH_S = 1.0  # that the workers of one node may start after those of another
 MAX_TEXT = 600  # characters of a reason
 MAX_AT = 40  # of a time
+MOST_REASONS = 4  # why replicas are not compared
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,12 @@ def build(sources: Sources) -> Document:
         refused=tuple(Refusal(shown(host), cut(shown(why), MAX_TEXT)) for host, why in sorted(status.refused.items())),
         goodput=tuple(StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
         goodput_points=own.points if own is not None else (),
-        unknown=(*(Unknown(what, why) for what, why in status.unknown.items()), *_gaps(nodes, rounds, spent), *faults),
+        unknown=(
+            *(Unknown(what, why) for what, why in status.unknown.items()),
+            *_gaps(nodes, rounds, spent),
+            *_uncompared([report for report, _ in reports.values()]),
+            *faults,
+        ),
         shown_by=own.id if own is not None else "",
         rounds_by=shown(by),
         read_s=sources.read_s,
@@ -247,6 +253,18 @@ def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple
     found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
     newest = max(found, key=lambda report: report.round, default=None)
     return tuple(replace(each, node=shown(each.node)) for each in newest.stragglers) if newest is not None else ()
+
+
+def _uncompared(reports: Sequence[NodeReport]) -> list[Unknown]:
+    """Return why replicas are not compared, each reason with the nodes that have it."""
+    names: dict[str, list[str]] = {}
+    for each in sorted(reports, key=lambda report: report.node_rank):
+        if each.uncompared and each.state == families.RUNNING:
+            names.setdefault(shown(each.uncompared), []).append(shown(each.name))
+    return [
+        Unknown("replicas", f"not compared on {of[0]}{f' and {len(of) - 1} more' * (len(of) > 1)}: {why}")
+        for why, of in list(names.items())[:MOST_REASONS]
+    ]
 
 
 def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]:

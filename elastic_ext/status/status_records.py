@@ -83,6 +83,7 @@ class NodeReport:
         saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.
         standbys: warm standbys that are ready.
         stragglers: of the whole job. Only the node of rank 0 reports them.
+        uncompared: why no replicas of one of its workers are compared, though `integrity_every` is set; "".
         at: wall clock of the node at this moment, as text, for people only.
         rounds: those that this agent saw, oldest first. Only the node of rank 0 reports them.
     """
@@ -101,6 +102,7 @@ class NodeReport:
     saved_s: Seconds | None = None
     standbys: Count = 0
     stragglers: tuple[Straggler, ...] = ()
+    uncompared: str = ""
     at: str = ""
     rounds: tuple[RoundSpan, ...] = ()
 

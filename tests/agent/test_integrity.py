@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -17,9 +18,10 @@ import pytest
 from elastic_ext.agent import integrity
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.integrity import ReplicaWatch
+from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures.replicas import Hashed
+from elastic_ext.failures.replicas import SCHEMA, Hashed, WorkerHashes
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
@@ -158,7 +160,14 @@ def test_a_script_whose_ranks_were_never_equal_is_warned_and_trains_on(tmp_path)
 def test_where_there_are_no_replicas_one_rank_says_so(tmp_path, how):
     done = plain(tmp_path, how, 2, flips="")
     assert done.returncode == 0, done.err
-    assert done.err.count("an optimizer has no parameters that are replicas") == 1
+    assert len(re.findall("rank 0: . of . parameters of Adam are no replicas", done.err)) == 1, done.err
+
+
+@pytest.mark.full
+def test_where_hashing_fails_on_one_rank_its_agent_names_it_and_the_job_trains_on(tmp_path):
+    done = plain(tmp_path, "sparse", 2)
+    assert done.returncode == 0, done.err
+    assert done.err.count("integrity_every: rank 1: replicas are no longer hashed in this round: ") == 1, done.err
 
 
 @pytest.mark.full
@@ -175,27 +184,68 @@ def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
     workers = LocalWorkers(cast("Any", None), table, {0: 6, 1: 7, 2: 8}, {}, {})
     paths = [Path(str(worker_env.hashes_path(table.path, slot))) for slot in range(3)]
     assert integrity.read(workers) == ()
-    paths[0].write_text('[["s", 8, 1, "a"], ["s", 8, 20, "b"]]')
-    paths[1].write_text('[["s", 8, 1, "a"], ["s", 8, 20, "c"], ["s", -8, 20, "c"], ["s", 8, 20, 7], ["a/b", 8, 20, "c"]]')
-    paths[2].write_text('[["s", 8, 1, "a"')
+    write(paths[0], Hashed("s", 8, 1, "a"), Hashed("s", 8, 20, "b"))
+    write(paths[1], Hashed("s", 8, 1, "a"), Hashed("s", 8, 20, "c"))
+    paths[2].write_text('{"schema": 1, "hashed": [{"of": "s"')
     read = integrity.read(workers)
     assert read == (
         Hashed("s", 8, 1, "a", (6, 7)),
         Hashed("s", 8, 20, "b", (6,)),
         Hashed("s", 8, 20, "c", (7,)),
     )
-    paths[2].write_text('[["s", 8, 1]]')
-    assert integrity.read(workers) == read
+    for wrong in (Hashed("s", -8, 20, "c"), Hashed("a/b", 8, 20, "c"), Hashed("s", 8, 20, "")):
+        write(paths[2], wrong)
+        assert integrity.read(workers) == read
     reported: list[tuple[Hashed, ...]] = []
     part = SimpleNamespace(report_hashed=reported.append)
-    watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)))
+    watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)), lambda workers, why: None)
     watch.workers_started(workers)
     watch.check(workers)
     assert (reported, watch.next_check_s()) == ([read], math.inf)
-    paths[2].write_text('[["s", 8, 1, "a"]]')
+    write(paths[2], Hashed("s", 8, 1, "a"))
     watch.check(workers)  # too soon after the last
     assert len(reported) == 1
     assert 0 <= watch.next_check_s() <= integrity.REPORT_S
     watch.workers_ended(workers)
     assert not any(path.exists() for path in paths)
+    table.remove()
+
+
+def write(path: Path, *hashed: Hashed, off: str = "", note: str = "") -> None:
+    path.write_text(json.dumps({"schema": SCHEMA, **records.plain(WorkerHashes(hashed, off, note))}))
+
+
+def test_what_is_not_compared_is_logged_once_and_shown(tmp_path, caplog):
+    """Of the ranks of a node other than that of rank 0, too, unless it is the same on all of them."""
+    table = ProgressTable(str(tmp_path / "progress"), 3)
+    workers = LocalWorkers(cast("Any", None), table, {0: 6, 1: 7, 2: 8}, {}, {})
+    paths = [Path(str(worker_env.hashes_path(table.path, slot))) for slot in range(3)]
+    shown: list[tuple[int | None, str]] = []
+    part = SimpleNamespace(report_hashed=lambda hashed: None)
+    watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)), lambda workers, why: shown.append((workers, why)))
+
+    def check(workers: LocalWorkers = workers) -> list[str]:
+        caplog.clear()
+        watch._report_at = -math.inf
+        watch.check(workers)
+        return [record.getMessage() for record in caplog.records]
+
+    watch.workers_started(workers)
+    write(paths[0], Hashed("s", 8, 1, "a"), note="2 of 4 parameters")  # the rest is compared
+    write(paths[1], note="4 of 4 parameters")
+    write(paths[2], Hashed("s", 8, 1, "a"))
+    assert check() == []
+    write(paths[2], Hashed("s", 8, 1, "a"), off="no room")
+    assert check() == ["elastic_ext: integrity_every: rank 8: no room"]
+    write(paths[0], Hashed("s", 8, 1, "a"), off="no room")
+    assert check() == []
+    watch.workers_ended(workers)
+    assert shown == [(0, ""), (1, "4 of 4 parameters"), (2, "4 of 4 parameters"), (3, "no room"), (None, "")]
+    watch.workers_started(workers)  # the next round
+    write(paths[1], off="no room")
+    assert check() == ["elastic_ext: integrity_every: rank 7: no room"]
+    write(paths[1], note="4 of 4 parameters")
+    assert check(LocalWorkers(cast("Any", None), table, {1: 0}, {}, {})) == [
+        "elastic_ext: integrity_every: rank 0: 4 of 4 parameters"
+    ]
     table.remove()

@@ -27,6 +27,7 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.workers.progress import Progress
 from elastic_ext.workers.standby.import_checks import PER_WORKER
+from tests.checkpoints.choice.scenes import resumed
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
 
@@ -244,6 +245,26 @@ def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, 
         assert copies.refused == (directory_name(6, 1),)
         assert copies.newest_step() == 4
     assert marks.quarantined_names(open_storage(str(tmp_path))) == quarantined
+
+
+def test_since_replicas_were_equal_nothing_may_be_used_that_only_one_node_has(tmp_path):
+    """In its `local_dir`: the node that marks what all share knows nothing of it, and what is marked is not marked again."""
+    remote, newest = tmp_path / "remote", directory_name(6, 1)
+    remote.mkdir()
+    save_own(remote, 3)
+    nodes = {id_: Settings(checkpoint_dir=str(remote), local_dir=str(tmp_path / id_)) for id_ in "abc"}
+    for step in (4, 6):
+        save_part([tmp_path / "b"], step)
+    assert resumed(remote, local_dir=str(tmp_path / "b")).step == 6
+    verdict = dataclasses.replace(told(kinds.HARDWARE, back=0), refuse_newer=4, refused_by="a")
+    for id_, expected in (("a", set()), ("c", set()), ("b", {newest})):
+        ResumePoint(nodes[id_], Resumption(str(remote / directory_name(3, 1)), 3)).go_back(verdict, id_)
+        assert marks.quarantined_names(open_storage(str(remote))) == expected
+    mark = marks.quarantine_of(open_storage(str(remote)), newest)
+    for id_ in "ab":
+        ResumePoint(nodes[id_], Resumption(str(remote / directory_name(3, 1)), 3)).go_back(verdict, id_)
+    assert marks.quarantine_of(open_storage(str(remote)), newest) == mark
+    assert resumed(remote, local_dir=str(tmp_path / "b")).step == 4
 
 
 def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):

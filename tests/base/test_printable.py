@@ -15,7 +15,7 @@ import torch
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import Block, cut, masked, redacted, shown, shown_block
+from elastic_ext.base.printable import Block, cut, masked, ranks_in_words, redacted, shown, shown_block
 from elastic_ext.checkpoints.directory.marks import quarantine
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
@@ -54,6 +54,20 @@ def assert_fit(text: str) -> None:
 def test_a_long_text_ends_at_a_word(text, most, expected):
     assert cut(text, most) == expected
     assert len(expected) <= most
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([7], "rank 7"),
+        ([1, 0], "ranks 0, 1"),
+        ([3, 1, 0, 2, 7], "ranks 0 to 3, 7"),
+        (range(1000), "ranks 0 to 999"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
+)
+def test_ranks_in_words(ranks, said):
+    assert ranks_in_words(ranks) == said
 
 
 # Credentials.

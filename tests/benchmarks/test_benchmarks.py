@@ -97,6 +97,14 @@ def test_verdict(tmp_path):
 
 
 @pytest.mark.full
+def test_compressed(tmp_path):
+    record = result("compressed.py", tmp_path, "--failures=2", "--calibrate=1", "--gap=2")
+    assert record["restarts"] == [2, 2]
+    assert record["same_decisions"] == record["decisions"][0] == record["decisions"][1]
+    assert all(0 < ettr < 1 for ettr in record["ettr"])
+
+
+@pytest.mark.full
 def test_own_etcd(tmp_path):
     needs("ip")
     record = result("own_etcd.py", tmp_path, "--repeat=1")

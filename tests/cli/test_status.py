@@ -66,6 +66,20 @@ def test_nodes_by_rank_with_ages_of_the_reader():
     assert shown.job.state == "running"
 
 
+def test_why_replicas_are_not_compared_is_shown_once_for_all_nodes():
+    """While they run: what a node that has ended has reported is over."""
+    texts = {"a": (0, "no replicas", "running"), "b": (1, "no room", "running"), "c": (2, "no replicas", "running")}
+    texts |= {"d": (3, "an end", "ended"), "e": (4, "", "running")}
+    reports = {
+        id_: dataclasses.replace(REPORT, name=f"n{id_}", node_rank=rank, uncompared=why, state=state)
+        for id_, (rank, why, state) in texts.items()
+    }
+    shown = built(job(reports={id_: NodeText(status_records.encode_report(each), 1) for id_, each in reports.items()}))
+    said = ["not compared on na and 1 more: no replicas", "not compared on nb: no room"]
+    assert [each.why for each in shown.unknown if each.what == "replicas"] == said
+    assert f"not known: replicas: {said[0]}" in "\n".join(printed(shown))
+
+
 def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
     first = dataclasses.replace(REPORT, name="n0", node_rank=0, step=500)
     spare = dataclasses.replace(REPORT, state="rendezvous", node_rank=0, round=1, step=3, steps_per_s=0.1)

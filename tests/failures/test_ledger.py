@@ -284,6 +284,53 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
     assert second.keeps_ledger
 
 
+def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None):
+    """Judge one failure after another, each on the node of a letter, each after further steps; return the rules."""
+    ledger, rules, found = Ledger(), Circumstances(NO_LIMIT, nodes=nodes, min_nodes=nodes - spares), []
+    for number, host in enumerate(hosts):
+        failure = {"rank": ord(host) if rank is None else rank, "step": 5, **failures[number % len(failures)]}
+        ledger, verdict = judge({host: report(host, resumed_at=10 * number, **failure)}, ledger, rules, number)
+        ledger = decode_ledger(encode_ledger(ledger))
+        assert verdict.decision.charged == (verdict.decision.rule != "bad-node"), "who leaves costs the job no restart"
+        found.append(verdict.decision.rule)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "leaves"),
+    [
+        ("aa", 2048, True),
+        ("abcdea", 2048, True),
+        ("abcdefa", 2048, False),  # in so many failures any node may have two
+        ("aa", 64, False),
+        ("aaa", 64, True),
+        ("abacdea", 64, True),
+        ("abacdefa", 64, False),
+        ("aaa", 8, False),
+        ("aaaba", 8, True),
+        ("aaabba", 8, False),
+        ("aaaaaaa", 2, False),
+        ("aaaaaaaa", 2, True),
+    ],
+)
+def test_a_node_that_fails_too_often_for_chance_leaves_whatever_progress_is_made_in_between(hosts, nodes, leaves):
+    *before, last = with_progress(hosts, nodes)
+    assert set(before) <= {"bus-error"}
+    assert last == ("bad-node" if leaves else "bus-error")
+
+
+def test_other_failures_of_a_bad_node_count_as_well_and_it_stays_where_no_other_can_replace_it():
+    several = {"signal": "SIGBUS"}, {"exit_code": 1, "xids": (94,)}, {"signal": "SIGSEGV"}
+    assert with_progress("aaa", 64, failures=several) == ["bus-error", "xid-restart", "bad-node"]
+    assert with_progress("aaa", 64, spares=0) == ["bus-error"] * 3
+    assert with_progress("aaa", 1) == ["bus-error"] * 3
+
+
+def test_a_node_is_not_blamed_for_a_rank_that_fails_on_other_nodes_too():
+    assert with_progress("aaa", 2048, rank=7)[1:] == ["bad-node"] * 2
+    assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
+
+
 def test_the_ledger_is_bounded():
     ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Circumstances(NO_LIMIT))
     assert len(encode_ledger(ledger)) < 200_000

@@ -4,10 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ext.failures.classify import classify
+from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, progress
-from elastic_ext.failures.policy import EXIT_CODES, MAX_FREE_TRIES, NO_LIMIT, ONE_MORE_TRY, Action, Backoff, Budget, Nodes, decide
+from elastic_ext.failures.policy import (
+    EXIT_CODES,
+    MAX_FREE_TRIES,
+    NO_LIMIT,
+    ONE_MORE_TRY,
+    Action,
+    Backoff,
+    Budget,
+    Nodes,
+    decide,
+    of_a_node,
+)
 
 
 def of(type_=None, message="", **more):
@@ -24,6 +35,10 @@ CUT = of(hang=True, cut=("n1", "n2"), first_step_done=False)
 CUTS_APART = of(hang=True, cut=("n1", "n2"), cuts_apart=True, first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
+NAN, ILLEGAL = of("FloatingPointError"), of("torch.AcceleratorError", "CUDA error: an illegal memory access was encountered")
+MAKE = of("subprocess.CalledProcessError", "Command '['make']' returned non-zero exit status 2.", first_step_done=False)
+PEERS = root_cause([of("torch.distributed.DistBackendError", "remote process exited", first_step_done=False)])
+STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
 OTHER = Precedent(False, False, "n2")
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
@@ -38,10 +53,18 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (KEY, (SAME_THERE,), None, "stop", "code", "repeated", 65),
         (KEY, (Precedent(True, False, None),), None, "stop", "code", "repeated", 65),
         (KEY, (SAME_HERE,), (1, 1), "stop", "code", "repeated", 65),  # alone: where it was says nothing
+        (KEY, (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),  # a script raises it wherever it runs
+        (of("FileNotFoundError"), (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),
+        (of("RuntimeError", "size mismatch"), (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),
+        (MAKE, (), None, "confirm", "code", "command", None),
+        (MAKE, (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),
+        (ILLEGAL, (SAME_HERE,), (3, 2), "replace_node", "code", "same-node", 69),
         (SEGV, (SAME_THERE,), None, "stop", "code", "repeated", 65),
         (of("MemoryError"), (SAME_THERE,), None, "stop", "host_memory", "repeated", 65),
         (of("torch.OutOfMemoryError"), (SAME_THERE,), None, "stop", "device_memory", "repeated", 65),
-        (of("FloatingPointError"), (SAME_THERE,), None, "stop", "numeric", "repeated", 65),
+        (NAN, (SAME_THERE,), None, "stop", "numeric", "repeated", 65),
+        (NAN, (replace(SAME_THERE, other_step=True),), None, "stop", "numeric", "repeated", 1),  # hardware, perhaps
+        (SEGV, (replace(SAME_THERE, other_step=True),), None, "stop", "code", "repeated", 65),
         (of("OSError", "No space left on device"), (SAME_THERE,), None, "stop", "storage", "repeated", 65),
         # progress not known: one try more
         (KEY, (Precedent(True, None, "n2"),), None, "confirm", "code", "arguments", None),
@@ -67,6 +90,15 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (SEGV, (SAME_HERE,) * 2, (2, 2), "stop", "crash", "ceiling", 1),
         (SEGV, (SAME_HERE, SAME_THERE), (3, 2), "stop", "code", "repeated", 65),
         (NETWORK, (SAME_HERE,), (3, 2), "replace_node", "network", "same-node", 69),
+        # an outage at the start, or the link or the mount of one node: only the third time shows which
+        (PEERS, (SAME_HERE,), (3, 2), "restart", "network", "peer-gone", None),
+        (PEERS, (SAME_HERE,) * 2, (3, 2), "replace_node", "network", "same-node", 69),
+        (PEERS, (SAME_HERE,) * 2, (2, 2), "stop", "network", "ceiling", 75),
+        (PEERS, (SAME_HERE, SAME_THERE), (3, 2), "stop", "network", "ceiling", 75),
+        (STALE, (SAME_HERE,), (3, 2), "restart", "storage", "file-system-ill", None),
+        (STALE, (SAME_HERE,) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
+        (STALE_LATER, (SAME_HERE,), (3, 2), "replace_node", "storage", "same-node", 69),
+        (of("ConnectionError", first_step_done=False), (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 1),
         (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
         (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
         # replicas that differ: the odd one's node leaves if it can be spared; without a majority, one try
@@ -236,6 +268,10 @@ def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one(
         (of("requests.exceptions.ChunkedEncodingError", first_step_done=False), (), 30, 45),
         (of("ConnectionError", first_step_done=False), (), 0, 0),
         (of("ConnectionError", first_step_done=False), (SAME_THERE,), 90, 135),
+        (PEERS, (), 0, 0),
+        (PEERS, (SAME_HERE,), 90, 135),
+        (STALE, (SAME_HERE,), 90, 135),
+        (STALE_LATER, (SAME_HERE,), 0, 0),
         (OWN_LATER, (), 0, 0),
         (SILENT, (), 30, 45),
         (of("FloatingPointError", first_step_done=False), (), 0, 0),
@@ -343,7 +379,43 @@ def test_progress_in_between_counts():
     earlier = [PastFailure("f", 10, 0, True), PastFailure("g", 50, 0, True)]
     past = precedents(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")
+    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code", rank=0)
+
+
+def test_a_step_is_another_one_only_where_both_are_known():
+    for then, now, other in (((7, 10), (17, 0), False), ((7, 10), (18, 0), True), ((7, None), (18, 0), False)):
+        (found,) = precedents(PastFailure("f", *now), [PastFailure("f", *then)])
+        assert found.other_step is other
+
+
+BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_blame": (2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "of_node"),
+    [
+        (SEGV, True),
+        (ILLEGAL, True),
+        (of(exit_code=1, xids=(94,)), True),
+        (of(signal="SIGBUS"), True),
+        (of("RuntimeError", "CUDA error: unspecified launch failure"), True),
+        (of(**BLAMED), True),
+        (of(**WAITING), False),  # any rank may be named
+        (of(hang=True), False),
+        (of(differs=("n1",)), True),
+        (of(differs=("n1", "n2")), False),
+        (of(**BLAMED, cut=("n1", "n2")), False),
+        (KEY, False),
+        (NAN, False),  # all ranks get the same gradient
+        (PEERS, False),  # the first to notice is not the cause
+        (STALE_LATER, False),  # rank 0 alone may use it
+        (of(signal="SIGKILL"), False),
+        (of(signal="SIGKILL", oom_kills=1), False),
+        (of(exit_code=1), False),
+    ],
+)
+def test_what_a_bad_node_causes(diagnosis, of_node):
+    assert of_a_node(diagnosis) is of_node
 
 
 def test_only_the_last_failure_is_recent_and_only_while_a_restart_counts():

@@ -40,6 +40,21 @@ def test_a_name_that_several_machines_have_is_not_refused(ambiguous: tuple[str, 
     assert found.refused == refused
 
 
+@pytest.mark.parametrize(("ambiguous", "response"), [((), Response.REPLACE_NODE), (("c",), Response.CONFIRM)])
+def test_failures_of_several_machines_of_one_name_are_not_counted_against_one(
+    ambiguous: tuple[str, ...], response: Response
+) -> None:
+    policy, ledger = AgentPolicy(Settings(), 2000, lambda: None), ""
+    policy.max_restarts = 5
+    for number in (1, 2):  # with progress in between
+        crash = classify(Evidence(rank=2, signal="SIGSEGV", step=5, first_step_done=True, node="c"))
+        told = encode_report(Report("c", crash, resumed_at=10 * number))
+        reports = RoundReports(number, {"c-1": told}, {"c-1": number}, {}, 2048, {}, ambiguous=frozenset(ambiguous))
+        found = policy.judge(reports, ledger)
+        ledger = found.ledger
+    assert decode_verdict(found.verdict).decision.response is response
+
+
 def test_without_a_report_too_few_are_left_and_the_job_ends_to_be_requeued() -> None:
     policy = AgentPolicy(Settings(exit_codes="kubeflow"), 3, lambda: None)
     before = encode_ledger(Ledger(charged=4))

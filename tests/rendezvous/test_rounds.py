@@ -168,7 +168,7 @@ def test_a_round_whose_replicas_are_not_equal_any_more_ends():
         "c": node(hashed_in=2, hashed=(EQUAL,)),
     }
     seen = view(RUNNING, nodes, "abc")
-    found = replicas.difference(rounds.hashed(seen))
+    found = replicas.Comparison().of(rounds.hashed(seen))
     assert next_action(seen, LIMITS, 0) == Wait("running")
     ends = End(State.BROKEN, found.text, EndKind.DIFFERS)
     assert next_action(dataclasses.replace(seen, differ=found), LIMITS, 0) == ends

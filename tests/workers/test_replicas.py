@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elastic_ext.failures.replicas import WorkerHashes, decode
 from elastic_ext.workers.bootstrap import replicas
 from elastic_ext.workers.bootstrap.replicas import COLUMNS, SPACINGS, ReplicaHashes, kept, weighted_sum
 
@@ -31,10 +32,10 @@ def hooks(monkeypatch):
     monkeypatch.setattr(module, "_global_module_registration_hooks", type(module._global_module_registration_hooks)())
 
 
-def hashes_of(every: int = 10) -> tuple[ReplicaHashes, list[str], list[str]]:
-    published: list[str] = []
-    warned: list[str] = []
-    return ReplicaHashes(every, published.append, warned.append), published, warned
+def hashes_of(every: int = 10) -> tuple[ReplicaHashes, list[WorkerHashes]]:
+    """Hashes, and what is in the file after each that was written."""
+    written: list[WorkerHashes] = []
+    return ReplicaHashes(every, lambda text: written.append(decode(text.encode(), "the file")), pytest.fail), written
 
 
 @given(st.sampled_from(SPACINGS[:3]), st.integers(1, 3), st.integers(1, 50), st.data())
@@ -56,7 +57,7 @@ def test_those_that_look_at_different_times_have_a_step_in_common(spacing, numbe
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (7,), (COLUMNS + 3,), (3, COLUMNS)])
 def test_each_single_bit_counts(hooks, sums, dtype, shape):
-    hashed, _, _ = hashes_of()
+    hashed, _ = hashes_of()
     hashed.sums = sums
     tensor = torch.ones(shape, dtype=dtype)
     before = hashed._value([("parameter", tensor)])
@@ -71,7 +72,7 @@ def test_each_single_bit_counts(hooks, sums, dtype, shape):
 
 
 def test_order_shape_and_name_count(hooks):
-    hashed, _, _ = hashes_of()
+    hashed, _ = hashes_of()
     one, other = torch.arange(6.0), torch.arange(6.0) + 1
     values = {
         hashed._value(each)
@@ -119,25 +120,25 @@ def backward(model: torch.nn.Module) -> None:
 
 @pytest.mark.full
 def test_the_first_step_and_then_every_few(rank_0_of_4):
-    hashed, published, warned = hashes_of(4)
+    hashed, written = hashes_of(4)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     kept_alive = trained(hashed, model, 9)
-    assert [len(json.loads(each)) for each in published] == [1, 2, 3]
-    found = json.loads(published[-1])
-    assert [(replicas, step) for _, replicas, step, _ in found] == [(4, 1), (4, 4), (4, 8)]
-    assert len({of for of, *_ in found}) == 1
-    assert len({value for *_, value in found}) == 3
+    assert [len(each.hashed) for each in written] == [1, 2, 3]
+    found = written[-1].hashed
+    assert [(each.replicas, each.step, each.counted) for each in found] == [(4, 1, 1), (4, 4, 4), (4, 8, 8)]
+    assert len({each.of for each in found}) == 1
+    assert len({each.value for each in found}) == 3
     trained(hashed, model, 1)  # another optimizer
-    assert len({of for of, *_ in json.loads(published[-1])}) == 2
+    assert len({each.of for each in written[-1].hashed}) == 2
     del kept_alive
     trained(hashed, model, 1)
-    assert {of.partition(".")[0] for of, *_ in json.loads(published[-1])} == {"2"}
-    assert warned == []
+    assert {each.of.partition(".")[0] for each in written[-1].hashed} == {"3"}
+    assert (written[-1].off, written[-1].note) == ("", "")
 
 
 @pytest.mark.full
 def test_parameters_and_their_optimizers_state_count_and_nothing_else(rank_0_of_4):
-    hashed, published, _ = hashes_of(1)
+    hashed, written = hashes_of(1)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["0.bias"])
     model = DistributedDataParallel(inner.eval())
@@ -145,7 +146,7 @@ def test_parameters_and_their_optimizers_state_count_and_nothing_else(rank_0_of_
 
     def value() -> str:
         hashed._hash(optimizer, hashed._optimizers[optimizer])
-        return json.loads(published[-1])[-1][-1]
+        return written[-1].hashed[-1].value
 
     before = value()
     with torch.no_grad():
@@ -177,17 +178,17 @@ def test_of_a_mesh_only_what_is_replicated_before_it_is_sharded(rank_0_of_4):
 @pytest.mark.full
 @pytest.mark.parametrize(("shape", "replicated"), [((2, 2), True), ((4,), False)])
 def test_fully_shard(rank_0_of_4, shape, replicated):
-    hashed, published, warned = hashes_of(1)
+    hashed, written = hashes_of(1)
     model = torch.nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
     trained(hashed, model, 2)
-    assert [each[1] for each in json.loads(published[-1])] == [2, 2] if replicated else not published
-    assert warned == ([] if replicated else [replicas.NO_REPLICAS])
+    assert [each.replicas for each in written[-1].hashed] == [2, 2] * replicated
+    assert ("2 of 2 parameters of Adam are no replicas" in written[-1].uncompared) == (not replicated)
 
 
 @pytest.mark.full
 def test_of_an_optimizer_whose_state_is_sharded_only_parameters_count(rank_0_of_4):
-    hashed, published, _ = hashes_of(1)
+    hashed, written = hashes_of(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hashed.stepped(optimizer))
     try:
@@ -196,45 +197,122 @@ def test_of_an_optimizer_whose_state_is_sharded_only_parameters_count(rank_0_of_
         optimizer.step()
     finally:
         handle.remove()
-    (found,) = json.loads(published[-1])
+    (found,) = written[-1].hashed
     parameters = [("parameter", each) for each in model.parameters()]
-    assert found[1:] == [4, 1, hashed._value(parameters)]
-    assert len(published) == 1
+    assert (found.replicas, found.step, found.value) == (4, 1, hashed._value(parameters))
+    assert len(written) == 1
 
 
 def test_what_is_no_replica_is_not_hashed_and_that_is_said(hooks):
     """A plain tensor outside of DDP: it may be a shard, or a part of a pipeline."""
-    hashed, published, warned = hashes_of(1)
+    hashed, written = hashes_of(1)
     trained(hashed, torch.nn.Linear(8, 8), 3)
-    assert (published, warned) == ([], [replicas.NO_REPLICAS])
+    assert [each.hashed for each in written] == [()]
+    assert "2 of 2 parameters of Adam are no replicas" in written[0].uncompared
 
 
 @pytest.mark.full
-def test_an_error_of_torch_turns_it_off_with_one_warning(rank_0_of_4):
-    hashed, published, warned = hashes_of(1)
+def test_of_two_models_in_one_optimizer_the_one_without_replicas_is_named(rank_0_of_4):
+    hashed, written = hashes_of(1)
+    model, more, alone = (torch.nn.Linear(8, 8) for _ in range(3))
+    model, more = DistributedDataParallel(model), DistributedDataParallel(more)
+    optimizer = torch.optim.Adam([*model.parameters(), *more.parameters(), *alone.parameters()], lr=0.1)
+    backward(model)
+    optimizer.step()
+    hashed.stepped(optimizer)
+    assert [each.replicas for each in written[-1].hashed] == [4]
+    assert "2 of 6 parameters of Adam are no replicas" in written[-1].note
+    assert written[-1].uncompared == ""
+    before = written[-1].hashed[0].value
+    more.module.bias.detach()[0] += 1
+    hashed._hash(optimizer, hashed._optimizers[optimizer])
+    assert written[-1].hashed[0].value != before
+
+
+@pytest.mark.full
+def test_an_optimizer_that_only_this_rank_has_changes_no_name(rank_0_of_4):
+    names = []
+    for local in (False, True):
+        hashed, written = hashes_of(1)
+        model = DistributedDataParallel(torch.nn.Linear(8, 8))
+        own = trained(hashed, torch.nn.Linear(8, 8), 1) if local else None
+        kept_alive = [trained(hashed, model, 1) for _ in range(2)]
+        names.append([each.of for each in written[-1].hashed])
+        del own, kept_alive
+    assert names[0] == names[1]
+    assert len(set(names[0])) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("per_round", "expected"),
+    [
+        ("ab", [(1, 1), (10, 10), (1, 1), (10, 10)]),
+        ("aaaaab", [(1, 1), (40, 7), (50, 9), (1, 1), (10, 10)]),  # a's fiftieth comes before b's tenth
+        ("abbbbb", [(1, 1), (10, 10), (1, 1), (40, 8), (50, 10)]),
+    ],
+)
+def test_steps_count_as_those_of_the_optimizer_that_has_made_the_fewest(rank_0_of_4, per_round, expected):
+    """No checkpoint that is numbered by either may be newer than what was compared."""
+    hashed, written = hashes_of(10)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    backward(model)
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in "ab"}
+    for name in per_round * 10:
+        optimizers[name].step()
+        hashed.stepped(optimizers[name])
+    assert [(each.step, each.counted) for each in written[-1].hashed] == expected
+    assert written[-1].note == ("" if per_round == "ab" else replicas.UNEQUAL)
+
+
+@pytest.mark.full
+def test_of_many_optimizers_the_first_are_compared_and_that_is_said(rank_0_of_4):
+    hashed, written = hashes_of(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    kept_alive = [trained(hashed, model, 1) for _ in range(replicas.MAX_OPTIMIZERS)]
+    assert written[-1].note == ""
+    kept_alive.append(trained(hashed, model, 2))
+    assert written[-1].note == replicas.TOO_MANY
+    assert len(written[-1].hashed) == replicas.MAX_OPTIMIZERS
+    assert written[-1].uncompared == ""
+
+
+@pytest.mark.full
+def test_an_error_of_torch_turns_it_off_and_the_file_says_why(rank_0_of_4):
+    hashed, written = hashes_of(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = trained(hashed, model, 1)
     optimizer.param_groups[0]["params"].append(torch.ones(1).to("meta"))
     del model.process_group
     for _ in range(3):
         hashed.stepped(optimizer)
-    assert len(published) == 1
+    assert [len(each.hashed) for each in written] == [1, 1]
+    assert "replicas are no longer hashed in this round: AttributeError" in written[-1].uncompared
+
+
+@pytest.mark.full
+def test_a_file_that_cannot_be_written_turns_it_off_with_one_warning(rank_0_of_4):
+    def refuse(text: str) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    warned: list[str] = []
+    hashed = ReplicaHashes(1, refuse, warned.append)
+    trained(hashed, DistributedDataParallel(torch.nn.Linear(8, 8)), 3)
     assert len(warned) == 1
-    assert "replicas are no longer hashed in this round" in warned[0]
+    assert "no room" in warned[0]
 
 
 @pytest.mark.full
 def test_ranks_of_unequal_steps_are_not_compared(rank_0_of_4):
     """The state of their optimizers differs from then on, by no fault of the hardware."""
-    hashed, published, warned = hashes_of(1)
+    hashed, written = hashes_of(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     trained(hashed, model, 2)
     with model.join():
         trained(hashed, model, 2)
     trained(hashed, model, 2)
-    assert len(published) == 2
-    assert len(warned) == 1
-    assert "DistributedDataParallel.join" in warned[0]
+    assert [bool(each.off) for each in written] == [False, False, True]
+    assert "DistributedDataParallel.join" in written[-1].off
 
 
 class Refusing(torch.Tensor):
@@ -252,9 +330,9 @@ class Refusing(torch.Tensor):
 @pytest.mark.full
 @pytest.mark.parametrize("error", [AssertionError, IndexError, OverflowError])
 def test_an_error_of_a_tensors_own_class_does_not_end_the_script(rank_0_of_4, error):
-    hashed, published, warned = hashes_of(1)
+    hashed, written = hashes_of(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = trained(hashed, model, 1)
     optimizer.state[model.module.weight]["exp_avg"] = Refusing(error)
     hashed.stepped(optimizer)
-    assert (len(published), len(warned)) == (1, 1)
+    assert [bool(each.off) for each in written] == [False, True]

@@ -18,7 +18,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TypeVar
@@ -489,8 +489,8 @@ def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str)
     return _quarantine_in(storage, name, reason)
 
 
-def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: str) -> list[str]:
-    """Quarantine the checkpoints of later steps, or of unknown ones, in all tiers; return their names.
+def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: str, shared: bool = True) -> list[str]:
+    """Quarantine the checkpoints of later steps, or of unknown ones; return their names. Each node does so for its own tier.
 
     Unlike `quarantine`, also where no other one may be used: what is in them is surely wrong. What a script has not finished to
     save is left alone: nothing resumes from it, and its mark, without a time, would hold for a good one of that name, too.
@@ -500,23 +500,30 @@ def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: s
         resumed_from: path of the checkpoint that the failed round resumed from, which stays; "": it began from nothing, and the
             next one may do so, too.
         reason: for people.
+        shared: in `checkpoint_dir`, too. One node does that.
 
     Raises OSError, UsageError.
     """
-    if settings.checkpoint_dir is None:
+    if settings.checkpoint_dir is None or not (shared or settings.local_dir):
         return []
-    remote, from_nothing = open_storage(settings.checkpoint_dir), not resumed_from
-    found = {}
+    remote = open_storage(settings.checkpoint_dir)
+    found = dict(_newer_in(remote, settings, than, resumed_from)) if shared else {}
+    if settings.local_dir:  # they may be on their way to the other tier, or on no other node
+        known = {*found, *marks.quarantined_names(remote)}
+        local = tiers.own_checkpoints(open_storage(settings.local_dir))
+        found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in known}
+    return [_mark(remote, name, reason, written_at, not resumed_from) for name, written_at in found.items()]
+
+
+def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str) -> Iterator[tuple[str, float | None]]:
+    """Yield the name of each that is to be quarantined, and when it was written; None for ours, as no other one gets its name."""
     for each in listing.list_checkpoints(remote, settings.checkpoint_pattern):
         later = each.step is None or each.step > than
         if later and not each.quarantined and remote.path(each.name) != resumed_from:
             seen = detect.check(remote, each.entry, named=True)
-            if each.complete or seen.unreadable is not None or order_of(each.name) is not None:
-                found[each.name] = seen.written_at
-    if settings.local_dir:  # they may be on their way to the other tier
-        local = tiers.own_checkpoints(open_storage(settings.local_dir))
-        found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in found}
-    return [_mark(remote, name, reason, written_at, from_nothing) for name, written_at in found.items()]
+            is_ours = order_of(each.name) is not None
+            if each.complete or seen.unreadable is not None or is_ours:
+                yield each.name, None if is_ours else seen.written_at
 
 
 def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:

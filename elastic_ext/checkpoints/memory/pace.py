@@ -1,7 +1,8 @@
 """How often one rank copies its state to memory, by what it measures. Pure, standard library only: the planner asks, too.
 
-The rule is a bound on the cost, not the interval of least expected cost (Young, Daly): that one grows with the time between
-failures, while a copy in memory is to lose a step or two however rare failures are. Every rank gets the same answer from the same
+How often a job fails is not known, only for how long it has not: that stands for the mean time between failures in Young's
+interval of least expected cost. At any constant rate of failures this costs a third more than the best interval does. Two bounds
+on the cost hold besides, so that a failure loses a few steps however rare it is. Every rank gets the same answer from the same
 timings of all ranks.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # of the time of the steps that copies may hold up training
+LEAST_SHARE = 0.001  # however long nothing fails
 MARGIN = 1.25  # a copy should be committed before the next one begins, with some time left
 FIRST_EVERY = 10  # steps, until something is measured
 MAX_DOUBLINGS = 6  # of the interval while copies fail: 64 times as long
@@ -31,12 +33,14 @@ class Timing:
         stall_s: what a copy stalls training; None before the first.
         commit_s: the longest time from the end of the stall until a copy was committed; None before the first.
         wait_s: what training has waited on average for the copy before.
+        age_s: since the workers' first step, so for how long the job has not failed.
     """
 
     step_s: float | None = None
     stall_s: float | None = None
     commit_s: float | None = None
     wait_s: float = 0.0
+    age_s: float = 0.0
 
     @property
     def held_s(self) -> float:
@@ -48,7 +52,7 @@ def choose(asked: int | None, timings: Sequence[Timing], failures: int = 0) -> t
     """Return every how many steps to copy, the same on all ranks, and why.
 
     Args:
-        asked: the setting memory_every, 1 or more; None: as often as SHARE allows.
+        asked: the setting memory_every, 1 or more; None: as often as SHARE allows, and ever more rarely while nothing fails.
         timings: those of all ranks. The slowest copy and the shortest step count.
         failures: attempts in a row that failed. Each doubles the interval, so that they cost ever less.
     """
@@ -66,11 +70,15 @@ def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
     step_s, slowest = min(steps), max(measured, key=lambda each: each.held_s)
     commit_s = max((each.commit_s for each in timings if each.commit_s is not None), default=0.0)
     by_stall, by_commit = math.ceil(slowest.held_s / (SHARE * step_s)), math.ceil(MARGIN * commit_s / step_s)
-    if by_commit > by_stall:
+    age_s = min(each.age_s for each in timings)
+    by_age = math.ceil(min(math.sqrt(2 * slowest.held_s * age_s), slowest.held_s / LEAST_SHARE) / step_s)
+    if by_commit > max(by_stall, by_age):
         return by_commit, f"a copy is committed after {commit_s:.3g} s, and a step takes {step_s:.3g} s"
-    every = max(1, by_stall)
     waits = f" and waits for {slowest.wait_s:.3g} s" if slowest.wait_s else ""
     held = f"a copy stalls for {slowest.stall_s:.3g} s{waits}"
+    if by_age > max(1, by_stall):
+        return by_age, f"{held}, and nothing has failed for {age_s:.3g} s"
+    every = max(1, by_stall)
     return every, f"{held}, {SHARE:.0%} of {every} steps of {step_s:.3g} s at most"
 
 
@@ -120,6 +128,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps, self._stalls, self._waits, self._commits = (deque[float](maxlen=RECENT) for _ in range(4))
+        self._began: float | None = None  # when the first step ended
         self._last: tuple[int, float] | None = None  # the last step and when training went on after it
         self.last_stall_s = self._waited_s = 0.0
         self.made_buffers = True
@@ -131,6 +140,7 @@ class StepTimes:
 
     def step_ends(self, step: int, now: float) -> None:
         """Note that training has done a step. now: monotonic."""
+        self._began = now if self._began is None else self._began
         if self._last is not None and step > self._last[0]:
             self._steps.append((now - self._last[1]) / (step - self._last[0]))
 
@@ -156,7 +166,8 @@ class StepTimes:
         step_s, stall_s = (statistics.median(each) if each else None for each in (self._steps, self._stalls))
         # The slowest commits are what training waits for. What it has waited counts in full, however rarely that was.
         wait_s = statistics.mean(self._waits) if self._waits else 0.0
-        return Timing(step_s, stall_s, max(self._commits, default=None), wait_s)
+        age_s = self._last[1] - self._began if self._last is not None and self._began is not None else 0.0
+        return Timing(step_s, stall_s, max(self._commits, default=None), wait_s, age_s)
 
 
 class Schedule:

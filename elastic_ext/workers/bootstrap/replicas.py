@@ -9,8 +9,12 @@ part of a pipeline. A DTensor that is replicated along all dimensions may be one
 computes itself. So neither is taken for a replica. The state of a ZeroRedundancyOptimizer is sharded: of it, parameters count.
 Within `DistributedDataParallel.join`, ranks make unequal numbers of steps, and their optimizers' state differs from then on.
 
-The worker writes a file for its agent: a JSON list of [set, replicas, step, value]. A set is named by the optimizer and the ranks
-that hold the same; `replicas` is their number. Agents look at any time, so what they compare must stay for a while: see `kept`.
+A set of replicas is what one optimizer has that the same ranks hold; several models in one optimizer, over the same ranks, are
+one set. Each optimizer counts its own steps, which must be the same on these ranks. Of sets of the same ranks, the order of their
+first steps gives the names, so it must be the same, too; optimizers of one rank alone, without replicas, do not count.
+
+The worker writes a file for its agent, a `failures.replicas.WorkerHashes` as JSON. Agents look at any time, so what they compare
+must stay for a while: see `kept`.
 
 Loaded by path when torch is imported, so it uses only the standard library and what the script has imported. All of torch's names
 here are public but `_join_config`: without it, jobs that use `join` must not set `integrity_every`.
@@ -29,11 +33,14 @@ if TYPE_CHECKING:
 # Of torch, and of subclasses of tensors, whose code runs here, too.
 FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 SPACINGS = tuple(4**power for power in range(1, 7))
+PARAMETER = "parameter"
 COLUMNS = 4096  # of a tensor, for `weighted_sum`
 MAX_OPTIMIZERS = 8  # a script may have one for each parameter, in the backward pass
+TOO_MANY = f"more than {MAX_OPTIMIZERS} optimizers: only the first {MAX_OPTIMIZERS} are compared"
+UNEQUAL = "the optimizers make unequal numbers of steps: which checkpoints are refused goes by the one that makes the fewest"
 NO_REPLICAS = (
-    "integrity_every: an optimizer has no parameters that are replicas, because they are neither under DistributedDataParallel "
-    "nor in HSDP of FSDP2 (plain FSDP shards them): nothing of it is compared"
+    "{none} of {all} parameters of {optimizer} are no replicas, because they are neither under DistributedDataParallel nor in "
+    "HSDP of FSDP2 (plain FSDP shards them): they are not compared"
 )
 
 
@@ -48,11 +55,19 @@ def kept(steps: "Collection[int]", every: int) -> set[int]:
 
 
 class _Stepped:
-    """An optimizer that has made a step. number: in the order of their first steps, which is the same on all ranks."""
+    """An optimizer that has made a step.
+
+    Attributes:
+        number: in the order of the first steps on this rank.
+        left_out: nothing of it is compared.
+        names: of its sets, by the ranks that hold them.
+        hashes: by set and its number of replicas, then by step: what the step counts as, and the value.
+    """
 
     def __init__(self, number: int, left_out: bool) -> None:
         self.number, self.left_out, self.steps = number, left_out, 0
-        self.hashes: dict[tuple[str, int], dict[int, str]] = {}  # by set and its number of replicas; values by step
+        self.names: dict[tuple[int, ...], str] = {}
+        self.hashes: dict[tuple[str, int], dict[int, tuple[int, str]]] = {}
 
 
 class ReplicaHashes:
@@ -62,12 +77,12 @@ class ReplicaHashes:
         sums: whether to add up bits by `weighted_sum` although torch has `hash_tensor`.
     """
 
-    def __init__(self, every: int, publish: "Callable[[str], None]", warn: "Callable[[str], None] | None") -> None:
+    def __init__(self, every: int, publish: "Callable[[str], None]", warn: "Callable[[str], None]") -> None:
         """Begin to follow which modules are replicated. Call this before the script makes any.
 
         Args:
             publish: gets the content of the file.
-            warn: gets one line; None on ranks that need not say what all would.
+            warn: gets one line if that has failed.
 
         Raises AttributeError or KeyError: torch has no such hook.
         """
@@ -75,8 +90,9 @@ class ReplicaHashes:
         self._every, self._publish, self._warn = every, publish, warn
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: weakref.WeakKeyDictionary[Any, _Stepped] = weakref.WeakKeyDictionary()
-        self._numbers = 0
-        self._off = self._has_said = False
+        self._steppers = 0
+        self._sets: dict[tuple[int, ...], int] = {}  # how many there have been, by the ranks that hold them
+        self._off = self._note = ""
         self._weights: dict[Any, Any] = {}  # by device
         sys.modules["torch.nn.modules.module"].register_module_module_registration_hook(self._registered)
 
@@ -87,45 +103,76 @@ class ReplicaHashes:
             self._wrappers.add(module)
 
     def stepped(self, optimizer: "Any") -> None:
-        """Count a step of this optimizer; hash its replicas if that is due. An error turns the hashes off, with a warning."""
+        """Count a step of this optimizer; hash its replicas if that is due. An error ends that, and the file says why."""
         if self._off:
             return
         try:
             own = self._optimizers.get(optimizer)
             if own is None:
-                left_out = self._numbers >= MAX_OPTIMIZERS or _is_inside_sharded(optimizer)
-                own = self._optimizers[optimizer] = _Stepped(self._numbers, left_out)
-                self._numbers += 1
+                own = self._optimizers[optimizer] = _Stepped(self._steppers, _is_inside_sharded(optimizer))
+                self._steppers += 1
             own.steps += 1
             if (own.steps == 1 or own.steps % self._every == 0) and not own.left_out:
                 self._hash(optimizer, own)
         except FAULTS as error:
-            self._off = True
-            if self._warn is not None:
-                self._warn(f"integrity_every: replicas are no longer hashed in this round: {error!r}")
+            self._off = f"replicas are no longer hashed in this round: {error!r}"
+            try:
+                self._share()
+            except OSError as away:
+                self._warn(f"integrity_every: {self._off}; the agent does not know of it: {away}")
 
     def _hash(self, optimizer: "Any", own: _Stepped) -> None:
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized() and cuda.is_current_stream_capturing():
             return  # into a CUDA graph, which may not wait for the device
-        for ranks, tensors in self._replicas(optimizer).items():
-            of = f"{own.number}.{hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest()}"
-            values = own.hashes.setdefault((of, len(ranks)), {})
-            values[own.steps] = self._value(tensors)
+        found = self._replicas(optimizer)
+        if not own.hashes:
+            self._begin(optimizer, own, found)
+        counted = self._counted(own)
+        if counted < own.steps:
+            self._note = self._note or UNEQUAL
+        for ranks, tensors in () if own.left_out else found.items():
+            values = own.hashes.setdefault((self._name(own, ranks), len(ranks)), {})
+            values[own.steps] = counted, self._value(tensors)
             for step in values.keys() - kept(values, self._every):
                 del values[step]
-        if not own.hashes:
-            own.left_out = True
-            if self._warn is not None and not self._has_said:
-                self._has_said = True
-                self._warn(NO_REPLICAS)
-            return
-        sets = [(key, values) for each in self._optimizers.values() for key, values in each.hashes.items()]
-        self._publish(json.dumps([[*key, step, value] for key, values in sets for step, value in values.items()]))
+        self._share()
+
+    def _begin(self, optimizer: "Any", own: _Stepped, found: "dict[tuple[int, ...], list[tuple[str, Any]]]") -> None:
+        """Decide whether this optimizer is compared, and note what is not."""
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        none = parameters - sum(label == PARAMETER for tensors in found.values() for label, _ in tensors)
+        others = sum(bool(each.hashes) for each in self._optimizers.values())
+        if none and not self._note:
+            self._note = NO_REPLICAS.format(none=none, all=parameters, optimizer=type(optimizer).__name__)
+        if found and others >= MAX_OPTIMIZERS:
+            self._note = TOO_MANY
+        own.left_out = not found or others >= MAX_OPTIMIZERS
+
+    def _name(self, own: _Stepped, ranks: tuple[int, ...]) -> str:
+        if ranks not in own.names:
+            number = self._sets[ranks] = self._sets.get(ranks, 0) + 1
+            own.names[ranks] = f"{number}.{hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest()}"
+        return own.names[ranks]
+
+    def _counted(self, own: _Stepped) -> int:
+        """Return the steps of the optimizer that has made the fewest, once those that come after this one have made theirs."""
+        compared = [own, *(each for each in self._optimizers.values() if not each.left_out)]
+        return min(each.steps + (each.number > own.number and each.steps == own.steps - 1) for each in compared)
+
+    def _share(self) -> None:
+        """Write the file. Raises OSError."""
+        hashed = [
+            {"of": of, "replicas": replicas, "step": step, "counted": counted, "value": value}
+            for own in self._optimizers.values()
+            for (of, replicas), values in own.hashes.items()
+            for step, (counted, value) in values.items()
+        ]
+        self._publish(json.dumps({"schema": 1, "hashed": hashed, "off": self._off, "note": self._note}))
 
     def _replicas(self, optimizer: "Any") -> "dict[tuple[int, ...], list[tuple[str, Any]]]":
         """Return the tensors that are replicas, with a label each, by the ranks that hold the same."""
-        of_wrappers = dict(self._of_wrappers())
+        of_wrappers = dict(sorted(self._of_wrappers(), key=lambda item: (len(item[1]), item[1])))  # of two, the larger group
         sharded = isinstance(optimizer, _sharded_class())
         found: dict[tuple[int, ...], list[tuple[str, Any]]] = {}
         for group in optimizer.param_groups:
@@ -134,7 +181,7 @@ class ReplicaHashes:
                 if len(ranks) > 1:
                     state = {} if sharded else optimizer.state.get(parameter) or {}
                     named = sorted(state.items(), key=lambda item: str(item[0]))
-                    found.setdefault(ranks, []).extend([("parameter", parameter), *((str(name), value) for name, value in named)])
+                    found.setdefault(ranks, []).extend([(PARAMETER, parameter), *((str(name), value) for name, value in named)])
         return found
 
     def _of_wrappers(self) -> "Iterator[tuple[int, tuple[int, ...]]]":

@@ -174,7 +174,7 @@ class _Reports:
 
     def follow_replicas(self) -> None:
         """Begin to hash replicas, if the agent wants that. Call this once torch is imported, before there are any."""
-        path, wake_path, rank = self._hashes_path, self._wake_path, os.environ.get("RANK", "0")
+        path, wake_path = self._hashes_path, self._wake_path
         if not self._hash_every or path is None:
             return
 
@@ -182,9 +182,8 @@ class _Reports:
             error_file.replace(path, text)
             worker_env.wake(wake_path)
 
-        warn = _warn if rank == "0" else None  # on all ranks it would be the same
         try:
-            self._replicas = _load("replicas").ReplicaHashes(self._hash_every, publish, warn)
+            self._replicas = _load("replicas").ReplicaHashes(self._hash_every, publish, _warn)
         except (OSError, ImportError, AttributeError, KeyError) as error:  # elastic_ext is being replaced, or torch has changed
             _warn(f"integrity_every: replicas are not hashed: {error!r}")
 

@@ -200,6 +200,16 @@ def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path)
     assert resumed(tmp_path).step == 7
 
 
+def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_part_there(tmp_path):
+    for step in (5, 7):
+        save_own(tmp_path, step)
+    name = directory_name(7, 1)
+    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == [name]
+    for file in (tmp_path / name).iterdir():
+        os.utime(file, (time.time() + 5,) * 2)  # filesystems tell times in steps
+    assert resumed(tmp_path).step == 5
+
+
 def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_another_does_not(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save(tmp_path, 7)

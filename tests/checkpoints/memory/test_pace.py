@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.checkpoints.memory.pace import BUFFERS_HOLD_S, FIRST_EVERY, HOLD_S, SHARE, StepTimes, Timing, choose
+from elastic_ext.checkpoints.memory.pace import (
+    BUFFERS_HOLD_S,
+    FIRST_EVERY,
+    HOLD_S,
+    LEAST_SHARE,
+    SHARE,
+    StepTimes,
+    Timing,
+    choose,
+)
 from elastic_ext.hangs.detector import IDLE_FLOOR_S
 
 
@@ -23,10 +32,30 @@ from elastic_ext.hangs.detector import IDLE_FLOOR_S
             5,
             "a copy stalls for 0.01 s and waits for 0.04 s, 1% of 5 steps of 1 s at most",
         ),
+        # while nothing fails: the square root of 2 * 0.02 s * 10,000 s is 20 s
+        ((Timing(1.0, 0.02, age_s=10.0),), 2, "a copy stalls for 0.02 s, 1% of 2 steps of 1 s at most"),
+        ((Timing(1.0, 0.02, age_s=1e4),), 20, "a copy stalls for 0.02 s, and nothing has failed for 1e+04 s"),
+        ((Timing(1.0, 0.02, age_s=1e9),), 20, "a copy stalls for 0.02 s, and nothing has failed for 1e+09 s"),
+        ((Timing(1.0, 0.02, age_s=1e4), Timing(1.0, 0.01)), 2, "a copy stalls for 0.02 s, 1% of 2 steps of 1 s at most"),
+        ((Timing(1.0, 0.02, 40.0, age_s=1e4),), 50, "a copy is committed after 40 s, and a step takes 1 s"),
     ],
 )
 def test_as_often_as_costs_one_percent(timings, every, reason):
     assert choose(None, timings) == (every, reason)
+
+
+def test_the_longer_nothing_fails_the_rarer_copies_are_but_never_rarer_than_costs_a_thousandth():
+    chosen = [choose(None, [Timing(0.1, 0.02, age_s=age_s)])[0] for age_s in (0, 60, 600, 3600, 10**5, 10**8)]
+    assert chosen == [20, 20, 49, 120, 200, 200]
+    assert 0.02 / (chosen[-1] * 0.1) == pytest.approx(LEAST_SHARE)
+
+
+def test_the_age_of_a_job_is_the_time_that_its_workers_train():
+    times = StepTimes()
+    for step, now in ((1, 50.0), (2, 51.0), (3, 52.0)):
+        times.step_ends(step, now)
+        times.goes_on(step, now)
+    assert times.timing().age_s == 2.0
 
 
 def test_what_was_asked_for_wins_over_what_it_costs():

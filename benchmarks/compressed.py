@@ -144,7 +144,8 @@ class RealJob:
             self._fail(planned)
             print(f"failure {number} of {len(schedule)}: {planned}", file=sys.stderr, flush=True)
         ended_s = self._trains_until(len(schedule) + 1, tail_s)
-        verdicts = job_status.read(EtcdClient(self._endpoint), "job").ledger.verdicts
+        with EtcdClient(self._endpoint) as client:
+            verdicts = job_status.read(client, "job").ledger.verdicts
         return Played(schedule, self.rounds, failed_s, ended_s, verdicts)
 
     def _trains_until(self, rounds: int, seconds: float) -> float:

@@ -42,6 +42,6 @@ def three_hosts(side: str, folder: Path) -> Iterator[Agents]:
             return
         first = net.hosts[0]
         where = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:{PORT}"]
-        # All hosts share this machine's name, so stock cannot tell which of them is to have the store.
+        # All hosts share this machine's name, so stock cannot know which of them is to have the store.
         own = [[f"--local-addr={h.address}", f"--rdzv-conf=is_host={int(h is first)}"] for h in net.hosts]
         yield Agents([[*h.inside, *torchrun, *where, *each] for h, each in zip(net.hosts, own, strict=True)], variables)

@@ -208,7 +208,7 @@ def kill_whole(pid: int) -> None:
 def private_directories(pids: Iterable[int]) -> set[str]:
     """The private directories of the agents whose reapers are among these processes.
 
-    A reaper names its agent's, as its last argument. The names alone do not tell: agents that are not ours have such, too.
+    A reaper names its agent's, as its last argument. The names alone do not show it: agents that are not ours have such, too.
     """
     found = set()
     for pid in pids:

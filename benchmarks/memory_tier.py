@@ -5,7 +5,7 @@
 
 All of it on this machine, over loopback, with the state on the CPU or (--device=cuda) on a GPU. Each part runs its ways in turn.
 
-cost      One worker under an agent trains so many steps, and its state is saved in one of these ways. Throughput: its steps per
+cost      One worker under an agent trains, and its state is saved in one of these ways. Throughput: its steps per
           second, as a share of those without any save. Stall: the median time until the call returns.
 failure   Two and three agents with a worker each, the state sharded over them, and etcd (lease_ttl=2). A worker, or all processes
           of a node, get SIGKILL. The node's place is taken by a spare that has waited (spare), by a new agent that is started at

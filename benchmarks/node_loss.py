@@ -127,7 +127,7 @@ class ClusterJob:
         conf = [self.conf] if self.conf else []
         variables = {"NODE": node}
         if self.backend == "c10d":
-            conf.append(f"is_host={int(not self.agents)}")  # all nodes share this host's name, so stock cannot tell its host
+            conf.append(f"is_host={int(not self.agents)}")  # all nodes share this host's name, so stock cannot know its host
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.link is not None:
             variables["GLOO_SOCKET_IFNAME"] = f"{self.link.name}{'f' if far else 'n'}"

@@ -83,6 +83,7 @@ BENCHMARKS = (
     Benchmark(
         "stragglers", LATENESS, "--repeat=1 --rows=host-10,rank-10 --seconds=90 --quiet-minutes=0 --pairs=0", "ten", "root"
     ),
+    Benchmark("stragglers", LATENESS, "--rows= --pairs=0", "quiet", "root"),
     Benchmark("integrity", ("elastic_ext/workers/bootstrap", "elastic_ext/failures", "elastic_ext/agent"), "--repeat=1"),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
     Benchmark("growth", ETCD),

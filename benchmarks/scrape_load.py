@@ -76,7 +76,7 @@ class Rates:
                     self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        """Raises RuntimeError if so many do not come."""
+        """Raises RuntimeError if fewer come."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._seen) >= count, START_S):
                 raise RuntimeError(f"{len(self._seen)} rates in {START_S:g} s, expected {count}; exit code {self._job.poll()}")
@@ -102,7 +102,7 @@ def leaked(pid: int, before: tuple[int, int]) -> tuple[int, int]:
         more = held(pid)[0] - before[0], held(pid)[1] - before[1]
         if max(more) <= 0 or time.monotonic() > end:
             return more
-        time.sleep(0.2)  # nothing tells of it
+        time.sleep(0.2)  # no event marks it
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ FIGURES: Mapping[str, Figure] = {
     "etcd is away": Figure(300, "s, once in 30 days", ASSUMED),
     "storage is away": Figure(1800, "s, once in 30 days", ASSUMED),
 }
-MULTIPLE_NODES: Mapping[int, int] = {2: 39, 3: 10, 4: 3, 5: 2, 6: 1, 9: 1, 14: 1}  # groups of so many nodes in that trace
+MULTIPLE_NODES: Mapping[int, int] = {2: 39, 3: 10, 4: 3, 5: 2, 6: 1, 9: 1, 14: 1}  # groups of that trace, by their nodes
 
 REPAIR_MEDIAN_S = FIGURES["repair, median"].value * 3600
 REPAIR_SIGMA = math.sqrt(2 * math.log(FIGURES["repair, mean"].value / FIGURES["repair, median"].value))

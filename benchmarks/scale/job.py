@@ -120,7 +120,7 @@ class Job:
         self._failure_number = 0
 
     def run(self, failures: int, seconds: float) -> Account:
-        """Run until so many failures have come and so much time has passed, and return the account."""
+        """Run until both limits are passed, and return the account."""
         self._start_of_repairs()
         self._next_failure()
         if self.side.judges:
@@ -380,7 +380,7 @@ class Job:
             self._bug = None
             return [(MENDING, RESUBMIT_S), *again], MENDING
         self.account.wrong[f"infrastructure is stopped{' as code' if as_code else ''}: {fault.key}, {rule}"] += 1
-        for host in fault.hosts:  # whoever submits it again leaves the bad node out
+        for host in fault.hosts:  # the user who submits it again leaves the bad node out
             if self._faults.pop(host, None) or fault.truth is Truth.NODE:
                 self._leave(host)
         return [(WRONG, RESUBMIT_S), (WAITING, 0.0), *again], WRONG

@@ -24,7 +24,7 @@ class Pass:
 
 
 def one_loss(nodes: int, spares: int = 1) -> Pass:
-    """Let a job of so many nodes lose one, and return what its leader decided."""
+    """Let a job of this number of nodes lose one, and return what its leader decided."""
     limits = Limits(nodes, nodes, 2.0)
     records = {
         f"n{number}#1": Node(int(number >= nodes), 8, "default", f"10.0.0.{number}", 29500) for number in range(nodes + spares)

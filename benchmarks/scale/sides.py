@@ -169,7 +169,7 @@ class Copies:
         return running_s * (1 - self.stalled) - made * self.copy_s
 
     def running_s(self, kept_s: float) -> float:
-        """Return how long it runs for so many seconds of steps."""
+        """Return how long it runs for this many seconds of steps."""
         found = kept_s
         for _ in range(5):  # each time the error falls by the share of the stalls
             found = kept_s + found - self.kept_s(found)

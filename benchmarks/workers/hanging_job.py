@@ -60,7 +60,7 @@ def stamp(**events: int) -> None:
 
 
 def cut() -> None:
-    """Cut the way between the hosts of ranks 1 and 2, for good. A route tells each rank the address of its own host."""
+    """Cut the way between the hosts of ranks 1 and 2, for good. A route gives each rank the address of its own host."""
     sys.path.insert(0, str(ROOT))
     from tests.networks import SERVER, Host, Network
 
@@ -94,7 +94,7 @@ def fault(other: dist.ProcessGroup) -> None:
 
 
 def train(goes_on: Callable[[int], bool]) -> None:
-    """goes_on: whether to take one more step after so many."""
+    """goes_on: whether to take one more step after this many."""
     weight = torch.nn.Parameter(torch.ones(4, device=DEVICE))
     optimizer = torch.optim.SGD([weight], lr=0.01)
     for done in count():
@@ -122,7 +122,7 @@ def works_alone() -> None:
 
 
 def trains_first() -> bool:
-    """Whether nothing has happened yet. The restart count does not tell: stock's agents count apart, and not every restart."""
+    """Whether nothing has happened yet. The restart count does not show it: stock's agents count apart, and not every restart."""
     return not os.path.exists(STAMPS) or '"fault"' not in Path(STAMPS).read_text()
 
 

@@ -73,9 +73,9 @@ def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None
     events.connect(path)
     worker = {"node": os.environ.get("NODE", ""), "pid": os.getpid(), "rank": dist.get_rank(), "world": dist.get_world_size()}
 
-    def tell(event: str, step: int, stall_s: float = 0.0, every: int = 0) -> None:
-        told = {**worker, "event": event, "step": step, "ns": time.monotonic_ns(), "stall_s": stall_s, "every": every}
-        events.send(json.dumps(told).encode())
+    def report(event: str, step: int, stall_s: float = 0.0, every: int = 0) -> None:
+        fields = {**worker, "event": event, "step": step, "ns": time.monotonic_ns(), "stall_s": stall_s, "every": every}
+        events.send(json.dumps(fields).encode())
 
     model, (products, size) = model_of(megabytes), A_MS[DEVICE]
     one = torch.rand(size, size, device=DEVICE, dtype=torch.float32 if DEVICE == "cpu" else torch.bfloat16)
@@ -91,7 +91,7 @@ def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None
         if mode == "memory":  # most calls copy nothing
             reports.report_copied = lambda step, stall_s, every: copied.append((stall_s, every))
         first = checkpointer.load().step
-        tell("resumed", first)
+        report("resumed", first)
         step = first
         while not steps or step < first + steps:
             for _ in range(step_ms * products):
@@ -106,9 +106,9 @@ def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None
             if step % every == 0:
                 save(step)
                 stalls.append(time.monotonic() - began)
-            tell("step", step)
+            report("step", step)
         counted = [stall_s for stall_s, _ in copied] if mode == "memory" else stalls
-        tell("done", step, statistics.median(counted[len(counted) // 3 :] or [0.0]), copied[-1][1] if copied else every)
+        report("done", step, statistics.median(counted[len(counted) // 3 :] or [0.0]), copied[-1][1] if copied else every)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A job with steps of a fixed time that saves every so many steps, and fails when it is told to.
+"""A job with steps of a fixed time that saves every SAVE_EVERY steps, and fails on a signal.
 
     scheduled_job.py SOCKET STEP_MS SAVE_EVERY
 
@@ -43,12 +43,12 @@ def main(path: str, step_s: float, save_every: int) -> None:
         parameter.grad = torch.zeros_like(parameter)
     with Checkpointer(model=model, optimizer=optimizer, keep_last=2) as checkpointer:
 
-        def tell(event: str, step: int) -> None:
-            told = {**worker, "event": event, "step": step, "saved": checkpointer.last_saved, "ns": time.monotonic_ns()}
-            events.send(json.dumps(told).encode())
+        def report(event: str, step: int) -> None:
+            fields = {**worker, "event": event, "step": step, "saved": checkpointer.last_saved, "ns": time.monotonic_ns()}
+            events.send(json.dumps(fields).encode())
 
         step = checkpointer.load().step
-        tell("resumed", step)
+        report("resumed", step)
         while True:
             time.sleep(step_s)
             dist.all_reduce(torch.ones(1))
@@ -57,7 +57,7 @@ def main(path: str, step_s: float, save_every: int) -> None:
             if step % save_every == 0:
                 checkpointer.save(step)
             if worker["rank"] == 0:
-                tell("step", step)
+                report("step", step)
 
 
 if __name__ == "__main__":

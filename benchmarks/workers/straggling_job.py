@@ -5,7 +5,7 @@
 PLAN: a JSON object.
 
     step_s     each rank sleeps so long in a step
-    matmul     and multiplies so many matrices of 256 x 256
+    matmul     and multiplies a number of matrices of 256 x 256
     late       ranks that sleep longer, by late_s
     late_s
     begin_s    after the first step; from then on they do

@@ -1,47 +1,21 @@
 """The benchmarks run and report what they promise. Their figures are not tested, because those need a quiet machine."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import hangs
+import jobs
+import measure
+import node_loss
 import pytest
+import report
+import restart
+import restart_reliability
 
+from tests.benchmarks.runs import BENCHMARKS, TIMEOUT_S, result
 from tests.jobs import ROOT, wait_gone
 from tests.programs import needs
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import hangs  # noqa: E402
-import jobs  # noqa: E402
-import measure  # noqa: E402
-import node_loss  # noqa: E402
-import report  # noqa: E402
-import restart  # noqa: E402
-import restart_reliability  # noqa: E402
-
-TIMEOUT_S = 300
-
-
-def result(script: str, results: Path, *options: str, timeout_s: float = TIMEOUT_S) -> dict:
-    """Run a benchmark and return its JSON line, which must be the last line of its output and the file that it left.
-
-    Its exit code must be 0, or 1 where it says that a promise was not kept.
-    """
-    command = [sys.executable, str(BENCHMARKS / script), "--results", str(results), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    line = done.stdout.splitlines()[-1]
-    record = json.loads(line)
-    assert done.returncode == int(not record.get("kept", True)), done.stdout + done.stderr
-    assert (results / f"{record['benchmark']}.json").read_text() == line + "\n"
-    assert (results / f"{record['benchmark']}.md").read_text().strip() in done.stdout
-    draws = "entry_point" not in script and importlib.util.find_spec("matplotlib") is not None
-    assert (results / f"{record['benchmark']}.png").exists() == draws
-    assert {"cores", "load_1m", "python", "torch"} == record["machine"].keys()
-    return record
 
 
 def test_the_page_of_results_is_up_to_date():
@@ -302,7 +276,7 @@ MEMORY_TIER = ("--mb=8", "--nodes=2", "--repeat=1", "--steps=20", "--step-ms=5")
 @pytest.mark.timeout(450)
 @pytest.mark.xdist_group("memory_tier")
 def test_memory_tier(tmp_path):
-    record = result("memory_tier.py", tmp_path, *MEMORY_TIER, "--parts=cost,rates", "--ways=async", timeout_s=400)
+    record = result("memory_tier.py", tmp_path, *MEMORY_TIER, "--parts=cost,rates", "--ways=async")
     assert {row["way"]: row["throughput"] for row in record["cost"]}["no saves"] == 1.0
     ways = ("copy", "out", "back", "socket", "peer")
     assert [way for way in ways if record["rates"][0][f"{way}_gb_s"] is None] == []  # a share of a slow one is rounded to 0
@@ -313,7 +287,7 @@ def test_memory_tier(tmp_path):
 @pytest.mark.xdist_group("memory_tier")
 @pytest.mark.parametrize("fault", ["worker", "node"])
 def test_memory_tier_after_a_failure(tmp_path, fault):
-    (row,) = result("memory_tier.py", tmp_path, *MEMORY_TIER, "--parts=failure", f"--faults={fault}", timeout_s=400)["failure"]
+    (row,) = result("memory_tier.py", tmp_path, *MEMORY_TIER, "--parts=failure", f"--faults={fault}")["failure"]
     assert row["fault"] == fault
     assert row["memory_s"] > 0
     assert row["disk_s"] > 0

@@ -1,34 +1,20 @@
 """benchmarks/hangs.py runs and reports what it promises. Its figures are not tested."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 
+import hangs
 import pytest
+from jobs import Stamp
 
-from tests.jobs import ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import hangs  # noqa: E402
-from jobs import Stamp  # noqa: E402
-
-TIMEOUT_S = 400
+from tests.benchmarks.runs import BENCHMARKS, TIMEOUT_S, result
 
 
 @pytest.mark.full
 def test_one_row(tmp_path):
-    options = ["--repeat=1", "--rows=spin,evaluates", "--timeout=40", "--alone=25", f"--results={tmp_path}"]
-    command = [sys.executable, str(BENCHMARKS / "hangs.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = done.stdout.splitlines()[-1]
-    record = json.loads(line)
-    assert (tmp_path / "hangs.json").read_text() == line + "\n"
-    assert (tmp_path / "hangs.md").read_text().strip() in done.stdout
+    record = result("hangs.py", tmp_path, "--repeat=1", "--rows=spin,evaluates", "--timeout=40", "--alone=25")
     [row] = record["rows"]
     for side in ("ours", "stock"):
         assert row[side]["lost"] == 0

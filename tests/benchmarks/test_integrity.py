@@ -1,32 +1,15 @@
 """benchmarks/integrity.py runs and reports what it promises. Its figures are not tested."""
 
-import json
-import subprocess
-import sys
-
+import integrity
 import pytest
+from integrity import ROWS, Try
 
-from tests.jobs import ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import integrity  # noqa: E402
-from integrity import ROWS, Try  # noqa: E402
-
-TIMEOUT_S = 400
+from tests.benchmarks.runs import result
 
 
 @pytest.mark.full
 def test_one_row(tmp_path):
-    options = ["--repeat=1", "--rows=parameter-2", "--mb=1", f"--results={tmp_path}"]
-    command = [sys.executable, str(BENCHMARKS / "integrity.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    line = done.stdout.splitlines()[-1]
-    record = json.loads(line)
-    assert done.returncode == int(not record["kept"]), done.stdout + done.stderr
-    assert (tmp_path / "integrity.json").read_text() == line + "\n"
-    assert (tmp_path / "integrity.md").read_text().strip() in done.stdout
+    record = result("integrity.py", tmp_path, "--repeat=1", "--rows=parameter-2", "--mb=1")
     [row] = record["rows"]
     [found] = row["tries"]
     assert row["kept"], record

@@ -7,30 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import node_loss
 import pytest
+from node_loss import Cell, JobEvents, Outcome, Result, WorkerEvent
 
-from tests.jobs import ROOT
+from tests.benchmarks.runs import result
 
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import node_loss  # noqa: E402
-from node_loss import Cell, JobEvents, Outcome, Result, WorkerEvent  # noqa: E402
-
-TIMEOUT_S = 300
 MARK = "NODE_LOSS_OF_TEST"  # in the environment of all processes of a run
 
 
 @pytest.mark.full
 def test_one_row_of_ours(tmp_path):
-    options = ["--repeat=1", "--rows=node", "--sides=ours-2", f"--results={tmp_path}"]
-    command, environ = [sys.executable, str(BENCHMARKS / "node_loss.py"), *options], {**os.environ, MARK: str(os.getpid())}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = done.stdout.splitlines()[-1]
-    record = json.loads(line)
-    assert (tmp_path / "node_loss.json").read_text() == line + "\n"
-    assert (tmp_path / "node_loss.md").read_text().strip() in done.stdout
+    marked = {**os.environ, MARK: str(os.getpid())}
+    record = result("node_loss.py", tmp_path, "--repeat=1", "--rows=node", "--sides=ours-2", env=marked)
     [row] = record["rows"]
     side = row["ours-2"]
     assert side["outcomes"] == [["trains again", side["median_s"]]]

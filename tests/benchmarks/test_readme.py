@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT
+from tests.benchmarks.runs import BENCHMARKS
 
-BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 README = (BENCHMARKS / "README.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL))

@@ -1,41 +1,17 @@
 """benchmarks/rendezvous.py and steady_state.py run with a few agents and report what they promise. No figure is tested."""
 
-import importlib.util
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
+import agent_processes
+import etcd_traffic
 import pytest
+import rendezvous
+import steady_state
 
-from tests.jobs import ROOT
+from tests.benchmarks.runs import result
 
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import agent_processes  # noqa: E402
-import etcd_traffic  # noqa: E402
-import rendezvous  # noqa: E402
-import steady_state  # noqa: E402
-
-TIMEOUT_S = 300
 AGENTS = 6
 FEW = ("--repeat=1", "--loops=2", "--processes=2")
-
-
-def result(script: str, results: Path, *options: str, code: int = 0) -> dict:
-    """Run a benchmark and return its JSON line, which must be the last line of its output and the file that it left."""
-    command = [sys.executable, str(BENCHMARKS / script), "--results", str(results), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    line = done.stdout.splitlines()[-1]
-    record = json.loads(line)
-    name = record["benchmark"]
-    assert (results / f"{name}.json").read_text() == line + "\n"
-    assert (results / f"{name}.md").read_text().strip() in done.stdout
-    assert (results / f"{name}.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
-    return record
 
 
 @pytest.mark.full

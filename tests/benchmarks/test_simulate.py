@@ -1,29 +1,23 @@
 """benchmarks/simulate.py: the simulated jobs agree with closed forms, and it is the product that decides in them."""
 
-import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import compressed
 import pytest
+import simulate
+from scale import causes, decisions, inputs, job, rounds, scheduled, sides, study
+from scale.causes import Truth
+from scale.job import Job, Setup
+from scale.scheduled import Measured, Planned, Scheduled
+from scale.sides import IDEAL, OURS, OURS_DISK, SIDES, STOCK_JOB, Scale
+from scale.study import Effort
 
 from elastic_ext.failures import judgement
 from elastic_ext.planning.expectation import WAITING as PLANNED_WAITING
 from elastic_ext.planning.expectation import FailureClass, Supply, expect
-from tests.jobs import ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import compressed  # noqa: E402
-import simulate  # noqa: E402
-from scale import causes, decisions, inputs, job, rounds, scheduled, sides, study  # noqa: E402
-from scale.causes import Truth  # noqa: E402
-from scale.job import Job, Setup  # noqa: E402
-from scale.scheduled import Measured, Planned, Scheduled  # noqa: E402
-from scale.sides import IDEAL, OURS, OURS_DISK, SIDES, STOCK_JOB, Scale  # noqa: E402
-from scale.study import Effort  # noqa: E402
+from tests.benchmarks.runs import BENCHMARKS, result
 
 MANY = Effort(jobs=4, failures=1000, processes=1)
 
@@ -235,17 +229,12 @@ def test_a_leader_of_many_nodes_decides_as_one_of_a_few(nodes):
 @pytest.mark.seam
 def test_a_short_run(tmp_path: Path):
     options = ("--sizes=64,1024", "--jobs=2", "--failures=3", "--processes=1", "--parts=decisions,checks")
-    command = [sys.executable, str(BENCHMARKS / "simulate.py"), "--results", str(tmp_path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
+    record = result("simulate.py", tmp_path, *options)
     assert [(each["gpus"], each["side"]) for each in record["sizes"]] == [
         (gpus, side.name) for gpus in (64, 1024) for side in SIDES
     ]
     assert record["decisions"].keys() == inputs.MIXES.keys()
     assert record["checks"]["Meta's formula"]
-    assert (tmp_path / "simulate.md").read_text().strip() in done.stdout
-    assert (tmp_path / "simulate.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_an_unknown_part_is_refused(monkeypatch, capsys):

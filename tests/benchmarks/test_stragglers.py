@@ -1,32 +1,16 @@
 """benchmarks/stragglers.py runs and reports what it promises. Its figures are not tested."""
 
-import json
-import subprocess
-import sys
-
 import pytest
+import stragglers
+from stragglers import ROWS, Found, Try
 
-from tests.jobs import ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
-
-import stragglers  # noqa: E402
-from stragglers import ROWS, Found, Try  # noqa: E402
-
-TIMEOUT_S = 400
+from tests.benchmarks.runs import result
 
 
 @pytest.mark.full
 def test_one_row(tmp_path):
-    options = ["--repeat=1", "--rows=host-30", "--quiet-minutes=0.05", "--pairs=1", "--pair-seconds=2", f"--results={tmp_path}"]
-    command = [sys.executable, str(BENCHMARKS / "stragglers.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    line = done.stdout.splitlines()[-1]
-    record = json.loads(line)
-    assert done.returncode == int(not record["kept"]), done.stdout + done.stderr
-    assert (tmp_path / "stragglers.json").read_text() == line + "\n"
-    assert (tmp_path / "stragglers.md").read_text().strip() in done.stdout
+    short = ("--quiet-minutes=0.05", "--pairs=1", "--pair-seconds=2")
+    record = result("stragglers.py", tmp_path, "--repeat=1", "--rows=host-30", *short)
     [row] = record["rows"]
     assert (row["right"], row["tries"]) == (1, 1)
     assert row["all_s"] == [row["median_s"]]

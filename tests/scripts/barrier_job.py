@@ -2,6 +2,8 @@
 
 import os
 
+from lines import say
+
 import elastic_ext
 from elastic_ext.base.errors import RanksMissing
 
@@ -10,5 +12,5 @@ for number in range(10 - rank):
     try:
         elastic_ext.health_barrier(2 if number == 9 else 60)
     except RanksMissing as error:
-        print(f"rank {rank}: {error} {error.ranks}", flush=True)
-print(f"passed {rank}", flush=True)
+        say(f"rank {rank}: {error} {error.ranks}")
+say(f"passed {rank}")

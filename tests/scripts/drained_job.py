@@ -10,6 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from lines import say
 
 import elastic_ext
 
@@ -30,7 +31,7 @@ def save() -> None:
     dist.barrier()
 
 
-print(f"rank {rank} of {world} attempt {attempt} from step {step}", flush=True)
+say(f"rank {rank} of {world} attempt {attempt} from step {step}")
 while True:
     time.sleep(0.005)
     sums = torch.cat([weight - (rank + 1), torch.tensor([float(os.path.exists(os.environ["STOP"]))], dtype=torch.float64)])

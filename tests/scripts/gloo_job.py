@@ -11,6 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from lines import say
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dist.init_process_group("gloo")
@@ -19,13 +20,13 @@ value = torch.ones(1)
 for _ in range(3):
     dist.all_reduce(value)
 report = {"rank": rank, "world": dist.get_world_size(), "attempt": attempt, "pid": os.getpid()}
-sys.stdout.write(json.dumps(report) + "\n")  # one write: print() makes two, and the ranks share the console
+say(json.dumps(report))
 dist.barrier()  # all have said so before one does what it was told
 
 
 def ignore_term() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("ignoring", flush=True)
+    say("ignoring")
     dist.barrier()
     while True:
         signal.pause()

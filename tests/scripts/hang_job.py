@@ -13,6 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from lines import say
 
 import elastic_ext
 
@@ -44,7 +45,7 @@ def evaluate() -> None:
     """Longer than any limit of the tests; then on with the training."""
     with elastic_ext.phase("eval"):
         time.sleep(float(os.environ["EVAL_S"]))
-    print(f"evaluated {rank}", flush=True)
+    say(f"evaluated {rank}")
 
 
 def starve() -> None:
@@ -68,7 +69,7 @@ while True:
     done += 1
     if done == STEPS:
         report = {"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid()}
-        sys.stdout.write(json.dumps(report) + "\n")
+        say(json.dumps(report))
         sys.stdout.flush()
         for fault in faults:
             FAULTS[fault]()

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import torch
+from lines import say
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -35,7 +36,7 @@ def count(module, args, kwargs):
     global steps
     steps += module.training
     if steps == 3:
-        print(f"under way {rank}", flush=True)
+        say(f"under way {rank}")
     if attempt == 0 and os.environ.get("KILL") == f"{rank}:{steps}":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,6 +62,6 @@ args = TrainingArguments(
 trainer = Trainer(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[SaveOnDemand()])
 trainer.train(resume_from_checkpoint=elastic_ext.resume_from())
 end = trainer.state.global_step
-print(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - steps} to {end}", flush=True)
+say(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - steps} to {end}")
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+from lines import say
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ mine_s = step_s + (late_s if str(rank) in late or host in late else 0.0)
 torch.set_num_threads(1)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-print(f"rank {rank} is process {os.getpid()} on {host}", flush=True)
+say(f"rank {rank} is process {os.getpid()} on {host}")
 over, steps = torch.zeros(1), 0
 while not over.item():
     time.sleep(mine_s)
@@ -35,5 +36,5 @@ while not over.item():
         elastic_ext.report_saved(steps, 0.001)
     over.fill_(stop.exists())
     distributed.all_reduce(over)
-print(f"rank {rank} is done", flush=True)
+say(f"rank {rank} is done")
 distributed.destroy_process_group()

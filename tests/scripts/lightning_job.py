@@ -10,6 +10,7 @@ import sys
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lines import say
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ext
@@ -37,7 +38,7 @@ class Line(pl.LightningModule):
         """For the test: how many batches this process has begun."""
         self.batches += 1
         if self.batches == 3 * ACCUMULATE:
-            print(f"under way {rank}", flush=True)
+            say(f"under way {rank}")
         if attempt == 0 and os.environ.get("KILL") == f"{rank}:{self.batches / ACCUMULATE:g}":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -60,9 +61,6 @@ trainer = pl.Trainer(
 )
 trainer.fit(model, DataLoader(data, batch_size=4), ckpt_path=elastic_ext.resume_from())
 end = trainer.global_step
-print(
-    f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - model.batches / ACCUMULATE:g} to {end}",
-    flush=True,
-)
+say(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - model.batches / ACCUMULATE:g} to {end}")
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -19,6 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from lines import say
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_ext
@@ -58,11 +59,11 @@ if (path := elastic_ext.resume_from()) is not None:
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
     step = found["step"]
-print(f"rank {rank} on {os.environ.get('NODE')} attempt {attempt} from step {step}", flush=True)
+say(f"rank {rank} on {os.environ.get('NODE')} attempt {attempt} from step {step}")
 
 
 def flip(what: str) -> None:
-    print(f"rank {rank}: a bit flips at {time.monotonic()}", flush=True)
+    say(f"rank {rank}: a bit flips at {time.monotonic()}")
     parameter = optimizer.param_groups[0]["params"][0]
     tensor = parameter if what == "parameter" else optimizer.state[parameter]["exp_avg"]
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -92,8 +93,8 @@ while (flips and not sleep_s) or step < int(os.environ["STEPS"]):
         torch.save(state, f"{folder}/new")
         os.replace(f"{folder}/new", f"{folder}/checkpoints/step_{step}.pt")
     if flips and not sleep_s and step > int(flips[0][2]) and step % EVERY == 0:
-        print(f"rank {rank} waits after step {step}", flush=True)
+        say(f"rank {rank} waits after step {step}")
         signal.pause()
 dist.all_reduce(total := loss.detach().clone())
-print(f"rank {rank} attempt {attempt} loss {total.item().hex()}", flush=True)
+say(f"rank {rank} attempt {attempt} loss {total.item().hex()}")
 dist.destroy_process_group()

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from lines import say
 
 import elastic_ext
 
 rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 how = sys.argv[2:]
 dist.init_process_group("gloo")
-print(f"started {rank} of {dist.get_world_size()} attempt {attempt}", flush=True)
+say(f"started {rank} of {dist.get_world_size()} attempt {attempt}")
 step = 0
 while True:
     time.sleep(0.002 * (rank + 1) if step % 3 == rank % 3 else 0)  # the work of a step
@@ -30,10 +31,10 @@ while True:
         while not os.path.exists(os.environ["STALL"]):
             time.sleep(0.01)
     if step == 3:
-        print(f"steps {rank} attempt {attempt}", flush=True)
+        say(f"steps {rank} attempt {attempt}")
     if elastic_ext.save_requested():
         begin = time.monotonic()
-        print(f"saves {rank}", flush=True)
+        say(f"saves {rank}")
         while "SAVE_WHEN" in os.environ and not os.path.exists(os.environ["SAVE_WHEN"]):
             time.sleep(0.01)
         if "slow" in how:
@@ -42,7 +43,7 @@ while True:
             file.write(f"{step}\n")
         dist.barrier()
         elastic_ext.report_saved(step, time.monotonic() - begin)
-        print(f"saved by {rank}", flush=True)
+        say(f"saved by {rank}")
     if over.item():
         break
 dist.destroy_process_group()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from lines import say
 from torch import nn
 
 from elastic_ext import Checkpointer
@@ -38,7 +39,7 @@ def main(directory: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     checkpointer = Checkpointer(model=model, optimizer=optimizer)
     step = loaded = checkpointer.load().step
-    print(f"loaded {step} ({model.weight.item():g}) rank {rank} of {dist.get_world_size()} on {node} run {run} pid {os.getpid()}")
+    say(f"loaded {step} ({model.weight.item():g}) rank {rank} of {dist.get_world_size()} on {node} run {run} pid {os.getpid()}")
     told, holds = torch.zeros(2), False
     while not told[0].item():
         told = torch.tensor([float(rank == 0 and (directory / each).exists()) for each in ("finish", "hold")])
@@ -49,13 +50,13 @@ def main(directory: Path) -> None:
         optimizer.zero_grad()
         step += 1
         if step == loaded + 2 * SAVE_EVERY:
-            print(f"trains rank {rank} on {node} run {run}", flush=True)
+            say(f"trains rank {rank} on {node} run {run}")
         asked = checkpointer.save_requested(step)
         if asked or (step % SAVE_EVERY == 0 and not holds):
             checkpointer.save(step, wait=asked)
         if told[1].item() and not holds:
             holds = True
-            print(f"saves no more by itself after {step}", flush=True)
+            say(f"saves no more by itself after {step}")
         what = fault(directory)
         if what == ["bug"]:
             raise NameError("a bug on one node")
@@ -63,7 +64,7 @@ def main(directory: Path) -> None:
             os._exit(int(what[1]))
     checkpointer.save(step, wait=True)
     checkpointer.close()
-    print(f"finished {step} rank {rank} on {node} run {run}", flush=True)
+    say(f"finished {step} rank {rank} on {node} run {run}")
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from lines import say
 from spinning_group import Delay, Spin
 
 from elastic_ext.workers import progress_layout
@@ -112,15 +113,12 @@ while True:
     done += 1
     if done >= STEPS and answered and not begun:
         begun = True
-        print(
-            json.dumps({"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid(), "at_s": time.monotonic()}),
-            flush=True,
-        )
+        say(json.dumps({"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid(), "at_s": time.monotonic()}))
         for fault in sorted(faults):
             FAULTS[fault]()
-            print(f"{fault} is over at {rank}", flush=True)
+            say(f"{fault} is over at {rank}")
     if over:
         break
     time.sleep(0.1)
-print(f"finished {rank}", flush=True)
+say(f"finished {rank}")
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -9,6 +9,8 @@ import importlib
 import signal
 import sys
 
+from lines import say
+
 from elastic_ext.agent.__main__ import main
 
 at, number, watched, _, *args = sys.argv[1:]
@@ -34,6 +36,6 @@ def before(name: str, action) -> None:
 left = [signal.Signals[number]]
 before(at, lambda: left and signal.raise_signal(left.pop()))
 for each in watched.split(","):
-    before(each, lambda each=each: print(f"enters {each}", flush=True))
+    before(each, lambda each=each: say(f"enters {each}"))
 sys.argv[1:] = args
 sys.exit(main())

@@ -195,6 +195,7 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     part.create = counted
     if "least_send_s" in args:
         pace.LEAST_SEND_S, mirror.FIRST_PAUSE_S = args["least_send_s"], mirror.MAX_PAUSE_S
+    mirror.PIECE = args.get("piece", mirror.PIECE)
     training = Training(rank, world, args.get("elements", 600))
 
     def note(step: int, stall_s: float, every: int) -> None:

@@ -2,8 +2,8 @@
 
 A rank's keeper is a rank of another node, in another failure domain where there is one. Once every rank has written its part,
 each sends it to its keeper over the group of the copies, from buffer to buffer; the copy is committed after that. So a
-committed copy is as a rule on two nodes. A keeper without memory for a part does not take it, and after a part that took too
-long to send, none is sent for a while: the copy is then on its own node only, and the log says so once.
+committed copy is as a rule on two nodes. A keeper without memory for a part does not take it, and a part that takes too long to
+send is given up, and none is sent for a while: the copy is then on its own node only, and the log says so once.
 
 Every rank knows from the reports of all ranks which parts are sent. What could fail on one rank alone comes before its report,
 so that no rank waits for another in vain.
@@ -148,7 +148,7 @@ class Mirror:
     def exchange(self, name: str, own: Buffer, reports: Sequence[RankReport], limit_s: float) -> None:
         """Send this rank's part of a copy, and receive those of others. Collective.
 
-        limit_s: a part that takes longer is followed by a pause.
+        limit_s: a part that takes longer is given up, and a pause follows.
 
         Raises RuntimeError if the ranks cannot communicate.
         """
@@ -166,13 +166,15 @@ class Mirror:
         self._note(rank in found[self._keeping[rank]], own.size)
 
     def _send(self, part: Tensor, limit_s: float) -> None:
-        began = time.monotonic()
+        """Send a part. After the limit only one byte of each piece goes: gloo takes that for the piece, the checksum does not."""
+        began, slow = time.monotonic(), False
         for piece in part.split(PIECE):
-            pause = self._bucket.take(piece.nbytes, time.monotonic())
-            if pause > 0:
+            pause = 0.0 if slow else self._bucket.take(piece.nbytes, time.monotonic())
+            slow = slow or time.monotonic() + pause - began > limit_s
+            if pause > 0 and not slow:
                 time.sleep(pause)
-            self._ranks.send(piece, self._keeping[self._ranks.rank])
-        slow = time.monotonic() - began > limit_s
+            self._ranks.send(piece[:1] if slow else piece, self._keeping[self._ranks.rank])
+        slow = slow or time.monotonic() - began > limit_s
         self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), MAX_PAUSE_S) if slow else 0.0
         self._paused_until = time.monotonic() + self._pause_s
 
@@ -182,10 +184,11 @@ class Mirror:
         saves.report_part_sent(size if kept else None)
         if self._alone and not before:
             logger.warning(
-                "the copies in memory of rank %s are on this node only, as rank %s does not take them; if this node is lost, the "
-                "job resumes from an older checkpoint",
+                "the copies in memory of rank %s are on this node only, as rank %s %s; if this node is lost, the job resumes from "
+                "an older checkpoint",
                 self._ranks.rank,
                 self._keeping[self._ranks.rank],
+                "gets them too slowly" if self._pause_s else "does not take them",
             )
         elif before and kept:
             logger.warning("rank %s takes the copies in memory again", self._keeping[self._ranks.rank])

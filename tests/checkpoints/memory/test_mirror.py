@@ -109,12 +109,14 @@ def test_a_node_without_memory_for_another_keeps_its_own(tmp_path: Path, groups:
 
 
 @pytest.mark.full
-def test_a_slow_network_delays_no_copy_for_long(tmp_path: Path, groups: RankGroups) -> None:
-    """A part takes longer than it may, and the next ones are not sent, but committed all the same."""
+@pytest.mark.parametrize("piece", [1 << 20, 4096], ids=["late", "given-up"])
+def test_a_slow_network_delays_no_copy_for_long(tmp_path: Path, groups: RankGroups, piece: int) -> None:
+    """A part takes longer than it may, and the next ones are not sent, but committed all the same. To send 1 MB takes an hour."""
     hosts = Hosts(tmp_path, groups, [1, 1])
-    hosts.run(8, args={"least_send_s": 0.05}, each=[{"ELASTIC_EXT_MEMORY_MB_S": "0.4"}] * 2)
+    rate = {"ELASTIC_EXT_MEMORY_MB_S": "0.4" if piece > 4096 else "0.0003"}
+    hosts.run(8, args={"least_send_s": 0.05, "piece": piece}, each=[rate] * 2)
     name = hosts.newest()
     assert order_of(name) == (1, 8)
     assert hosts.parts(name) == [[memory_file(0)], [memory_file(1)]]
     told = groups.stderr.read_text()
-    assert [told.count(f"of rank {rank} {ALONE}") for rank in range(2)] == [1, 1]
+    assert [told.count(f"of rank {rank} {ALONE}, as rank {1 - rank} gets them too slowly") for rank in range(2)] == [1, 1]

@@ -23,6 +23,7 @@ from elastic_ext.checkpoints.storage import Storage, is_away
 logger = logging.getLogger(__name__)
 
 
+DESCRIPTION = "elastic_ext"  # of a group, for torch and its logs; `workers.bootstrap.recorder` knows it
 MOST_CAUSES = 4  # that a message names
 MOST_SHOWN = 500  # characters of each
 
@@ -143,7 +144,8 @@ class Ranks:
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective. timeout: how long a rank waits for the others before torch raises RuntimeError."""
         together = dist.is_available() and dist.is_initialized()
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if together else None
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=DESCRIPTION) if together else None
+        self.group: dist.ProcessGroup | None = group
         self.rank: int = dist.get_rank() if together else 0
         self.world: int = dist.get_world_size() if together else 1
         self.lost = False

@@ -184,8 +184,8 @@ class Mirror:
         saves.report_part_sent(size if kept else None)
         if self._alone and not before:
             logger.warning(
-                "the copies in memory of rank %s are on this node only, as rank %s %s; if this node is lost, the job resumes from "
-                "an older checkpoint",
+                "the copies in memory of rank %s are on this node only, as rank %s %s; if this node is lost, the job resumes "
+                "from an older checkpoint",
                 self._ranks.rank,
                 self._keeping[self._ranks.rank],
                 "gets them too slowly" if self._pause_s else "does not take them",

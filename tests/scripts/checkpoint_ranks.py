@@ -455,6 +455,7 @@ def at_copy(count: int, number: int) -> None:
         between(owner, name)
     between(saver, "_put")
     between(Ranks, "all_gather")
+    between(Ranks, "send")
 
 
 def stale_prune(rank: int, world: int, args: dict) -> dict:

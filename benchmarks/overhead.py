@@ -11,7 +11,8 @@ installed (bootstrap, metrics, stderr relay, hang watch, standbys) with all that
 metrics_discovery_dir, goodput, and metrics that are scraped at each printed rate. With `metrics=off` it has none of these files,
 and nothing scrapes.
 
-Agent's CPU: of the agent's own process, and of its helpers beside the workers (reaper, stderr relay, standbys).
+CPU of a step: what all processes of a job use for one. It is disturbed less than the throughput, and shows what a job on busy
+cores pays. Agent's CPU: of the agent's own process, and of its helpers beside the workers (reaper, stderr relay, standbys).
 Memory of a standby: its proportional set size, which counts the pages that standbys and their server share once.
 """
 
@@ -55,9 +56,15 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Run:
-    """tokens_s: the median rate. agent_cpu, beside_cpu: shares of a core. standby_mb: memory of a standby; None: none."""
+    """
+    tokens_s: the median rate.
+    step_cpu_ms: CPU milliseconds of all processes for a step.
+    agent_cpu, beside_cpu: shares of a core.
+    standby_mb: memory of a standby; None: none.
+    """
 
     tokens_s: float
+    step_cpu_ms: float
     agent_cpu: float
     beside_cpu: float
     standby_mb: float | None
@@ -72,17 +79,25 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
-def beside_the_workers(agent: int) -> float:
-    """CPU seconds of the agent's helpers: all descendants except the workers and what those started."""
-    pids = set(jobs.descendants(agent))
-    for pid in list(pids):
+@dataclass(frozen=True)
+class Look:
+    """CPU seconds that a job has used at a moment (monotonic): its agent, helpers, and workers with what those started."""
+
+    agent: float
+    beside: float
+    workers: float
+    at: float
+
+
+def look(agent: int) -> Look:
+    beside = workers = 0.0
+    for pid in jobs.descendants(agent):
         try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
+            is_worker = b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue
-        if b"\0LOCAL_RANK=" in environ:
-            pids.discard(pid)
-    return sum(map(cpu_s, pids))
+        workers, beside = (workers + cpu_s(pid), beside) if is_worker else (workers, beside + cpu_s(pid))
+    return Look(cpu_s(agent), beside, workers, time.monotonic())
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -129,7 +144,7 @@ def one_run(side: str, lines: int, cores: Sequence[int]) -> Run:
                     continue
                 rates.append(float(found[1]))
                 if len(rates) in (first, lines - 1):
-                    looks.append((cpu_s(job.pid), beside_the_workers(job.pid), time.monotonic()))
+                    looks.append(look(job.pid))
                 if side == "ours" and first < len(rates) < lines:
                     memory = standby_mb(port) or memory
             job.wait()
@@ -137,9 +152,10 @@ def one_run(side: str, lines: int, cores: Sequence[int]) -> Run:
             if job.returncode != 0 or len(rates) < lines:
                 failure = f"exit code {job.returncode} after {len(rates)} printed rates, expected 0 and {lines}"
                 raise RuntimeError(f"{side}: {failure}\n{errors.read()[-jobs.TAIL :]}")
-    (own, beside, began), (own_end, beside_end, ended) = looks
-    took_s = ended - began
-    return Run(measure.median(rates[first:]) or 0.0, (own_end - own) / took_s, (beside_end - beside) / took_s, memory)
+    began, ended = looks
+    agent, beside, workers = ended.agent - began.agent, ended.beside - began.beside, ended.workers - began.workers
+    step_ms, took_s = 1000 * (agent + beside + workers) / (EVERY * (lines - 1 - first)), ended.at - began.at
+    return Run(measure.median(rates[first:]) or 0.0, step_ms, agent / took_s, beside / took_s, memory)
 
 
 def side(runs: list[Run]) -> dict[str, Any]:
@@ -147,6 +163,7 @@ def side(runs: list[Run]) -> dict[str, Any]:
     return {
         "tokens_s": measure.rounded(measure.median([run.tokens_s for run in runs]), 0),
         "all_tokens_s": [round(run.tokens_s) for run in runs],
+        "step_cpu_ms": measure.rounded(measure.median([run.step_cpu_ms for run in runs]), 2),
         "agent_cpu": measure.rounded(measure.median([run.agent_cpu for run in runs]), 4),
         "beside_cpu": measure.rounded(measure.median([run.beside_cpu for run in runs]), 4),
         "standby_mb": measure.rounded(measure.median(memory), 1),
@@ -162,12 +179,12 @@ def side_by_side(sides: Sequence[str], lines: int, swapped: bool) -> list[Run]:
         return list(threads.map(one_run, sides, [lines] * len(sides), places))
 
 
-def ratio_of(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, float | None]:
-    """Return our throughput by that of the other side, and its standard error; None if one pair alone cannot show it.
+def ratio_of(ratios: Sequence[float]) -> tuple[float, float | None]:
+    """Return the median of the ratios, and its standard error; None if one pair alone cannot show it.
 
-    pairs: in turns, places swapped each time.
+    ratios: in turns, places swapped each time.
     """
-    logs = [math.log(ours.tokens_s / other.tokens_s) for ours, other in pairs]
+    logs = list(map(math.log, ratios))
     both = [math.exp((one + swapped) / 2) for one, swapped in zip(logs[::2], logs[1::2], strict=True)]
     error = MEDIAN_ERROR * statistics.stdev(both) / math.sqrt(len(both)) if len(both) > 1 else None
     return statistics.median(both), error
@@ -189,7 +206,9 @@ def main() -> int:
             ours, beside = side_by_side(("ours", other), args.lines, swapped=number % 2 == 1)
             found.append((ours, beside))
             print(f"ours / {other}: {ours.tokens_s / beside.tokens_s:.4f}", ours, beside, file=sys.stderr, flush=True)
-    (ratio, error), (ratio_off, error_off) = (ratio_of(pairs[other]) for other in OTHERS)
+    ratios = {other: ratio_of([ours.tokens_s / each.tokens_s for ours, each in pairs[other]]) for other in OTHERS}
+    of_cpu = {other: ratio_of([ours.step_cpu_ms / each.step_cpu_ms for ours, each in pairs[other]]) for other in OTHERS}
+    (ratio, error), (ratio_off, error_off) = (ratios[other] for other in OTHERS)
     runs = {other: [pair[1] for pair in found] for other, found in pairs.items()}
     runs["ours"] = [pair[0] for found in pairs.values() for pair in found]
     sides = {each: side(runs[each]) for each in SIDES}
@@ -200,6 +219,7 @@ def main() -> int:
         "error": measure.rounded(error, 4),
         "ratio_off": measure.rounded(ratio_off, 4),
         "error_off": measure.rounded(error_off, 4),
+        "cpu_ratios": {other: [measure.rounded(each, 4) for each in of_cpu[other]] for other in OTHERS},
         "kept": ratio >= LEAST_RATIO and ratio_off >= LEAST_RATIO_OFF and sides["ours"]["agent_cpu"] <= MAX_CPU,
         "machine": machine,
     }
@@ -207,6 +227,9 @@ def main() -> int:
         ["tokens/s", *(f"{sides[each]['tokens_s']:.0f}" for each in SIDES)],
         ["ours / this", "1", measure.shown(ratio_off, 4), measure.shown(ratio, 4)],
         ["standard error of that", "-", measure.shown(error_off, 4), measure.shown(error, 4)],
+        ["CPU of a step (ms)", *(measure.shown(sides[each]["step_cpu_ms"], 2) for each in SIDES)],
+        ["ours / this, CPU", "1", *(measure.shown(of_cpu[each][0], 4) for each in ("off", "stock"))],
+        ["standard error of that, CPU", "-", *(measure.shown(of_cpu[each][1], 4) for each in ("off", "stock"))],
         *(
             [title, *(measure.shown(100 * sides[each][key], 2) for each in SIDES)]
             for title, key in (("agent's CPU (% of a core)", "agent_cpu"), ("beside it (% of a core)", "beside_cpu"))

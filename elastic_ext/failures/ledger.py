@@ -288,7 +288,7 @@ def encode_verdict(verdict: JobVerdict) -> str:
 
 
 def decode_verdict(text: str | bytes) -> JobVerdict:
-    """Read a verdict. Whatever the text says, the verdict never makes an agent leave with 0. Raises RecordError."""
+    """Read a verdict. None makes an agent leave with 0. Raises RecordError."""
     return _validated(records.read(JobVerdict, text, "a verdict", SCHEMA))
 
 

@@ -57,8 +57,8 @@ _BY_HISTORY = (REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE)
 # times in 7, of 8 nodes four times in 5. In arXiv 2605.09370, 3 of 63 nodes have more than half of all exclusions.
 CHANCE = 0.01
 ONE_MORE_TRY = "one more try shows whether it happens again"  # said only while it is to come
-MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, whatever the budget
-MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, whatever they are: an error whose text varies is never the same
+MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
+MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 
 # Exit codes of the agent (from sysexits.h if possible).
@@ -296,7 +296,7 @@ def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent]) -> float:
 def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
     response = Response.RESTART if diagnosis.response is Response.FOLLOW else diagnosis.response
     exit_code = {
-        Response.STOP: _EXIT_OF_KIND.get(diagnosis.kind, EX_CODE),  # whatever the kind: another try would end the same way
+        Response.STOP: _EXIT_OF_KIND.get(diagnosis.kind, EX_CODE),  # for any kind: another try would end the same way
         Response.REQUEUE: EX_TRY_AGAIN,
         Response.REPLACE_NODE: EX_NODE,
     }.get(response, EX_FAILED)

@@ -2,7 +2,7 @@
 
 A specific rule precedes a general one: an ImportError that names a shared object before ImportError, "loss is nan" before
 ValueError. Texts are plain and lower case, and `in` searches for them one by one: no rule has a regular
-expression, and the time is linear in the searched text, whatever it holds. The whole table takes 1 to 5 ms for 64 KB. Pure.
+expression, and the time is linear in the searched text. The whole table takes 1 to 5 ms for 64 KB. Pure.
 
 To add a rule: one row here, and one row in `tests/failures/test_classify.py`, which fails without it.
 

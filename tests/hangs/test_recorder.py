@@ -315,6 +315,27 @@ def test_a_rank_samples_after_the_same_steps_as_the_others(four_ranks):
     assert window.after_us[:3] == (0, 1000, 2000)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "cost_s", "apart_s"),
+    [(0.1, 0.0, 12.8), (0.1, 0.02, 12.8), (0.1, 0.06, 25.6), (0.1, 0.1, 51.2), (3.0, 0.05, 24.0), (600.0, 0.06, 600.0)],
+)
+def test_costly_samples_are_rarer(step_s, cost_s, apart_s):
+    apart = recorder.steps_apart(int(step_s * S), int(cost_s * S))
+    assert apart * step_s == pytest.approx(apart_s)
+    assert cost_s <= recorder.COST * apart_s
+
+
+def test_a_sample_knows_what_the_one_before_it_took(four_ranks, monkeypatch):
+    taken = iter([0, S // 10, 0, 0])
+    monkeypatch.setattr(recorder.time, "thread_time_ns", lambda: next(taken))
+    steps = [1]
+    sampler = recorder.Sampler(lambda: steps[0], lambda text: None)
+    sampler.look(2 * S)
+    steps[0] = 31
+    sampler.look(5 * S)
+    assert sampler.at_step == 512
+
+
 def test_a_rank_alone_samples_nothing(monkeypatch):
     monkeypatch.setitem(
         recorder.sys.modules,

@@ -29,7 +29,9 @@ ASKED_NS = 4 * 10**9
 AGAIN_NS = 10 * 10**9
 """... and again after this time."""
 SAMPLE_S = 10.0
-"""From one sample of issued collectives to the next, at least, and less than twice as long."""
+"""From one sample of issued collectives to the next, at least, and less than twice as long; longer where COST says so."""
+COST = 0.0025
+"""Of the time, that samples take at most: each holds up the script, as it reads all that the recorder has."""
 MOST, LEAST = 256, 32  # numbers of a group in a sample
 NUMBERS = 2**16
 """Of all ranks of a group in their samples, above LEAST for each: the agent of rank 0 reads them all."""
@@ -198,6 +200,14 @@ def window(times: "Mapping[int, int]", length: int) -> "tuple[int, list[int]] | 
     return None
 
 
+def steps_apart(step_ns: int, cost_ns: int) -> int:
+    """Return how many steps lie between two samples: a power of two, so that all ranks choose the same or one's multiple.
+
+    step_ns: of one step. cost_ns: of one sample.
+    """
+    return 1 << (int(max(SAMPLE_S * 1e9, cost_ns / COST)) // step_ns).bit_length()
+
+
 class Sampler:
     """Samples when this rank issued its last collectives, after the same optimizer steps as the other ranks do: a dump stops the
     script for some ms, and if the ranks stopped at different moments, each would wait for all others.
@@ -217,6 +227,7 @@ class Sampler:
         self.at_step = 0
         self._steps, self._publish, self._which = steps, publish, which
         self._before = (0, 0)  # steps and monotonic ns of the last sample
+        self._cost_ns = 0  # of CPU, of that sample
         self._numbers: dict[str, int] = {}  # the last collective of each group then
 
     def look(self, now_ns: int) -> None:
@@ -228,15 +239,16 @@ class Sampler:
             self._take(steps, now_ns, 0)
         elif steps > steps_before and not self.at_step:
             step_ns = max(1, (now_ns - at_ns) // (steps - steps_before))
-            every = 1 << (int(SAMPLE_S * 1e9) // step_ns).bit_length()
+            every = steps_apart(step_ns, self._cost_ns)
             self.at_step = steps // every * every + every
         elif self.at_step and steps >= self.at_step:
             at_step, self.at_step = self.at_step, 0
             self._take(steps, now_ns, at_step)
 
     def _take(self, steps: int, now_ns: int, at_step: int) -> None:
-        ahead_ns = time.time_ns() - time.monotonic_ns()
+        ahead_ns, began_ns = time.time_ns() - time.monotonic_ns(), time.thread_time_ns()
         found = issued(with_nccl=self._which == "all")
+        self._cost_ns = time.thread_time_ns() - began_ns
         (steps_before, at_ns), self._before = self._before, (steps, now_ns)
         before, self._numbers = self._numbers, {group: max(times) for group, times in found.items()}
         if not at_step:

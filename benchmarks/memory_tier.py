@@ -13,7 +13,7 @@ failure   Two and three agents with a worker each, the state sharded over them, 
           after the last one before the fault, and the steps that were done twice. With copies in memory after each step, and
           with elastic_ext's checkpoints on disk every 20 steps; warm standbys on.
 rates     Gigabytes per second: out of the state into the buffer, and back with its checksum, as a share of a plain copy in
-          memory; from agent to agent, with checksums, as a share of a plain socket.
+          memory; from a worker to one of another node over gloo, with a checksum, as a share of a plain socket.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 import xxhash
 
 sys.path.append(str(Path(__file__).with_name("workers")))
 from standby_count import await_standbys
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import directory_name
-from elastic_ext.checkpoints.memory import contract
-from elastic_ext.checkpoints.memory.contract import Send
+from elastic_ext.checkpoints.memory.mirror import PIECE
 from elastic_ext.checkpoints.memory.part import create, open_mapped
-from elastic_ext.checkpoints.memory.peers import Circle, PeerService
+from elastic_ext.checkpoints.ranks import Ranks
 from elastic_ext.checkpoints.storage import open_storage
 from tests.etcd_server import EtcdServer
 
@@ -284,46 +284,45 @@ def load(folder: str, target: torch.Tensor) -> None:
     target.copy_(mapped.tensor.view(torch.float32))
 
 
-class Silent:
-    """Metrics that nobody reads."""
-
-    def part_sent(self, size: int | None) -> None:
-        """Do nothing."""
+def send(rank: int, folder: str, size: int, repeat: int) -> None:
+    """One of two ranks: rank 0 sends its part as copies are sent. Write how long that takes until the other has checked it."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    ranks, part = Ranks(timedelta(seconds=LIMIT_S)), torch.zeros(size, dtype=torch.uint8)
+    took = []
+    for _ in range(repeat):
+        ranks.all_gather(None)
+        began = time.monotonic()
+        if rank == 0:
+            for piece in part.split(PIECE):
+                ranks.send(piece, 1)
+        else:
+            for work in [ranks.receive(piece, 0) for piece in part.split(PIECE)]:
+                work.wait()
+            xxhash.xxh3_64_hexdigest(memoryview(part.numpy()))
+        ranks.all_gather(None)
+        took.append(time.monotonic() - began)
+    if rank == 0:
+        Path(folder, "took").write_text(json.dumps(took))
+    dist.destroy_process_group()
 
 
 def rates(megabytes: int, repeat: int) -> dict[str, float | None]:
     """Return bytes per second, as medians."""
     size = megabytes * 1_000_000
     found: dict[str, list[float]] = {"copy": [], "socket": [], "out": [], "peer": [], "back": []}
-    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="memory_tier_") as name, ExitStack() as stack:
-        services = []
-        for node in "ab":
-            Path(name, node).mkdir()
-            storage, listening = open_storage(f"{name}/{node}/memory"), socket.create_server(("127.0.0.1", 0))
-            services.append(PeerService(listening, f"{name}/{node}/peers", storage, 0.0, Silent()))
-            stack.callback(services[-1].close)
-        for number, (service, peer) in enumerate(zip(services, reversed(services), strict=True)):
-            service.adopt(Circle("key", ("127.0.0.1", peer.port), range(number, number + 1), 4 * size))
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="memory_tier_") as name:
         source, target = torch.rand(size // 4), torch.empty(size // 4)
         data = memoryview(source.numpy()).cast("B")
         target.copy_(source)
         buffer = create(open_storage(name), "buffer", size)
         kept = buffer.tensor.view(torch.float32)
-        for step in range(1, repeat + 2):
+        for _ in range(repeat + 1):
             found["copy"].append(size / seconds(lambda: target.copy_(source)))
             found["socket"].append(size / plain_socket(data))
             found["out"].append(size / seconds(lambda: kept.copy_(source)))
             found["back"].append(size / seconds(lambda: load(name, target)))
-            part = Path(name, "a", "memory", directory_name(step, 1), memory_file(0))
-            part.parent.mkdir(parents=True)
-            part.write_bytes(data)
-            wanted = Send(part.parent.name, part.name, size, xxhash.xxh3_64_hexdigest(data), directory_name(step - 1, 1), 60.0)
-            began = time.monotonic()
-            if failed := contract.send(services[0].socket_path, wanted):
-                raise SystemExit(f"the part was not sent: {failed}")
-            found["peer"].append(size / (time.monotonic() - began))
-            if step > 1:
-                Path(name, "a", "memory", directory_name(step - 1, 1), memory_file(0)).unlink()
+        torch.multiprocessing.spawn(send, (name, size, repeat + 1), 2)
+        found["peer"] = [size / each for each in json.loads(Path(name, "took").read_text())]
     return {way: measure.median(each[1:]) for way, each in found.items()}
 
 

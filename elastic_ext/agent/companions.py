@@ -279,7 +279,7 @@ class JobCompanions:
         self.observation.read_scripts(logs.run_dir)
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
         logs.stderr = stack.enter_context(closing(StderrTails(extras and settings.stderr_tail and settings.bootstrap)))
-        self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir, lambda: handler.address, metrics))
+        self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)

@@ -13,8 +13,7 @@ import contextlib
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -22,20 +21,18 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import checkpoint_variables, files, kinds
+from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing, sources
+from elastic_ext.checkpoints.choice import agreement, listing
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
-from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved, PeerPlan
+from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
-from elastic_ext.checkpoints.memory.contract import Room
-from elastic_ext.checkpoints.memory.peers import Circle, PeerMetrics, PeerService
-from elastic_ext.checkpoints.storage import open_storage, split_path
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.rendezvous.round_store import listen_at
 from elastic_ext.workers.limits import memory_left
 from elastic_ext.workers.progress import Progress
 
@@ -46,7 +43,7 @@ SHARE = 4  # a quarter of the memory that is free, and what the copies already h
 
 
 class MemoryCopies:
-    """The copies of this node's workers, over all rounds. The service for other nodes begins with the first round of several.
+    """The copies of this node's workers, over all rounds.
 
     Attributes:
         refused: names of copies that no round may resume from.
@@ -54,10 +51,9 @@ class MemoryCopies:
         checkpoint_step: step of the newest checkpoint that it knows of; 0: there is none, None: it does not know.
     """
 
-    def __init__(self, settings: Settings, run_dir: str, address: Callable[[], str], metrics: PeerMetrics) -> None:
-        """run_dir: the agent's private directory. address: returns the one by which other nodes reach this one."""
-        self._settings, self._run_dir, self._address, self._metrics = settings, run_dir, address, metrics
-        self._service: PeerService | None = None
+    def __init__(self, settings: Settings, run_dir: str) -> None:
+        """run_dir: the agent's private directory."""
+        self._settings, self._run_dir = settings, run_dir
         self._lock: int | None = None  # a descriptor
         self.refused: tuple[str, ...] = ()
         self.saved: NewestSaved | None = NONE_SAVED
@@ -67,15 +63,16 @@ class MemoryCopies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._service is not None:
-            self._service.close()
         if self._lock is not None:
             with contextlib.suppress(OSError):  # first, or another agent would take these copies for orphans before they go
                 os.unlink(os.path.join(self._run_dir, LOCK))
             os.close(self._lock)
 
-    def open(self, nodes: int) -> Room | None:
-        """Return the room for a round of this many nodes; None if there is no room."""
+    def open(self, nodes: int) -> MemoryRoom | None:
+        """Return the room for this node's own copies in a round of this many nodes; None if there is none.
+
+        With several nodes, it is half of what there is: the other half is for the copies of another node.
+        """
         settings = self._settings
         if not settings.copies_to_memory or not self._run_dir.startswith(launch.IN_MEMORY):
             return None
@@ -89,9 +86,8 @@ class MemoryCopies:
         except (OSError, ValueError) as error:
             logger.warning("no copies of the state in memory: %s", error)
             return None
-        if nodes > 1 and self._service is None:
-            self._service = self._serve(directory)
-        return Room(directory, limit, settings.memory_every)
+        limit = limit // 2 if nodes > 1 else limit
+        return MemoryRoom(directory, limit, settings.memory_every, settings.topology or "", settings.memory_mb_s * 1e6)
 
     @property
     def _directory(self) -> str:
@@ -118,41 +114,6 @@ class MemoryCopies:
         for name in names:
             storage.remove_tree(name)
 
-    def _serve(self, directory: str) -> PeerService | None:
-        path, rate = os.path.join(self._run_dir, "peers"), self._settings.memory_mb_s * 1e6
-        try:
-            return PeerService(listen_at(self._address()), path, open_storage(directory), rate, self._metrics)
-        except (OSError, ElasticExtError) as error:
-            logger.warning("copies in memory are not sent to another node: %s", error)
-            return None
-
-    @property
-    def peer_address(self) -> str:
-        """Where the agents of other nodes reach this one, as `host:port`; "" if they cannot."""
-        return f"{_bracketed(self._address())}:{self._service.port}" if self._service is not None else ""
-
-    def exchange(self, room: Room, resumed: Resumption, own: range, over: Callable[[], bool]) -> Room:
-        """Begin a round's exchange; return the room that is left for this node's own copies.
-
-        This gets the parts that this node lacks of the copy that the round resumes from. A failure is logged: the workers then
-        send each other what they lack, or load an older checkpoint.
-
-        own: the ranks of this node. over: returns whether the round is over.
-        """
-        plan, service = resumed.peers, self._service
-        if service is None:
-            return room
-        half = room.limit // 2
-        try:
-            service.adopt(Circle(plan.key, split_address(plan.keeper), own, half) if plan is not None else None)
-            if plan is None:
-                return room
-            if plan.fetch:
-                _fetch(service, resumed, plan, over)
-        except (ElasticExtError, OSError, ValueError) as error:
-            logger.warning("copies in memory cannot be fetched from other nodes: %s", error)
-        return replace(room, limit=half, peer=service.socket_path)
-
 
 def remove_orphans() -> None:
     """Remove the private directories, with copies, of agents of this user that live no more."""
@@ -162,22 +123,6 @@ def remove_orphans() -> None:
         shutil.rmtree(os.path.join(folder, COPIES), ignore_errors=True)  # most of it; the lock goes with the rest
 
     files.remove_orphans(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*", LOCK, first)
-
-
-def _fetch(service: PeerService, resumed: Resumption, plan: PeerPlan, over: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    service.fetch(split_path(resumed.path)[1], plan.digest, {rank: split_address(source) for rank, source in plan.fetch}, over)
-    logger.info("%s parts of %s came from other nodes in %.3g s", len(plan.fetch), resumed.path, time.monotonic() - began)
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Split `host:port`. Raises ValueError."""
-    host, _, port = text.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _used(directory: str) -> int:
@@ -293,14 +238,14 @@ class ResumePoint(Companion):
                 self._quarantine_newer(verdict.refuse_newer, verdict.round, verdict.refused_by == node)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                sources.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+                agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
     def _quarantine_newer(self, than: int, round_: int, shared: bool) -> None:
         reason = f"the replicas of round {round_} are not known to have been equal after step {than}"
         resumed_from = self.checkpoint.path
-        agreement.once_there(lambda: sources.quarantine_newer(self._settings, than, resumed_from, reason, shared))
+        agreement.once_there(lambda: agreement.quarantine_newer(self._settings, than, resumed_from, reason, shared))
 
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:
@@ -317,7 +262,7 @@ def after_round(known: NewestSaved | None, workers: Sequence[Progress]) -> Newes
 
 def place_of(group: WorkerGroup) -> NodeInRound:
     """Return this node's place in a round that it has joined."""
-    return NodeInRound(group.group_rank, group.group_world_size, len(group.workers), group.workers[0].global_rank)
+    return NodeInRound(group.group_rank, group.group_world_size, len(group.workers))
 
 
 def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: MemoryCopies) -> ResumePoint:
@@ -333,7 +278,7 @@ def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: Memor
     try:
         room = copies.open(place.nodes)
         if room is not None:
-            place = replace(place, memory=room.directory, peer=copies.peer_address, refused=copies.refused)
+            place = replace(place, memory=room.directory, refused=copies.refused)
         place = replace(place, saved=copies.saved)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.round)
@@ -341,9 +286,6 @@ def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: Memor
         copies.saved = NewestSaved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
         if not copies.has(checkpoint.path):
             copies.checkpoint_step = checkpoint.at
-        if room is not None:
-            own = range(place.base_rank, place.base_rank + place.workers)
-            room = copies.exchange(room, checkpoint, own, lambda: job.part.over() is not None)
         memory = room.variables(place.workers) if room is not None else {}
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])

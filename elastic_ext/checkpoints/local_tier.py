@@ -248,7 +248,7 @@ class PieceExchange:
         failure: OSError | None = None
         if rank == piece.sender:
             try:
-                _read(local, f"{self._name}/{piece.file}", piece.begin, data)
+                read_bytes(local, f"{self._name}/{piece.file}", piece.begin, data)
             except OSError as error:  # the receivers still wait for data
                 failure = error
         self._ranks.send_tensor(data, piece.sender, piece.receivers)
@@ -276,7 +276,7 @@ class _Overlay(Storage):
         return self._local.open(fetched if self._local.stat(fetched) is not None else name)
 
 
-def _read(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:
+def read_bytes(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:
     """Fill `piece` with the bytes of a file from offset `first`. Raises OSError."""
     with local.open(path) as stream:
         stream.seek(first)

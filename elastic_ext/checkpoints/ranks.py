@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.checkpoints.directory.generations import StaleGroup
-from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.storage import Storage, is_away
 
 logger = logging.getLogger(__name__)
 
 
+DESCRIPTION = "elastic_ext"  # of a group, for torch and its logs; `workers.bootstrap.recorder` knows it
 MOST_CAUSES = 4  # that a message names
 MOST_SHOWN = 500  # characters of each
 
@@ -66,10 +67,7 @@ class FailureKind(str, Enum):
 _KINDS: Mapping[int, FailureKind] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FailureKind.FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), FailureKind.PERMISSION),
-    **dict.fromkeys((errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ETIMEDOUT, errno.ESTALE), FailureKind.THROTTLED),
-    **dict.fromkeys(
-        (errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ENETUNREACH), FailureKind.THROTTLED
-    ),
+    **dict.fromkeys((errno.EAGAIN, errno.EINTR), FailureKind.THROTTLED),
 }
 
 
@@ -83,19 +81,16 @@ class SaveFailure:
 
 
 def failure_of(error: BaseException, rank: int) -> SaveFailure:
-    """Convert an error to a failure. Pure.
-
-    s3fs raises EBUSY for 503 SlowDown; our storage raises EIO for errors that are not OSError.
-    """
+    """Convert an error to a failure. Pure."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, StaleGroup):
         return SaveFailure(FailureKind.STALE, str(error), rank)
     if isinstance(error, Rank0Failed):
         return SaveFailure(FailureKind.OTHER, str(error), 0)
-    if isinstance(error, (TimeoutError, ConnectionError)):
-        return SaveFailure(FailureKind.THROTTLED, text, rank)
-    number = error.errno if isinstance(error, OSError) else None
-    return SaveFailure(_KINDS.get(number or 0, FailureKind.OTHER), text, rank)
+    if not isinstance(error, OSError):
+        return SaveFailure(FailureKind.OTHER, text, rank)
+    kind = FailureKind.THROTTLED if is_away(error) else _KINDS.get(error.errno or 0, FailureKind.OTHER)
+    return SaveFailure(kind, text, rank)
 
 
 def group_failure(error: BaseException, rank: int, lost: bool) -> SaveFailure:
@@ -149,7 +144,8 @@ class Ranks:
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective. timeout: how long a rank waits for the others before torch raises RuntimeError."""
         together = dist.is_available() and dist.is_initialized()
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if together else None
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=DESCRIPTION) if together else None
+        self.group: dist.ProcessGroup | None = group
         self.rank: int = dist.get_rank() if together else 0
         self.world: int = dist.get_world_size() if together else 1
         self.lost = False
@@ -219,6 +215,18 @@ class Ranks:
                 raise StorageFailed(found[0][1])  # of one rank: the same failure must read the same, on however many
             raise CheckpointError.of_ranks(found)
         return cast(T, result)
+
+    def send(self, data: torch.Tensor, target: int) -> None:
+        """Send a tensor to one rank, which has called `receive`. Only these two call this, and `receive`."""
+        with self.communicating():
+            dist.send(data, dst=target, group=self.group)
+
+    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
+        """Begin to receive a tensor; return what waits for it."""
+        with self.communicating():
+            work = dist.irecv(data, src=source, group=self.group)
+        assert work is not None, "this rank is of the group"
+        return work
 
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:
         """Copy `data` from one rank to others. With one target, only the two ranks involved need to call this; else all ranks."""

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from elastic_ext.checkpoints.memory import interval
-from elastic_ext.checkpoints.memory.interval import Timing
+from elastic_ext.checkpoints.memory import pace
+from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.hangs import detector
 from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.waits import WaitFor
@@ -84,5 +84,5 @@ def copies(state_bytes: float, nodes: int, per_node: int, step_s: float, age_s: 
     age_s: for how long the job has not failed. Without any, the agent copies most often.
     """
     stall_s, commit_s = state_bytes / (nodes * per_node) / COPY_BYTES_S, state_bytes / nodes / PEER_BYTES_S
-    every, _ = interval.choose(None, [Timing(step_s, stall_s, commit_s, age_s=age_s)])
+    every, _ = pace.choose(None, [Timing(step_s, stall_s, commit_s, age_s=age_s)])
     return every, stall_s, commit_s

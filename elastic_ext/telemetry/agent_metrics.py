@@ -234,11 +234,6 @@ class AgentMetrics(FamilyCollector):
         """Count a round that does not resume from the newest copy in memory."""
         self._add("memory_copies_lost")
 
-    def part_sent(self, size: int | None) -> None:
-        """Count a part of a copy in memory that another node has, too. size: in bytes; None: it does not have it."""
-        self._add("memory_parts", FAILED if size is None else COPIED)
-        self._add("memory_sent_bytes", by=size or 0)
-
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
         self._add("checkpoint_copies", FAILED)
@@ -316,6 +311,9 @@ class AgentMetrics(FamilyCollector):
         yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
         yield "memory_stall_seconds", (), Total(row.copies, row.copies_stall_s)
         yield "memory_step", (), row.copied_step
+        yield "memory_parts", (COPIED,), row.parts_sent
+        yield "memory_parts", (FAILED,), row.parts_not_sent
+        yield "memory_sent_bytes", (), row.sent_bytes
         yield "memory_every_steps", (), row.copy_every or None
 
 

@@ -222,12 +222,6 @@ JOB = {
         "of rank 0 only.",
         known=ZERO,
     ),
-    "elastic_ext_memory_parts": counter(
-        "Parts of copies in memory that were sent to another node: arrived there (copied), or not (failed).",
-        "outcome",
-        known=_known(COPIED, FAILED),
-    ),
-    "elastic_ext_memory_sent_bytes": counter("Bytes of copies in memory sent to another node.", known=ZERO),
     "elastic_ext_torchelastic_last_value": gauge(
         "Last value passed to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
     ),
@@ -335,6 +329,12 @@ WORKERS = _per_worker(
         ),
         "_memory_stall_seconds": summary("Time for which copies in memory have stalled the worker's training."),
         "_memory_step": gauge("Step of the last committed copy in memory."),
+        "_memory_parts": counter(
+            "Parts of copies in memory that the worker had to send to another node: arrived there (copied), or not (failed).",
+            "outcome",
+            most="two per worker of the agent",
+        ),
+        "_memory_sent_bytes": counter("Bytes of copies in memory that the worker has sent to another node."),
         "_memory_every_steps": gauge("Steps from one copy in memory to the next.", unit="steps"),
     }
 )

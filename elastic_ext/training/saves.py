@@ -194,6 +194,12 @@ def report_copied(step: int, stall_s: float, every: int) -> None:
         worker.row.report_copied(step, stall_s, every)
 
 
+def report_part_sent(size: int | None) -> None:
+    """Report that another node has this rank's part of a copy, too. size: in bytes; None: it does not have it."""
+    if (worker := this_worker()) is not None:
+        worker.row.report_part_sent(size)
+
+
 def report_copy_failed() -> None:
     """Report that the state could not be copied, on this rank or another."""
     if (worker := this_worker()) is not None:

@@ -131,6 +131,11 @@ class ProgressRow:
         words[progress_layout.COPIES_STALL_NS] += int(stall_s * 1e9)
         words[progress_layout.COPIES] += 1
 
+    def report_part_sent(self, size: int | None) -> None:
+        """Report that another node has a part of a copy. size: in bytes; None: it does not have it."""
+        self._words[progress_layout.PARTS_NOT_SENT if size is None else progress_layout.PARTS_SENT] += 1
+        self._words[progress_layout.SENT_BYTES] += size or 0
+
     def report_copy_failed(self) -> None:
         self._words[progress_layout.FAILED_COPIES] += 1
 

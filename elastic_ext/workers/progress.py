@@ -156,6 +156,9 @@ class Progress:
     copy_every: int = _count(layout.COPY_EVERY)  # steps from one copy to the next; 0: unknown
     failed_copies: int = _count(layout.FAILED_COPIES)
     unusable_copies: int = _count(layout.UNUSABLE_COPIES)
+    parts_sent: int = _count(layout.PARTS_SENT)
+    parts_not_sent: int = _count(layout.PARTS_NOT_SENT)
+    sent_bytes: int = _count(layout.SENT_BYTES)
     outstanding_ns: int = _count(layout.OUTSTANDING_NS)  # 0: no collective is outstanding
     outstanding_at_ns: int = _count(layout.OUTSTANDING_AT_NS)
     outstanding_begun: bool = _flag(layout.OUTSTANDING_BEGUN)

@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 9. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 10. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 9
+VERSION = 10
 ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -84,15 +84,18 @@ COPIED_STEP = COPIES + 2  # step of the last one, plus 1
 COPY_EVERY = COPIES + 3  # steps from one to the next
 FAILED_COPIES = COPIES + 4
 UNUSABLE_COPIES = COPIES + 5  # those that the worker should load, and that were damaged or did not fit
+PARTS_SENT = COPIES + 6  # parts of copies that another node has, too
+PARTS_NOT_SENT = COPIES + 7  # those that it does not have
+SENT_BYTES = COPIES + 8
 
 # What torch's flight recorder says; see bootstrap/recorder.py. Times are in time.monotonic_ns().
-OUTSTANDING_NS = COPIES + 6  # since when a collective of this worker has been outstanding and none has completed; 0: none is
-OUTSTANDING_AT_NS = COPIES + 7  # when that was last read
-OUTSTANDING_BEGUN = COPIES + 8  # 1: it does not wait for the worker's own device
-SAMPLES = COPIES + 9  # samples of when this worker issued its collectives, written to worker_env.issued_path
+OUTSTANDING_NS = COPIES + 9  # since when a collective of this worker has been outstanding and none has completed; 0: none is
+OUTSTANDING_AT_NS = COPIES + 10  # when that was last read
+OUTSTANDING_BEGUN = COPIES + 11  # 1: it does not wait for the worker's own device
+SAMPLES = COPIES + 12  # samples of when this worker issued its collectives, written to worker_env.issued_path
 
 # Written by the agent.
-AGENT_FIELDS = COPIES + 10
+AGENT_FIELDS = COPIES + 13
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # how many of the first steps were done before the restart
 

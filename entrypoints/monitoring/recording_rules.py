@@ -32,7 +32,7 @@ COUNTERS = (
     *("worker_checkpoint_save_seconds_sum", "worker_checkpoint_save_seconds_count"),
     *("worker_checkpoint_load_seconds_sum", "worker_checkpoint_load_seconds_count"),
     *("checkpoint_copies_total", "checkpoint_copied_bytes_total"),
-    *("worker_memory_copies_total", "memory_parts_total", "memory_copies_lost_total"),
+    *("worker_memory_copies_total", "worker_memory_parts_total", "memory_copies_lost_total"),
     *("etcd_calls_total", "etcd_reconnects_total", "etcd_call_seconds_bucket"),
 )
 
@@ -96,7 +96,7 @@ STATE, RESTARTS, STARTS = labelled("agent_state"), labelled("restarts_total"), l
 DECISIONS = labelled("decisions_total")
 HANGS = labelled("hangs_total")
 SAVES, COPIES = labelled("worker_checkpoint_saves_total"), labelled("checkpoint_copies_total")
-IN_MEMORY, PARTS = labelled("worker_memory_copies_total"), labelled("memory_parts_total")
+IN_MEMORY, PARTS = labelled("worker_memory_copies_total"), labelled("worker_memory_parts_total")
 STEP_SUM, STEP_COUNT = labelled("worker_step_seconds_sum"), labelled("worker_step_seconds_count")
 CALLS, CALL_SECONDS = labelled("etcd_calls_total"), labelled("etcd_call_seconds_bucket")
 MEAN, MEDIAN = "worker:elastic_ext_worker_step_seconds:mean5m", "run:elastic_ext_worker_step_seconds:median5m"

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_ext.agent import launch, resume
-from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans, split_address
+from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans
 from elastic_ext.base import checkpoint_variables, kinds, settings
-from elastic_ext.base.checkpoint_variables import resume_variables
+from elastic_ext.base.checkpoint_variables import MemoryRoom, memory_room, resume_variables
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
@@ -22,7 +22,6 @@ from elastic_ext.checkpoints.choice.offers import NewestSaved, read_offers
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import directory_name
-from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
@@ -31,10 +30,6 @@ from elastic_ext.workers.standby.import_checks import PER_WORKER
 from tests.checkpoints.choice.scenes import resumed
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
-
-
-class NoMetrics:
-    def part_sent(self, size: int | None) -> None: ...
 
 
 @pytest.fixture
@@ -49,15 +44,13 @@ def told(kind: str, back: int, refuse_copies: bool = False, node: str = "a") -> 
 
 
 def copies_of(settings: Settings, run_dir: str) -> MemoryCopies:
-    return MemoryCopies(settings, run_dir, lambda: "127.0.0.1", NoMetrics())
+    return MemoryCopies(settings, run_dir)
 
 
 def test_the_room_and_its_limit(tmp_path, run_dir):
     with copies_of(Settings(checkpoint_dir=str(tmp_path), memory_limit=1000), run_dir) as copies:
-        room = copies.open(1)
-        assert room is not None
-        assert (room.directory, room.limit, copies.peer_address) == (f"{run_dir}/memory", 1000, "")
-        assert copies.exchange(room, Resumption(), range(2), lambda: False) == room
+        assert copies.open(1) == MemoryRoom(f"{run_dir}/memory", 1000)
+        assert copies.open(2) == MemoryRoom(f"{run_dir}/memory", 500), "the rest is for another node's"
     assert copies_of(Settings(checkpoint_dir=str(tmp_path), memory_every=0), run_dir).open(1) is None
     assert copies_of(Settings(), run_dir).open(1) is None
     assert copies_of(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
@@ -102,21 +95,12 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
             point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
 
 
-@pytest.mark.seam
-def test_with_several_nodes_it_has_an_address_until_its_end(tmp_path, run_dir):
-    with copies_of(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
-        assert copies.open(2) is not None
-        host, port = split_address(copies.peer_address)
-        assert host == "127.0.0.1"
-        assert port > 0
-        assert copies.open(2) is not None
-        assert split_address(copies.peer_address)[1] == port, "the same in each round"
-
-
 def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_worker(tmp_path):
     names = {value for name, value in vars(checkpoint_variables).items() if name.isupper()}
     assert names <= PER_WORKER
-    given = {**Room("/dev/shm/x/memory", 100, None, "/dev/shm/x/peers").variables(2), **resume_variables("/checkpoints/one", 1)}
+    of_worker = MemoryRoom("/dev/shm/x/memory", 100, None, "rack", 4e6).variables(2)
+    assert memory_room(of_worker) == MemoryRoom("/dev/shm/x/memory", 50, None, "rack", 2e6)
+    given = {**of_worker, **resume_variables("/checkpoints/one", 1)}
     found = settings.read({}, {**given, "ELASTIC_EXT_WORKER": "{}"})
     assert (found.memory_limit, found.memory_every) == (50, None)
 
@@ -126,7 +110,7 @@ import signal, sys
 from elastic_ext.agent.resume import MemoryCopies
 from elastic_ext.base.settings import Settings
 
-copies = MemoryCopies(Settings(checkpoint_dir=sys.argv[1]), sys.argv[2], lambda: "127.0.0.1", None)
+copies = MemoryCopies(Settings(checkpoint_dir=sys.argv[1]), sys.argv[2])
 print(copies.open(1).directory, flush=True)
 signal.pause()
 """
@@ -209,13 +193,6 @@ def test_an_agent_that_ends_well_is_not_taken_for_a_killed_one(tmp_path, shared_
     remove_orphans()
     assert folder.exists()
     assert "was killed" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("10.0.0.1:22", ("10.0.0.1", 22)), ("[fd::1]:3", ("fd::1", 3)), ("node-1:4", ("node-1", 4))]
-)
-def test_addresses(text, expected):
-    assert split_address(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import Block, cut, masked, ranks_in_words, redacted, shown, shown_block
 from elastic_ext.checkpoints.directory.marks import quarantine
-from elastic_ext.checkpoints.directory.tiers import claim
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from tests.jobs import AGENT, EXT, Gate, Job, children, run
@@ -303,13 +302,3 @@ def test_credentials_of_checkpoint_dir_are_in_no_arguments_and_no_log(tmp_path):
     assert "memory://***@bucket/x" in done.err
     kept = [text for path in (tmp_path / "local").rglob("*") if path.is_file() and (text := path.read_text())]
     assert kept == ["memory://***@bucket/x"]
-
-
-def test_a_local_directory_that_an_older_version_has_claimed_stays_claimed(tmp_path):
-    local, remote = open_storage(str(tmp_path)), open_storage(f"memory://key:{PLANTED}@bucket/x")
-    claim(local, remote)
-    (owner,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    owner.write_text(f"memory://key:{PLANTED}@bucket/x")
-    claim(local, remote)
-    with pytest.raises(UsageError, match=r"belong to memory://\*\*\*@bucket/x, but"):
-        claim(local, open_storage("memory://bucket/other"))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_ext.base.collectives import Collective
+from elastic_ext.checkpoints.ranks import DESCRIPTION
 from elastic_ext.hangs import lateness, stacks
 from elastic_ext.hangs.process_stats import ProcessStats
 from elastic_ext.hangs.stacks import Stay, without_our_thread
@@ -341,6 +342,13 @@ def test_a_rank_alone_samples_nothing(monkeypatch):
         "torch.distributed.distributed_c10d",
         SimpleNamespace(_world=SimpleNamespace(pg_names={"pg": "0"}, pg_group_ranks={"pg": {0: 0}})),
     )
+    assert recorder.issued(with_nccl=True) == {}
+
+
+def test_a_group_of_saves_and_copies_is_not_sampled(four_ranks, monkeypatch):
+    """Its threads have ended, so they are not known as such."""
+    module = recorder.sys.modules["torch._C._distributed_c10d"]
+    monkeypatch.setattr(module, "_dump_fr_trace_json", lambda **_: dump_of(range(300), ("0", DESCRIPTION)))
     assert recorder.issued(with_nccl=True) == {}
 
 

@@ -287,23 +287,24 @@ def ipv6() -> bool:
         "{" * 50_000,
         '{"name": 3}',
         *(
-            json.dumps({"name": name, "step": 1, "reason": "", "local": local, "asked_for": False, "schema": 1})
-            for name, local in [
-                ("../evil.pt", False),
-                ("/tmp/evil.pt", False),
-                ("..", False),
-                ("a\0b", False),
-                ("x" * 5000, False),
-                ("evil.pt", True),
-                ("step_00000007.g0001", True),  # this node has no local_dir
-                ("", True),
-                ("s3://bucket/evil.pt", False),
+            json.dumps({"name": name, "step": 1, "reason": "", "tier": tier, "schema": 2})
+            for name, tier in [
+                ("../evil.pt", "checkpoint_dir"),
+                ("/tmp/evil.pt", "checkpoint_dir"),
+                ("..", "checkpoint_dir"),
+                ("a\0b", "checkpoint_dir"),
+                ("x" * 5000, "checkpoint_dir"),
+                ("s3://bucket/evil.pt", "checkpoint_dir"),
+                ("evil.pt", "local_dir"),
+                ("step_00000007.g0001", "local_dir"),  # this node has no local_dir
+                ("", "local_dir"),
+                ("a.pt", "resume_from"),
+                ("a.pt", "elsewhere"),
             ]
         ),
-        json.dumps({"name": "a.pt", "step": 1, "local": False, "asked_for": True, "schema": 1}),
-        json.dumps({"path": "/tmp/evil.pt", "step": 1, "reason": "", "local": False}),
-        json.dumps({"name": "a.pt", "step": "1", "schema": 1}),
-        json.dumps({"name": "a.pt", "step": 1, "schema": 2}),
+        json.dumps({"path": "/tmp/evil.pt", "step": 1, "reason": ""}),
+        json.dumps({"name": "a.pt", "step": "1", "schema": 2}),
+        json.dumps({"name": "a.pt", "step": 1, "schema": 3}),
         " " * 100_000,
     ],
 )
@@ -317,7 +318,7 @@ def test_a_choice_that_is_none(tmp_path, text):
 
 def test_an_error_of_node_0_is_shown_as_one_line(tmp_path):
     zero, one = exchanges_of(2)
-    zero.publish(json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1}))
+    zero.publish(json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 2}))
     with pytest.raises(BadCheckpoints) as raised:
         agreement.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
     assert str(raised.value).isprintable()

@@ -41,12 +41,12 @@ from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.local_tier import LocalTier
-from elastic_ext.checkpoints.memory import pace, part, saver
+from elastic_ext.checkpoints.memory import mirror, pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.writing import retention, saving
+from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
 from tests.scripts import chaos_training
@@ -193,6 +193,9 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
         return made
 
     part.create = counted
+    if "least_send_s" in args:
+        pace.LEAST_SEND_S, mirror.FIRST_PAUSE_S = args["least_send_s"], mirror.MAX_PAUSE_S
+    mirror.PIECE = args.get("piece", mirror.PIECE)
     training = Training(rank, world, args.get("elements", 600))
 
     def note(step: int, stall_s: float, every: int) -> None:
@@ -383,16 +386,16 @@ def together(rank: int, world: int, args: dict) -> dict:
 def late_generation(rank: int, world: int, args: dict) -> dict:
     """Load a copy while the directory of checkpoints cannot be written to; then save twice. The first save fails."""
     training = Training(rank, world)
-    genuine = retention.open_generation, saving.save_to
+    genuine = saving.open_generation, saving.save_to
 
     def away(*_: Any) -> Any:
         raise TimeoutError("away")
 
-    retention.open_generation, saving.save_to = away, lambda *_: saving.AttemptOutcome(SaveFailure(FailureKind.FULL, "no space"))
+    saving.open_generation, saving.save_to = away, lambda *_: saving.AttemptOutcome(SaveFailure(FailureKind.FULL, "no space"))
     checkpointer = training.checkpointer(args["directory"], memory_every=args.get("every", 1))
     step = checkpointer.load().step
     checkpointer.snapshot(step + 1)
-    retention.open_generation = genuine[0]
+    saving.open_generation = genuine[0]
     checkpointer.save(step + 2, wait=True)
     saving.save_to = genuine[1]
     checkpointer.save(step + 3)
@@ -452,6 +455,7 @@ def at_copy(count: int, number: int) -> None:
         between(owner, name)
     between(saver, "_put")
     between(Ranks, "all_gather")
+    between(Ranks, "send")
 
 
 def stale_prune(rank: int, world: int, args: dict) -> dict:
@@ -622,7 +626,7 @@ def fail_once(where: str, rank: int) -> dict[str, Any]:
         return fails
 
     if where == "decision of rank 0":
-        retention.open_generation = failing(retention.open_generation)
+        saving.open_generation = failing(saving.open_generation)
     elif where == "between collectives":
         saving.save_to = failing(saving.save_to)
     return {"extra": {"unwilling": Unwilling(where == "state of rank 1" and rank == 1)}}
@@ -649,7 +653,7 @@ def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
     ranks, told = Ranks(timedelta(seconds=60)), []
     for manifest in (b"{", encode(Manifest(1, 1, ()))):
         file = StoredFile(f"rank_{rank:05d}.mem", 0, "")
-        report = saver.RankReport("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
+        report = mirror.RankReport("step_00000001.g0001", manifest if rank == 0 else b"", pace.Timing(), file)
         outcome = saver.commit(tier, "", report, ranks)
         told.append([outcome.committed, outcome.failure.reason if outcome.failure else ""])
     return {"told": told}
@@ -710,9 +714,8 @@ TASKS = {
 
 def run_rank(request: dict, rank: int, rendezvous: str) -> None:
     world = request["world"]
+    os.environ.update(environment_on(request, rank) if "nodes" in request else {})
     os.environ.update({**request.get("env", {}), **request.get("each", [{}] * world)[rank]}, RANK=str(rank))
-    if "nodes" in request:
-        os.environ.update(environment_on(request, rank))
     if request.get("file_limit"):
         import resource
 

@@ -168,8 +168,6 @@ def test_what_can_be_counted_is_there_from_the_start() -> None:
         *(("elastic_ext_restarts_total", (("kind", kind),)) for kind in [*kinds, "membership"]),
         *(("elastic_ext_checkpoint_copies_total", (("outcome", outcome),)) for outcome in ("copied", "failed")),
         ("elastic_ext_checkpoint_copied_bytes_total", ()),
-        *(("elastic_ext_memory_parts_total", (("outcome", outcome),)) for outcome in ("copied", "failed")),
-        ("elastic_ext_memory_sent_bytes_total", ()),
         ("elastic_ext_memory_copies_lost_total", ()),
         ("elastic_ext_worker_starts_total", (("how", "warm"), ("reason", ""))),
         ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "off"))),

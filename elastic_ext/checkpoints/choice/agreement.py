@@ -1,35 +1,45 @@
-"""Agree on the checkpoint that a round resumes from: the same answer on every node.
+"""Agree on the checkpoint that a round resumes from: the same answer on every node. Quarantine what a failure is blamed on.
 
-It is the newest of all sources: copies in the nodes' memory, their local directories, and `checkpoint_dir`, which all nodes share
-(`sources`). Each node offers what it has in its own; the agent of node 0 chooses, once per round, and sends its choice to the
-others (`offers` has the messages). They wait until they see the checkpoint themselves, because a shared directory may be late to
-show what another host has written.
+It is the newest of all sources: copies in the nodes' memory, their local directories, and `checkpoint_dir`, which all nodes
+share. Each node offers what it has in its own; the agent of node 0 chooses, once per round, and sends its choice to the
+others (`offers` has the messages). They wait until they see the checkpoint themselves, because a shared directory may be late
+to show what another host has written.
+
+A run that begins at `resume_from` goes on from its own progress after a restart: checkpoints written after it began. When that
+was is in a file in the directory of checkpoints, `.elastic_ext/resume_from/RUN.json`, with one field: {"resume_from": the
+setting, without credentials}. Its modification time, by the clock of the storage, is when the run began. If the user changes the
+setting, the run begins again.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TypeVar
 
 from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.contracts import Exchange
-from elastic_ext.base.errors import ElasticExtError, RoundOver, StorageAway, UsageError
-from elastic_ext.base.printable import printable
+from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
+from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import offers
-from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, PeerPlan
-from elastic_ext.checkpoints.choice.sources import RemoteTier, from_local_dirs, from_memory, listed, newer
-from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.choice import listing, offers
+from elastic_ext.checkpoints.choice.listing import NONE, Wanted
+from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, Tier
+from elastic_ext.checkpoints.choice.ordering import Choice, Resume
+from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
+from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect, names
+from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.inspection import Inspection
-from elastic_ext.checkpoints.formats.manifest import order_or_oldest
-from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll
+from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +47,16 @@ VISIBLE_S = 60.0  # limit for the other nodes to see a checkpoint (NFS caches at
 ANSWER_S = 30 * 60.0  # limit for node 0 to answer: verifying a terabyte at 1 GB/s takes 17 minutes
 AWAY_S = 10 * 60.0  # limit for a storage that does not answer: most outages of object stores are shorter
 OFFERS_S = 60.0  # limit for all nodes to list their local directories; a dead node never answers
+RESUME_FROM = f"{MARKERS}/resume_from"
+
+# What a node lacks that cannot open a checkpoint of this tier.
+_LACKS = {
+    Tier.MEMORY: "in memory, but this node has no memory for copies: set memory_every and memory_limit alike on all nodes, and "
+    "give each a tmpfs at /dev/shm",
+    Tier.LOCAL: "in local_dir, but this node has none: set local_dir on all nodes",
+    Tier.NAMED: "in a directory other than checkpoint_dir, but resume_from on this node names none: set the same resume_from "
+    "on all nodes",
+}
 
 
 @dataclass(frozen=True)
@@ -45,12 +65,9 @@ class Resumption:
 
     Attributes:
         path: local path or URL of the checkpoint; "": the round begins from nothing.
-        step: None if neither its content nor its name gives one.
-        reason: why this one, for people.
-        passed_over: none was selected, but some entries may be checkpoints: a script that knows them may resume from one.
+        step, reason, passed_over: see `Agreement`.
         local: it is in the nodes' local directories; `path` is this node's part of it.
         lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
-        peers: how this node exchanges parts of copies in memory with others; None: it does not.
         files: by rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     """
 
@@ -60,7 +77,6 @@ class Resumption:
     passed_over: bool = False
     local: bool = False
     lost: str = ""
-    peers: PeerPlan | None = None
     files: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -86,20 +102,15 @@ class NodeInRound:
         node: its group rank.
         nodes: number of nodes.
         workers: number of its workers.
-        base_rank: the rank of its first worker.
         memory: its directory for copies in memory; "" for none.
-        refused: names of copies in memory that must not be used.
-        peer: host and port where its agent takes parts of copies from others; "": it takes none.
-        saved: the newest checkpoint that it knows of; None: it cannot know.
+        refused, saved: see `Offers`.
     """
 
     node: int = 0
     nodes: int = 1
     workers: int = 1
-    base_rank: int = 0
     memory: str = ""
     refused: tuple[str, ...] = ()
-    peer: str = ""
     saved: NewestSaved | None = NONE_SAVED
 
 
@@ -182,15 +193,12 @@ class _NodeSide:
 
     def offers(self) -> Offers:
         """Return what this node has in its own tiers."""
-        local, place = listed(self._local, f"local_dir {self._settings.local_dir}"), self._place
+        local, place = _listed(self._local, f"local_dir {self._settings.local_dir}"), self._place
         return Offers(
             usable=local is not None,
             offers=local or (),
-            memory=listed(self._memory, "the copies in memory") or (),
+            memory=_listed(self._memory, "the copies in memory") or (),
             refused=place.refused,
-            workers=place.workers,
-            peer=place.peer,
-            domain=self._settings.topology or "",
             has_memory=self._memory is not None,
             saved=place.saved,
         )
@@ -218,7 +226,7 @@ class _NodeSide:
         away = self._remote.refresh() if any(each.offers or each.memory for each in received) else None
         memory = offers.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
         if away is None:
-            own = from_memory(memory), from_local_dirs(received, self._remote.quarantined)
+            own = _from_memory(memory), _from_local_dirs(received, self._remote.quarantined)
             found = [each for each in own if each is not None]
             agreement = self._remote.newest(reduce(newer, found) if found else None)
         else:
@@ -227,11 +235,11 @@ class _NodeSide:
             if order_or_oldest(name) > order_or_oldest(agreement.name):
                 self.lost = printable(reason)
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
-        return replace(agreement, peers=offers.arrange(received, memory if agreement.memory else None))
+        return agreement
 
     def _without_storage(self, away: OSError, memory: MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
-        agreement, local = from_memory(memory), tiers.newest_loadable(each.offers for each in received)
+        agreement, local = _from_memory(memory), tiers.newest_loadable(each.offers for each in received)
         # What has answered before may have shown something newer.
         if agreement is None or self._remote.has_answered or not offers.needs_no_storage(memory.offer, local, received):
             raise away
@@ -246,12 +254,11 @@ class _NodeSide:
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
         step, reason = agreement.step, printable(agreement.reason[: offers.MAX_TEXT])
-        peers = offers.plan_of(agreement.peers, self._place.node)
         if not agreement.name:
-            return Resumption("", step, reason, agreement.passed_over, peers=peers)
+            return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
         files = names.files_by_rank(directory, agreement.name)
-        return Resumption(directory.path(agreement.name), step, reason, local=agreement.local, peers=peers, files=files)
+        return Resumption(directory.path(agreement.name), step, reason, local=agreement.tier == Tier.LOCAL, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.
@@ -259,30 +266,17 @@ class _NodeSide:
         Also raises UsageError if it does not see it by the deadline (time.monotonic()).
         """
         found = self.resumption(agreement)
-        if found.path and not (agreement.local or agreement.memory):
+        if found.path and agreement.tier in (Tier.SHARED, Tier.NAMED):
             await_visible(self._directory(agreement), agreement.name, deadline)
         return found
 
     def _directory(self, agreement: Agreement) -> Storage:
         """Return where an agreed checkpoint is, as this node opens it. Raises UsageError if this node has no such directory."""
-        if agreement.memory:
-            found, lacks = (
-                self._memory,
-                "in memory, but this node has no memory for copies: set memory_every and memory_limit alike ",
-            )
-            lacks += "on all nodes, and give each a tmpfs at /dev/shm"
-        elif agreement.local:
-            found, lacks = self._local, "in local_dir, but this node has none: set local_dir on all nodes"
-        elif agreement.asked_for:
-            found, lacks = (
-                self._asked_for,
-                "in a directory other than checkpoint_dir, but resume_from on this node names none: set ",
-            )
-            lacks += "the same resume_from on all nodes"
-        else:
+        if agreement.tier == Tier.SHARED:
             return self._remote.storage
+        found = {Tier.MEMORY: self._memory, Tier.LOCAL: self._local}.get(agreement.tier, self._asked_for)
         if found is None:
-            raise UsageError(f"group rank 0 resumes from {printable(agreement.name)} {lacks}")
+            raise UsageError(f"group rank 0 resumes from {printable(agreement.name)} {_LACKS[agreement.tier]}")
         return found
 
 
@@ -300,3 +294,272 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
             f"{platform.node()} does not see the checkpoint {storage.path(name)} that the other nodes resume from ({reason}): "
             "put checkpoint_dir on storage that every node mounts"
         )
+
+
+# The sources. Each gives the newest checkpoint in it that a round can load; `newer` compares two of them.
+
+
+def _listed(own: Storage | None, what: str) -> tuple[Offer, ...] | None:
+    """Return what this node offers from a directory of its own; None without one, or if it cannot be listed."""
+    try:
+        return tuple(tiers.offers(own))[: offers.MAX_OFFERS] if own is not None else None
+    except OSError as error:
+        logger.warning("cannot list %s: %s", what, error)
+        return None
+
+
+def _from_memory(choice: MemoryChoice) -> Agreement | None:
+    """Return the newest whole copy in the nodes' memory."""
+    copy = choice.offer
+    reason = "newest copy that is whole in the nodes' memory"
+    return Agreement(copy.name, copy.step, reason, Tier.MEMORY) if copy is not None else None
+
+
+def _from_local_dirs(received: Sequence[Offers], quarantined: Collection[str]) -> Agreement | None:
+    """Return the newest checkpoint whose parts are all in the nodes' local directories."""
+    if not received or not all(each.usable for each in received):
+        return None
+    found = tiers.newest_loadable([each.offers for each in received], quarantined)
+    for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
+        is_newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
+        if ranks and is_newer and offer.name not in quarantined:
+            missing = ", ".join(map(str, ranks))
+            logger.warning("not resuming from %s: the files of ranks %s are in no node's local_dir", offer.name, missing)
+    if found is None:
+        return None
+    reason = f"newest with all its parts in the nodes' local_dir, saved by {found.nodes} node{'s' * (found.nodes != 1)}"
+    return Agreement(found.name, found.step, reason, Tier.LOCAL)
+
+
+class RemoteTier:
+    """`checkpoint_dir`, the tier that all nodes share, in one agreement. It is opened when first needed.
+
+    Attributes:
+        has_answered: whether `refresh` has listed it.
+        quarantined: the names of checkpoints that must not be used, by the last `refresh`.
+    """
+
+    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str) -> None:
+        self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
+        self._entries: list[Entry] = []
+        self.has_answered = False
+        self.quarantined: frozenset[str] = frozenset()
+
+    @cached_property
+    def storage(self) -> Storage:
+        return open_storage(self._checkpoint_dir)
+
+    def refresh(self) -> OSError | None:
+        """List the directory; return the error if the storage is away. Raises UsageError; OSError for other errors."""
+        try:
+            quarantined = marks.quarantined_names(self.storage)
+            self._entries = listing.list_entries(self.storage)
+        except OSError as error:
+            if not is_away(error):
+                raise
+            return error
+        self.quarantined, self.has_answered = quarantined, True
+        return None
+
+    def newest(self, upper: Agreement | None) -> Agreement:
+        """Return the newest checkpoint of all sources.
+
+        upper: the newest of the others, after `refresh`; None: they have none. If that has shown nothing that may be newer, the
+        directory is not asked again; and only what is newer is verified, because that may take minutes.
+
+        Raises UsageError, BadCheckpoints, OSError.
+        """
+        if upper is None:
+            return self._newest()
+        order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
+        found = [each.name for each in listing.candidates(self._entries, pattern)]
+        # By the names. A script's own saves show their step only when opened.
+        if not any(order_of(name) is None or order_or_oldest(name) > order for name in found):
+            return upper
+        choice = self._choose(Mode.OFF)
+        if choice.resume is None or newer(upper, self._agreement(choice.resume)) is upper:
+            _log_passed_over(choice)
+            return upper
+        try:
+            return newer(upper, self._newest())
+        except BadCheckpoints as error:
+            logger.warning("%s", error)
+            return upper
+
+    def _newest(self) -> Agreement:
+        """Choose from the directory alone. Raises UsageError, BadCheckpoints, OSError."""
+        choice = self._choose(Mode(self._settings.verify))
+        _log_passed_over(choice)
+        if choice.resume is not None:
+            return self._agreement(choice.resume)
+        if self._settings.resume_from == NONE:
+            return Agreement("", reason="resume_from=none")
+        if choice.all_bad:
+            raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
+        reason = f"no complete checkpoint in {self._checkpoint_dir}"[: offers.MAX_TEXT // 2]
+        seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
+        if choice.passed_over:
+            reason += f", {len(choice.passed_over)} passed over; a script that knows its own may resume from one"
+        if seen:
+            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: offers.MAX_TEXT]
+        return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
+
+    def _agreement(self, resume: Resume) -> Agreement:
+        name = split_path(resume.path)[1]
+        tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
+        return Agreement(name, resume.step, resume.reason[: offers.MAX_TEXT], tier)
+
+    def _choose(self, verify: Mode) -> Choice:
+        """Choose from the run's own progress first, then by resume_from."""
+        resume_from = self._settings.resume_from
+        wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)
+        if not resume_from:
+            return listing.newest_in(self.storage, wanted)
+        own = listing.newest_in(self.storage, replace(wanted, since=run_began_at(self.storage, self._run_id, resume_from)))
+        return own if own.resume is not None else listing.newest_in(self.storage, replace(wanted, resume_from=resume_from))
+
+
+def newer(one: Agreement, other: Agreement) -> Agreement:
+    """Return the newer one; the first if both are as new. What a script has saved itself has no generation: its step counts."""
+    if not other.name:
+        return one
+    if order_of(other.name) is None:
+        return other if other.step is not None and one.step is not None and other.step > one.step else one
+    return other if order_or_oldest(other.name) > order_or_oldest(one.name) else one
+
+
+def _log_passed_over(choice: Choice) -> None:
+    for passed in choice.passed_over:
+        logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
+
+
+def _none_left(directory: str, choice: Choice) -> str:
+    listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
+    return (
+        f"no checkpoint in {directory} may be used: {listed}. Starting from scratch would lose the work: inspect them "
+        "(elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
+    )
+
+
+def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
+    """Return when this run began at `resume_from`. If it has not begun yet, it begins now.
+
+    The time is in seconds since the epoch by the clock of the storage; infinity if the storage keeps no times. Raises OSError.
+    """
+    file = "".join(letter if letter.isalnum() or letter in "-_" else f"%{ord(letter):x}" for letter in run_id)
+    name = f"{RESUME_FROM}/{file}.json"
+    record = {"resume_from": redacted(resume_from)}
+    try:
+        same = json.loads(storage.read(name)) == record
+    except (FileNotFoundError, ValueError):
+        same = False
+    if not same:
+        storage.put(name, json.dumps(record).encode())
+    found = storage.stat(name)
+    if found is None or found.mtime is None:
+        logger.warning("%s keeps no file times: every restart of this run resumes from %s", storage.address, resume_from)
+        return float("inf")
+    return found.mtime
+
+
+# Quarantine.
+
+
+def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str) -> str | None:
+    """Quarantine the checkpoint that a failure is blamed on; return its name, or None if no checkpoint is to blame.
+
+    Args:
+        resumed_from: path of the checkpoint that the failed round resumed from; "" if none.
+        newest: blame the last saved checkpoint (for numbers that left their range) instead of `resumed_from`.
+        reason: for people.
+
+    It stays if no other one could be used: the cause may be newer than it, or the code, or a file of the data.
+
+    Raises OSError, UsageError.
+    """
+    if settings.checkpoint_dir is None:
+        return None
+    if newest:
+        return _quarantine_newest(open_storage(settings.checkpoint_dir), settings, reason)
+    if not resumed_from:
+        return None
+    storage, name = open_parent(resumed_from)
+    if not _another(open_storage(settings.checkpoint_dir), settings, name):
+        return None
+    return _quarantine_in(storage, name, reason)
+
+
+def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: str, shared: bool = True) -> list[str]:
+    """Quarantine the checkpoints of later steps, or of unknown ones; return their names. Each node does so for its own tier.
+
+    Unlike `quarantine`, also where no other one may be used: what is in them is surely wrong. What a script has not finished to
+    save is left alone: nothing resumes from it, and its mark, without a time, would hold for a good one of that name, too.
+
+    Args:
+        than: the last step of the job whose checkpoint may be used.
+        resumed_from: path of the checkpoint that the failed round resumed from, which stays; "": it began from nothing, and the
+            next one may do so, too.
+        reason: for people.
+        shared: in `checkpoint_dir`, too. One node does that.
+
+    Raises OSError, UsageError.
+    """
+    if settings.checkpoint_dir is None or not (shared or settings.local_dir):
+        return []
+    remote = open_storage(settings.checkpoint_dir)
+    found = dict(_newer_in(remote, settings, than, resumed_from)) if shared else {}
+    if settings.local_dir:  # they may be on their way to the other tier, or on no other node
+        known = {*found, *marks.quarantined_names(remote)}
+        local = tiers.own_checkpoints(open_storage(settings.local_dir))
+        found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in known}
+    return [_mark(remote, name, reason, written_at, not resumed_from) for name, written_at in found.items()]
+
+
+def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str) -> Iterator[tuple[str, float | None]]:
+    """Yield the name of each that is to be quarantined, and when it was written; None for ours, as no other one gets its name."""
+    for each in listing.list_checkpoints(remote, settings.checkpoint_pattern):
+        later = each.step is None or each.step > than
+        if later and not each.quarantined and remote.path(each.name) != resumed_from:
+            seen = detect.check(remote, each.entry, named=True)
+            is_ours = order_of(each.name) is not None
+            if each.complete or seen.unreadable is not None or is_ours:
+                yield each.name, None if is_ours else seen.written_at
+
+
+def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
+    found = listing.newest_in(remote, Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
+    return split_path(found.path)[1] if found is not None else ""
+
+
+def _another(remote: Storage, settings: Settings, name: str) -> bool:
+    """Return whether a checkpoint besides this one may be used."""
+    kept = frozenset[str]()
+    if settings.local_dir:
+        kept = frozenset(each.name for each in tiers.offers(open_storage(settings.local_dir))) - marks.quarantined_names(remote)
+    if settings.resume_from or kept - {name} or _newest_besides(remote, settings, name):
+        return True
+    logger.warning("checkpoint %s is not quarantined: no other one may be used, so it is tried", remote.path(name))
+    return False
+
+
+def _quarantine_newest(remote: Storage, settings: Settings, reason: str) -> str | None:
+    newest, on_its_way = _newest_besides(remote, settings, ""), False
+    if settings.local_dir:
+        of_local = next(iter(tiers.own_checkpoints(open_storage(settings.local_dir))), "")
+        if order_or_oldest(of_local) > order_or_oldest(newest):
+            newest, on_its_way = of_local, True
+    if not newest or not _another(remote, settings, newest):
+        return None
+    # A quarantine by name holds for both tiers.
+    return _mark(remote, newest, reason, None) if on_its_way else _quarantine_in(remote, newest, reason)
+
+
+def _quarantine_in(storage: Storage, name: str, reason: str) -> str | None:
+    entry = names.entry_of(storage, name)
+    return None if entry is None else _mark(storage, name, reason, detect.check(storage, entry, named=True).written_at)
+
+
+def _mark(storage: Storage, name: str, reason: str, written_at: float | None, from_nothing: bool = False) -> str:
+    marks.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at, from_nothing)
+    logger.warning("checkpoint %s is quarantined: %s; the next round resumes from the one before it", storage.path(name), reason)
+    return name

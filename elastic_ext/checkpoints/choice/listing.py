@@ -393,53 +393,28 @@ def _shown(paths: Sequence[str]) -> str:
 THREADS = 16  # concurrent checks; each mostly waits for the storage
 
 
-@dataclass(frozen=True)
-class ListedCheckpoint:
+@dataclass(frozen=True, kw_only=True)
+class ListedCheckpoint(PruneCandidate):
     """One checkpoint of a directory.
 
     Attributes:
         entry: the listed entry.
-        family: pattern that its name shares with others.
-        format: for people.
-        complete: whether training can resume from it.
         state: "complete", with a note if no optimizer is in it, or why it is not, for people.
-        step, epoch: from its content, or for the step from its name; None if unknown.
+        epoch: from its content; None if unknown.
         generation: generation of the group of workers that wrote it; None if it is not ours.
         size: bytes; None if unknown.
-        pinned, quarantined: whether it has this mark.
-        together: names the families that belong together, if its own is one of several; else "".
-        apart: one of these that the pattern leaves out; "" for none.
-        compared: it is incomplete only by comparison with what lies beside it.
     """
 
     entry: Entry
-    family: str
-    format: str
-    complete: bool
     state: str
-    step: int | None
     epoch: int | None
     generation: int | None
     size: int | None
-    pinned: bool
-    quarantined: bool
-    together: str = ""
-    apart: str = ""
-    compared: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name in the directory."""
-        return self.entry.name
 
     @property
     def prune_candidate(self) -> PruneCandidate:
-        """The input for `plan_prune`."""
-        family, step = self.family, self.step
-        if self.together:  # what they have in common are the steps in their names, whatever a pattern says
-            family, step = family_of(self.name), step_of(self.name)
-        others = self.pinned, self.quarantined, self.together, self.apart, self.compared
-        return PruneCandidate(self.name, family, step, self.format, self.complete, *others)
+        """The input for `plan_prune`. What families have in common are the steps in their names, whatever a pattern says."""
+        return replace(self, family=family_of(self.name), step=step_of(self.name)) if self.together else self
 
 
 def list_checkpoints(
@@ -474,6 +449,7 @@ def list_checkpoints(
         seen = ordering.beside_older(entry, inspection, before, entry.name in newest)
         group = together.get(family_of(entry.name), "")
         row = ListedCheckpoint(
+            name=entry.name,
             entry=entry,
             family=family.pattern,
             format=seen.format,

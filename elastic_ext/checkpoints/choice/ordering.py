@@ -18,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elastic_ext.checkpoints.formats.inspection import LIGHTNING, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import OWN_FAMILY, family_of, is_exact, lacks, numbers_of, step_of, unit_of, words_of
@@ -88,16 +89,37 @@ class NameFamily:
 
 @dataclass(frozen=True)
 class Contender:
-    """The newest complete member of a family."""
+    """The newest complete member of a family. tracked: a tool's own file names it as the newest."""
 
     family: NameFamily
     entry: Entry
     inspection: Inspection
+    tracked: bool
+
+    @cached_property
+    def names(self) -> Names:
+        """What decides which other families belong together with its own."""
+        return names_of(self.family)
 
     @property
     def written_at(self) -> float:
-        """When it was written."""
+        """When it was written; minus infinity if unknown."""
         return or_oldest(self.inspection.written_at)
+
+    @property
+    def step(self) -> int:
+        """Its step; -1 if unknown."""
+        step = step_in(self.entry, self.inspection, "")
+        return -1 if step is None else step
+
+    @property
+    def training(self) -> bool | None:
+        return self.inspection.training
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is a file of Lightning, which holds all that training needs."""
+        return self.inspection.format == LIGHTNING and self.training is True
 
 
 def choose(
@@ -130,18 +152,17 @@ def choose(
             before = map(glance or inspect, family.members[older : older + OLDER])
             inspection = beside_older(entry, inspect(entry), before, entry.name in tracked)
             if inspection.complete:
-                contenders.append(Contender(family, entry, inspection))
+                contenders.append(Contender(family, entry, inspection, entry.name in tracked))
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
                 passed_over.append(PassedOver(entry.path, inspection.reason, inspection.distrusted))
             # otherwise it is a directory such as "logs" and not worth reporting
     if not contenders:
         return Choice(None, tuple(passed_over))
-    best = resolve([_claim(each, tracked) for each in contenders])
-    if best.question:
-        return Choice(None, tuple(passed_over), best.question)
-    winner = contenders[best.index]
-    return Choice(_of_several(_resume(winner, pattern), len(found)), tuple(passed_over))
+    best, question = resolve(contenders)
+    if question:
+        return Choice(None, tuple(passed_over), question)
+    return Choice(_resume(best, pattern, len(found)), tuple(passed_over))
 
 
 def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection], tracked: bool = False) -> Inspection:
@@ -172,14 +193,6 @@ def _may_matter(family: NameFamily, contenders: Sequence[Contender]) -> bool:
     return are_kin(names_of(family), names_of(best.family)) and not is_copy(family.pattern)
 
 
-def _claim(contender: Contender, tracked: Collection[str]) -> Claim:
-    entry, found = contender.entry, contender.inspection
-    full = found.format == LIGHTNING and found.training is True
-    step = found.step if found.step is not None else step_of(entry.name)
-    names = names_of(contender.family)
-    return Claim(entry.name, names, contender.written_at, found.training, step, entry.name in tracked, full)
-
-
 def names_of(family: NameFamily) -> Names:
     """Return what decides which other families belong together with this one."""
     steps = frozenset(step for entry in family.members if (step := step_of(entry.name)) is not None)
@@ -188,16 +201,12 @@ def names_of(family: NameFamily) -> Names:
     return Names(family.pattern, unit_of(family.members[0].name), steps, known)
 
 
-def _resume(chosen: Contender, pattern: str) -> Resume:
+def _resume(chosen: Contender, pattern: str, family_count: int) -> Resume:
     entry, inspection, family = chosen.entry, chosen.inspection, chosen.family
     reason = f"newest complete of {len(family.members)} named {family.pattern}, {inspection.reason}"
+    if family_count > 1:
+        reason += f"; chosen among {family_count} families of names"
     return Resume(entry.path, step_in(entry, inspection, pattern), inspection.format, reason)
-
-
-def _of_several(resume: Resume, family_count: int) -> Resume:
-    if family_count == 1:
-        return resume
-    return replace(resume, reason=f"{resume.reason}; chosen among {family_count} families of names")
 
 
 def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:
@@ -270,60 +279,30 @@ class Names:
     times: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The newest complete member of a family.
+def resolve(contenders: Sequence[Contender]) -> tuple[Contender, str]:
+    """Return the one to resume from; and, if that is not decided, a question for the user: why, and what to set.
 
-    Attributes:
-        name: its name.
-        names: of its family.
-        written_at: in seconds since the epoch; minus infinity if unknown.
-        training: whether it holds the state of an optimizer; None if unknown.
-        step: None if unknown.
-        tracked: a tool's own file names it as the newest.
-        full: a file of Lightning, which holds all that training needs.
+    Of those written at the same time the one of the greatest step wins, then the first. What is known to hold an optimizer goes
+    before what is known to hold none. The best only counts where it is further than all others. The rest goes by the time, unless
+    what was written last belongs together with others that are as good.
     """
-
-    name: str
-    names: Names
-    written_at: float
-    training: bool | None = None
-    step: int | None = None
-    tracked: bool = False
-    full: bool = False
-
-
-@dataclass(frozen=True)
-class Best:
-    """The claim to resume from. index: among the claims. question: why none was selected, and what to set; else ""."""
-
-    index: int
-    question: str = ""
-
-
-def resolve(claims: Sequence[Claim]) -> Best:
-    """Return the claim to resume from. Of those written at the same time the one of the greatest step wins, then the first.
-
-    What is known to hold an optimizer goes before what is known to hold none. The best only counts where it is further than
-    all others. The rest goes by the time, unless what was written last belongs together with others that are as good.
-    """
-    left = list(range(len(claims)))
-    if any(claims[index].training for index in left):
-        left = [index for index in left if claims[index].training is not False]
-    left = [index for index in left if not _is_aside(claims[index])] or left
-    others = [index for index in left if not is_copy(claims[index].names.pattern)]
-    if others and not _is_further(claims, left, others):
+    left = list(contenders)
+    if any(each.training for each in left):
+        left = [each for each in left if each.training is not False]
+    left = [each for each in left if not _is_aside(each)] or left
+    others = [each for each in left if not is_copy(each.family.pattern)]
+    if others and not _is_further([each for each in left if each not in others], others):
         left = others
-    last = max(left, key=lambda index: (claims[index].written_at, _or_before_all(claims[index].step), -index))
-    family = [index for index in left if index == last or are_kin(claims[index].names, claims[last].names)]
-    for better in ([index for index in family if claims[index].training], [index for index in family if claims[index].tracked]):
+    last = max(left, key=lambda each: (each.written_at, each.step))
+    family = [each for each in left if each is last or are_kin(each.names, last.names)]
+    for better in ([each for each in family if each.training], [each for each in family if each.tracked]):
         family = better or family
-    lines = {_line(claims[index].names.pattern) for index in family}
-    if len(lines) > 1 and len({numbers for _, numbers in lines}) == 1 and all(claims[index].full for index in family):
-        return Best(max(family, key=lambda index: (_or_before_all(claims[index].step), claims[index].written_at)))
+    lines = {_line(each.family.pattern) for each in family}
+    if len(lines) > 1 and len({numbers for _, numbers in lines}) == 1 and all(each.is_full for each in family):
+        return max(family, key=lambda each: (each.step, each.written_at)), ""
     if len(lines) > 1:
-        return Best(last, _question([claims[index] for index in family]))
-    return Best(last if last in family else max(family, key=lambda index: claims[index].written_at))
+        return last, _question(family)
+    return last if last in family else max(family, key=lambda each: each.written_at), ""
 
 
 def is_copy(pattern: str) -> bool:
@@ -345,24 +324,19 @@ def are_kin(one: Names, other: Names) -> bool:
     return words_of(one.pattern) ^ words_of(other.pattern) <= _ROLES
 
 
-def _is_aside(claim: Claim) -> bool:
+def _is_aside(contender: Contender) -> bool:
     """Return whether it is known to hold no optimizer, and its name has no step and no word of a checkpoint: args.pt."""
-    return claim.training is False and not claim.names.steps and _ROLES.isdisjoint(words_of(claim.name))
-
-
-def _or_before_all(step: int | None) -> int:
-    return -1 if step is None else step
+    return contender.training is False and not contender.names.steps and _ROLES.isdisjoint(words_of(contender.entry.name))
 
 
 def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]
 
 
-def _is_further(claims: Sequence[Claim], left: Sequence[int], others: Collection[int]) -> bool:
+def _is_further(copies: Sequence[Contender], others: Sequence[Contender]) -> bool:
     """Return whether one called the best is known to have done more steps than all others."""
-    steps = [claims[index].step for index in others]
-    best = max((claims[index].step or 0 for index in left if index not in others), default=0)
-    return all(step is not None and step < best for step in steps)
+    best = max((each.step for each in copies), default=0)
+    return all(0 <= each.step < best for each in others)
 
 
 def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -374,11 +348,11 @@ def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:
     return words_of(pattern) - _COPIES - _NEWEST, tuple(re.findall(r"[0-9]+", pattern))
 
 
-def _question(family: Sequence[Claim]) -> str:
-    names = sorted(claim.name for claim in family)
+def _question(family: Sequence[Contender]) -> str:
+    names = sorted(each.entry.name for each in family)
     known = "each holds an optimizer" if family[0].training else "none is known to hold both an optimizer and what it trains"
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    example = max(family, key=lambda claim: not _FIRST.isdisjoint(words_of(claim.name))).names.pattern
+    example = max(family, key=lambda each: not _FIRST.isdisjoint(words_of(each.entry.name))).family.pattern
     return (
         f"{listed} belong together, and {known}: set checkpoint_pattern to the names to resume from, "
         f"e.g. checkpoint_pattern={example.replace('#', '{step}', 1).replace('#', '*')}"

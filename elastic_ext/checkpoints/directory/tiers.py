@@ -172,7 +172,7 @@ def claim(local: Storage, remote: Storage) -> None:
     except FileNotFoundError:
         local.put(OWNER, address.encode())
         return
-    if redacted(found) != address:  # older versions wrote it unredacted
+    if found != address:
         raise UsageError(
             f"local_dir {local.address} holds checkpoints that belong to {found}, but checkpoint_dir is "
             f"{remote.address}: give each job its own local_dir, or empty it"

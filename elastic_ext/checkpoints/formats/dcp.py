@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.formats import single_files
-from elastic_ext.checkpoints.formats.inspection import DCP, LIGHTNING, NO_OPTIMIZER, OWN, Inspection, summary, total_size
+from elastic_ext.checkpoints.formats.inspection import DCP, LIGHTNING, NO_OPTIMIZER, OWN, Inspection, summary
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
 from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -67,7 +67,8 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
         return Inspection(False, DCP, summary(faults))
     training = any(_OPTIMIZER.search(key) for key in parsed.keys) if parsed.keys else None
     reason = f"{METADATA} present, {len(shards)} shard files" + f", {NO_OPTIMIZER}" * (training is False)
-    return Inspection(True, DCP, reason, metadata.mtime, size=total_size(content), training=training)
+    size = sum(item.size for item in content if not item.is_dir)
+    return Inspection(True, DCP, reason, metadata.mtime, size=size, training=training)
 
 
 def parse_metadata(data: bytes) -> Metadata:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -121,11 +121,6 @@ def is_hidden(name: str) -> bool:
 def summary(faults: Sequence[str]) -> str:
     """Return the first fault and the number of the others."""
     return faults[0] if len(faults) == 1 else f"{faults[0]}, and {len(faults) - 1} more faults"
-
-
-def total_size(content: Iterable[Entry]) -> int:
-    """Return the total size in bytes of the files among these entries."""
-    return sum(item.size for item in content if not item.is_dir)
 
 
 def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:

@@ -11,7 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.formats import dcp, names, single_files
 from elastic_ext.checkpoints.formats.inspection import (
@@ -43,6 +43,10 @@ _LAST = ("latest", STATE)  # "latest": of DeepSpeed, which writes it once all ra
 # Files with the state of an optimizer, by their paths; and files whose `step` is not that of the training.
 _OPTIMIZER = re.compile(r"optim|_states\.pt$|recipe_state", re.IGNORECASE)
 _NO_STEP = re.compile(r"optim|sched|rng|random|sampler|scaler|dl_state|dataloader|training_args", re.IGNORECASE)
+
+
+States = Mapping[str, Mapping[str, object]]
+"""The objects in the JSON files that give step and epoch, by path."""
 
 
 class TornCheckpoint(Exception):
@@ -86,27 +90,6 @@ class Tree:
         return sorted(path for path in self.files if path.endswith(_CHECKED))
 
 
-@dataclass(frozen=True)
-class TreeParts:
-    """What the parts of a whole tree say.
-
-    Attributes:
-        written_at, size, training, parts: see `Inspection`.
-        step, epoch: by a file's content; None if none says so.
-        states: the JSON objects in the files that were asked for, by path.
-        known: whether a file is of a known format.
-    """
-
-    written_at: float | None
-    size: int
-    training: bool | None
-    parts: Mapping[str, frozenset[tuple[int, ...]]]
-    step: int | None = None
-    epoch: int | None = None
-    states: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    known: bool = True
-
-
 def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
     """List what lies below a directory. content: the usable entries directly in it. Links to folders are not followed.
 
@@ -131,9 +114,11 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
     return Tree(entry.name, files, frozenset(folders))
 
 
-def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> TreeParts:
-    """Check all parts. states: paths of JSON files to read, where they exist. Raises TornCheckpoint, OSError."""
-    read = {path: read_json(storage, tree, path) for path in states if path in tree.files}
+def check_parts(storage: Storage, tree: Tree) -> Inspection:
+    """Check all parts; return what those of a whole tree say, of format UNKNOWN if none of them is known.
+
+    Raises TornCheckpoint, OSError.
+    """
     _check_indices(storage, tree)
     _check_names(tree)
     shards = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items())]
@@ -141,15 +126,16 @@ def check_parts(storage: Storage, tree: Tree, states: Sequence[str] = ()) -> Tre
     files = _check_files(storage, tree)
     numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
     times = [tree.files[path].mtime for path in [*paths, *tree.shard_files]]
-    return TreeParts(
+    return Inspection(
+        complete=True,
+        format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
+        reason=f"all {len(tree.files)} files are whole",
         written_at=max((time for time in times if time is not None), default=None),
+        step=next((each.step for each in numbered if each.step is not None), None),
+        epoch=next((each.epoch for each in numbered if each.epoch is not None), None),
         size=sum(each.size for each in tree.files.values()),
         training=_training(tree, [*shards, *files]),
         parts=_parts(tree),
-        step=next((each.step for each in numbered if each.step is not None), None),
-        epoch=next((each.epoch for each in numbered if each.epoch is not None), None),
-        states=read,
-        known=bool(shards) or any(each is not _FOREIGN for each in files),
     )
 
 
@@ -283,7 +269,7 @@ class Layout:
     signs: tuple[str, ...]
     name: str = ""
     needs: tuple[str, str] | None = None
-    missing: Callable[[Tree, TreeParts], str] = lambda tree, parts: _tracked(tree)
+    missing: Callable[[Tree, States], str] = lambda tree, states: _tracked(tree)
 
     def claims(self, name: str, top: Iterable[str]) -> bool:
         """Return whether the tool wrote a directory with these names directly in it, complete or not."""
@@ -292,13 +278,13 @@ class Layout:
         return fits and all(any(re.fullmatch(sign, each) for each in names) for sign in self.signs)
 
 
-def _trainer(tree: Tree, parts: TreeParts) -> str:
+def _trainer(tree: Tree, states: States) -> str:
     """The Trainer writes weights, optimizer, scheduler, states of random numbers and STATE, in this order (`_save_checkpoint` in
     transformers/trainer.py, 4.40 to 5.24). Ranks do not wait for each other at the end, so every part must be checked.
 
     A load can do without the states of random numbers; save_only_model writes none of the states.
     """
-    step = parts.states[STATE].get("global_step")
+    step = states[STATE].get("global_step")
     if not is_count(step):
         return f"{STATE} has global_step {str(step)[:50]}, expected a whole number, 0 or more"
     top, deepspeed = tree.top, [name for name in tree.top if re.fullmatch(_DEEPSPEED_FOLDER, name)]
@@ -399,24 +385,25 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         _check_folders(tree)
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
-        parts = check_parts(storage, tree, tuple(_STATES))
-        if layout is STEP_DIRECTORY and not parts.known:
+        states = {path: read_json(storage, tree, path) for path in _STATES if path in tree.files}
+        found = check_parts(storage, tree)
+        if layout is STEP_DIRECTORY and found.format == UNKNOWN:
             return unknown
-        missing = layout.missing(tree, parts)
+        missing = layout.missing(tree, states)
         if missing:
             raise TornCheckpoint(missing)
     except TornCheckpoint as error:
         return Inspection(False, layout.format, str(error))
-    if parts.training is False and layout is STEP_DIRECTORY and not names.says_step(entry.name):
+    if found.training is False and layout is STEP_DIRECTORY and not names.says_step(entry.name):
         return Inspection(False, SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
-    step, epoch = _numbers(parts)
+    step, epoch = _numbers(states)
     if step is None and names.step_of(entry.name) is None:
-        step, epoch = parts.step, parts.epoch if epoch is None else epoch
-    reason, written_at, training = f"all {len(tree.files)} files are whole", parts.written_at, parts.training
-    if STATE in parts.states:
+        step, epoch = found.step, found.epoch if epoch is None else epoch
+    found = replace(found, format=layout.format, step=step, epoch=epoch)
+    if STATE in states:
         reason, written_at = f"{STATE} says step {step}, all parts are complete", tree.files[STATE].mtime
-    reason += f", {NO_OPTIMIZER}" * (training is False)
-    return Inspection(True, layout.format, reason, written_at, step, epoch, parts.size, training=training, parts=parts.parts)
+        found = replace(found, reason=reason, written_at=written_at)
+    return replace(found, reason=f"{found.reason}, {NO_OPTIMIZER}") if found.training is False else found
 
 
 def _check_folders(tree: Tree) -> None:
@@ -426,11 +413,11 @@ def _check_folders(tree: Tree) -> None:
             raise TornCheckpoint(f"{folder} is empty, the save did not finish")
 
 
-def _numbers(parts: TreeParts) -> tuple[int | None, int | None]:
+def _numbers(states: States) -> tuple[int | None, int | None]:
     """Return step and epoch by the first JSON file that gives them."""
     for path, keys in _STATES.items():
-        if path in parts.states:
-            step, epoch = (_value(parts.states[path], key) for key in keys)
+        if path in states:
+            step, epoch = (_value(states[path], key) for key in keys)
             return step, epoch
     return None, None
 

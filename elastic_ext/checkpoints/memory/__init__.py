@@ -2,7 +2,7 @@
 
 Each worker has two buffers, files in a directory of the agent on tmpfs. The agent removes the directory at its end; the reaper
 removes it if the agent is killed. The directory has the form of a local tier (`directory/tiers.py`), so the same code lists it
-and finds out what is whole, and another node is sent a part as a file:
+and finds out what is whole. A node has the parts of its own ranks, and those of another node:
 
     step_00000120.g0003/rank_00001.mem   a buffer of rank 1 with its part of this generation of the copy (`part.py`)
     step_00000120.g0003/manifest.json    written last, with sizes and checksums of all ranks' parts: the commit
@@ -17,12 +17,11 @@ Training waits only for the copy into the buffer. A thread then computes the che
 nothing is committed, the last copy stays, and the log says so once.
 
 saver.py     copy, step after step, and commit: from the parts of all ranks to a manifest on each node
-pace.py      how often, and whether that is safe beside training (pure); interval.py: the rule for how often
+pace.py      how often, and whether that is safe beside training (pure)
 part.py      the content of one buffer; the files, mapped, and which of the two is next
 devices.py   copy from a GPU beside training
 loading.py   from mapped parts back into the state, also on other nodes or with another number of ranks
-contract.py  what the agent gives its workers, and what they ask of it
-peers.py     each node's parts on another node, too; wire.py: one connection for that
+mirror.py    each rank's part on another node, too
 
 Which copy a round resumes from is decided with the other tiers, in `choice/`.
 """

@@ -1,13 +1,17 @@
 """Load a copy in memory.
 
-Where the same nodes run as many ranks as made it, and have their parts, each maps the parts of its node, checks them, and copies
-them into the state in place. Else each saved piece of a tensor is a box in the whole tensor, and so is what a rank needs of it: a
-rank reads the bytes of their overlaps, from whichever nodes have the parts (`local_tier.PieceExchange`).
+Where as many nodes run as many ranks as made it, each maps the parts of its node, checks them, and copies them into the state
+in place; a node that lacks some gets them from others first. Else each saved piece of a tensor is a box in the whole tensor,
+and so is what a rank needs of it: a rank reads the bytes of their overlaps, from whichever nodes have the parts
+(`local_tier.PieceExchange`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,13 +21,42 @@ from torch import Tensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, checksum_of
-from elastic_ext.checkpoints.local_tier import LocalTier, Parts, PieceExchange, Range, merge_ranges
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, encode
+from elastic_ext.checkpoints.local_tier import FETCHED, LocalTier, Parts, PieceExchange, Range, merge_ranges, read_bytes
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped
 from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.state import local_part
 from elastic_ext.checkpoints.state.capture import StateDict, UnshardedState
 from elastic_ext.checkpoints.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+
+def fetch_parts(tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ranks: Ranks) -> Parts:
+    """Get the parts of its own ranks that a node lacks, as one that has replaced another does; return which node has which then.
+
+    Collective, for a copy that as many ranks on as many nodes have made. Raises CheckpointError on all ranks.
+    """
+    if parts.fit(manifest):
+        return parts
+    began, storage = time.monotonic(), tier.storage
+    own = {memory_file(rank) for rank in tiers.ranks_of(tier.nodes, tier.node)}
+    lacking = [file for file in manifest.files if file.name in own and not parts.has(tier.node, file.name)]
+
+    def keep() -> None:
+        if tier.first and lacking:
+            os.makedirs(storage.path(name), mode=0o700, exist_ok=True)
+            for file in lacking:
+                os.replace(storage.path(f"{FETCHED}/{name}/{file.name}"), storage.path(f"{name}/{file.name}"))
+            storage.put(f"{name}/{MANIFEST}", encode(manifest))
+            logger.info("%s parts of %s came from other nodes in %.3g s", len(lacking), name, time.monotonic() - began)
+
+    with PieceExchange(tier, parts, name, ranks).with_files(lacking):
+        ranks.run_on_all(keep)
+    here = {memory_file(rank): node for node in range(len(tier.nodes)) for rank in tiers.ranks_of(tier.nodes, node)}
+    holders = {file: tuple({*nodes, here.get(file, nodes[0])}) for file, nodes in parts.holders.items()}
+    return Parts(tier.nodes, tier.node, holders)
 
 
 class MemoryCopy:
@@ -43,10 +76,7 @@ class MemoryCopy:
         for rank in tiers.ranks_of(self._tier.nodes, self._tier.node):
             file = files[memory_file(rank)]
             self._buffers[rank] = buffer = open_mapped(self._tier.storage, f"{self._name}/{file.name}", private=True)
-            if rank == self._ranks.rank:
-                check_part(buffer, file)
-            elif buffer.size != file.size:
-                raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
+            check_part(buffer, file, content=rank == self._ranks.rank)
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks of this node. Only after all ranks have made this."""
@@ -68,18 +98,17 @@ class MemoryCopy:
         return part.read_index(self._buffers[rank].bytes)
 
 
-def check_part(buffer: Buffer, file: StoredFile) -> None:
-    """Raise PartError unless the buffer holds what the manifest says."""
+def check_part(buffer: Buffer, file: StoredFile, content: bool = True) -> None:
+    """Raise PartError unless the buffer holds what the manifest says. content: not only as many bytes."""
     if buffer.size != file.size:
         raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
-    found = checksum_of(buffer.bytes)
-    if found != file.checksum:
+    if content and (found := checksum_of(buffer.bytes)) != file.checksum:
         raise PartError(f"{file.name} has checksum {found}, expected {file.checksum}")
 
 
 def _copy(template: StateDict, found: Mapping[Path, Tensor]) -> None:
     for path, tensor in part.leaves(template):
-        target, source = part.local_part(tensor), found.get(path)
+        target, source = local_part(tensor), found.get(path)
         if source is None or source.shape != target.shape or source.dtype != target.dtype:
             held = "nothing" if source is None else f"{source.dtype} {tuple(source.shape)}"
             raise PartError(f"{part.shown(path)} is {target.dtype} {tuple(target.shape)}, the copy has {held}")
@@ -226,7 +255,7 @@ class ReshardedCopy:
     def _plan(self, template: StateDict) -> Iterable[Read]:
         pieces = self._pieces()
         for path, tensor in part.leaves(template):
-            target, box = part.local_part(tensor), part.box_of(tensor)
+            target, box = local_part(tensor), part.box_of(tensor)
             if not target.numel():
                 continue  # this rank has nothing of it, so there may be no box
             found = [each for each in pieces.get(path, ()) if len(each.box.begin) == len(box.begin)] if box is not None else []
@@ -252,8 +281,5 @@ def _copy_ranges(storage: Storage, name: str, reads: Sequence[Read]) -> None:
     for read in reads:
         file, begin, end = read.range
         data = torch.empty(end - begin, dtype=torch.uint8)
-        with storage.open(f"{name}/{file}") as stream:
-            stream.seek(begin)
-            if stream.readinto(memoryview(data.numpy())) != len(data):
-                raise PartError(f"{file} ends before byte {end}")
+        read_bytes(storage, f"{name}/{file}", begin, data)
         read.copy(data)

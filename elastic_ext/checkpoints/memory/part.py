@@ -23,7 +23,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.state import dumps
+from elastic_ext.checkpoints.state import dumps, local_part
 from elastic_ext.checkpoints.state.capture import Capture, StateDict
 from elastic_ext.checkpoints.storage import Storage
 
@@ -165,11 +165,6 @@ def shares(common: Sequence[tuple[Path, int]], owners: int) -> Iterator[int]:
         owner = loads.index(min(loads))
         loads[owner] += max(size, 1)
         yield owner
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
-    return cast(Tensor, tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def box_of(tensor: Tensor) -> Box | None:
@@ -329,6 +324,21 @@ class Buffers:
         """Return whether a part of this size can be written now."""
         return bool(self._spares) and self._spares[0].size >= size
 
+    @property
+    def spare(self) -> Buffer:
+        """The next buffer. There must be one, see `spare_size`."""
+        return self._spares[0]
+
+    @property
+    def spare_size(self) -> int:
+        """Bytes of the next buffer; 0: there is none."""
+        return self._spares[0].size if self._spares else 0
+
+    def size_for(self, planned: Planned) -> int:
+        """Return the size of a new buffer for a part: that of the kept one if the part fits it, so that all are alike."""
+        kept = self._kept.size if self._kept is not None else 0
+        return kept if kept >= planned.size else planned.capacity
+
     def keep(self, name: str, reuse: bool = True) -> None:
         """Take the buffers as an earlier worker of this rank has left them. Only this copy still exists. Raises OSError.
 
@@ -358,12 +368,24 @@ class Buffers:
             )
         try:
             for _ in range(BUFFERS - bool(self.kept)):
-                self._made += 1
-                name = f"{SPARE}/{os.getpid()}.{self._made}.{memory_file(self._rank)}"
-                self._spares.append(create(self._storage, name, capacity))
+                self._spares.append(create(self._storage, self._spare_name(), capacity))
         except OSError:
             self.release()
             raise
+
+    def _spare_name(self) -> str:
+        self._made += 1
+        return f"{SPARE}/{os.getpid()}.{self._made}.{memory_file(self._rank)}"
+
+    def rest(self) -> None:
+        """Move the buffers that hold nothing out of the copies in which they are. Raises OSError."""
+        self._spares = [each if each.name.startswith(SPARE) else self._moved(each, self._spare_name()) for each in self._spares]
+
+    def _moved(self, buffer: Buffer, name: str) -> Buffer:
+        path = self._storage.path(name)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        os.rename(self._storage.path(buffer.name), path)
+        return replace(buffer, name=name)
 
     def release(self) -> None:
         """Give back the memory of the buffers that hold nothing."""
@@ -376,11 +398,7 @@ class Buffers:
 
     def begin(self, name: str) -> Buffer:
         """Return the buffer for a new copy, after moving it out of the older copy that it holds. Raises OSError."""
-        spare, target = self._spares[0], f"{name}/{memory_file(self._rank)}"
-        path = self._storage.path(target)
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        os.rename(self._storage.path(spare.name), path)
-        self._spares[0] = replace(spare, name=target)
+        self._spares[0] = self._moved(self._spares[0], f"{name}/{memory_file(self._rank)}")
         return self._spares[0]
 
     def committed(self, name: str) -> None:
@@ -389,3 +407,9 @@ class Buffers:
         if before is not None:
             self._spares.append(before)
         self.kept = name
+
+    def free(self) -> None:
+        """Let the buffer that is kept be written again: a newer copy is committed, of which these buffers hold no part."""
+        if self._kept is not None:
+            self._spares.append(self._kept)
+        self._kept, self.kept = None, ""

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
+from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import manifest_of, memory_file, own_checkpoints
 from elastic_ext.checkpoints.formats.manifest import (
@@ -22,11 +24,10 @@ from elastic_ext.checkpoints.formats.manifest import (
     order_or_oldest,
 )
 from elastic_ext.checkpoints.local_tier import LocalTier
-from elastic_ext.checkpoints.memory import contract, pace, part
-from elastic_ext.checkpoints.memory.contract import Room, Send
+from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
-from elastic_ext.checkpoints.memory.interval import Timing
-from elastic_ext.checkpoints.memory.pace import CopyTrouble, Schedule, StepTimes
+from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
+from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
@@ -37,44 +38,29 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RankReport:
-    """What one rank reports to the others of its part.
-
-    Attributes:
-        name: of the copy.
-        manifest: rank 0's, encoded, complete but for the files and nodes; of others b"". Bytes: what cannot be pickled would
-            fail on rank 0 alone, and leave the others waiting.
-        timing: for the next interval.
-        file: its part; None if it has written none this time.
-        common: checksum of what it holds to be common to the ranks of its node, see `part.Planned`.
-        failure: why, if that is a failure.
-        accumulation: micro-steps after the step of the copy.
-    """
-
-    name: str
-    manifest: bytes
-    timing: Timing
-    file: StoredFile | None = None
-    common: str = ""
-    failure: SaveFailure | None = None
-    accumulation: int = 0
-
-
-@dataclass(frozen=True)
 class CopyOutcome:
     """How it ended, the same on all ranks. failure: may be None although nothing was committed: a buffer was made first.
 
+    reports: of all ranks that have made the copy.
     apart: the last step of which a rank has made a copy, if they are not all of the same step; else None.
     """
 
     committed: bool
-    timings: tuple[Timing, ...]
+    reports: Sequence[RankReport]
     failure: SaveFailure | None = None
     apart: int | None = None
 
 
-def commit(tier: LocalTier, kept: str, report: RankReport, ranks: Ranks) -> CopyOutcome:
+def commit(
+    tier: LocalTier,
+    kept: str,
+    report: RankReport,
+    ranks: Ranks,
+    exchange: Callable[[Sequence[RankReport]], None] = lambda reports: None,
+) -> CopyOutcome:
     """Commit a copy if every rank has written its part of it. kept: name of the copy before it, which stays.
+
+    exchange: called with all ranks' reports before the commit, if that is all right; sends parts to other nodes.
 
     A rank that has left it out may be at a load, and meets the others here by `none_in_progress`.
 
@@ -85,15 +71,15 @@ def commit(tier: LocalTier, kept: str, report: RankReport, ranks: Ranks) -> Copy
     reports = [each for each in gathered if each is not None]
     if len(reports) < len(gathered):
         away = SaveFailure(FailureKind.OTHER, "it is at a load and has not made this copy", gathered.index(None))
-        return CopyOutcome(False, tuple(each.timing for each in reports), away)
-    timings = tuple(each.timing for each in reports)
+        return CopyOutcome(False, reports, away)
     failures = [each.failure for each in reports if each.failure] or [*_apart(reports), *_differing(reports, tier.nodes)]
     files = tuple(each.file for each in reports if each.file is not None)
     if failures or len(files) < len(reports):
-        return CopyOutcome(False, timings, failures[0] if failures else None, _last_of_several(reports))
+        return CopyOutcome(False, reports, failures[0] if failures else None, _last_of_several(reports))
+    exchange(reports)
     failure = _put(tier, reports[0], kept, files, ranks.rank) if tier.first else None
     failures = [each for each in ranks.all_gather(failure) if each]
-    return CopyOutcome(not failures, timings, failures[0] if failures else None)
+    return CopyOutcome(not failures, reports, failures[0] if failures else None)
 
 
 def none_in_progress(ranks: Ranks) -> None:
@@ -156,6 +142,29 @@ def _put(tier: LocalTier, first: RankReport, kept: str, files: tuple[StoredFile,
     return None
 
 
+class CopyTrouble:
+    """Why copies fail, logged when that begins, when it changes, and when it is over."""
+
+    def __init__(self, speaks: bool) -> None:
+        """speaks: whether this rank writes to the log."""
+        self._speaks = speaks
+        self._kind: FailureKind | None = None
+        self.in_a_row = 0
+
+    def note(self, failure: SaveFailure | None) -> None:
+        before, self._kind = self._kind, failure.kind if failure is not None else None
+        self.in_a_row = self.in_a_row + 1 if failure is not None else 0
+        if failure is not None and failure.kind is not before and self._speaks:
+            logger.warning(
+                "rank %s cannot copy its state to memory: %s; training continues, and a restart resumes from an older copy or a "
+                "checkpoint on disk",
+                failure.rank,
+                failure.reason,
+            )
+        elif failure is None and before is not None and self._speaks:
+            logger.warning("the state is copied to memory again")
+
+
 class Attempt:
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
@@ -188,10 +197,18 @@ STEPS_AHEAD = 10  # that training may do while the ranks begin
 class MemorySaver:
     """Copies the state of one rank. All ranks take the same steps, because each decision follows from what all have reported."""
 
-    def __init__(self, tier: LocalTier, room: Room, every: int | None, objects: Objects, ranks: Ranks) -> None:
-        """every: see `interval.choose`. ranks: in a group of its own, because a thread uses it."""
-        self._tier, self._peer, self._objects, self._ranks = tier, room.peer, objects, ranks
-        self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
+    def __init__(
+        self, tier: LocalTier, limit: int, every: int | None, objects: Objects, ranks: Ranks, mirror: Mirror | None
+    ) -> None:
+        """
+        Args:
+            limit: bytes for this rank's own parts.
+            every: see `pace.choose`.
+            ranks: in a group of its own, because a thread uses it.
+            mirror: None on a single node.
+        """
+        self._tier, self._objects, self._ranks, self._mirror = tier, objects, ranks, mirror
+        self._buffers = Buffers(tier.storage, ranks.rank, limit)
         self._copying = Copying(objects.optimizers)
         self._times = StepTimes()
         self._trouble = CopyTrouble(ranks.rank == 0)
@@ -238,7 +255,13 @@ class MemorySaver:
         self._ranks.run_on_all(clear)
         own = self._ranks.run_on_all(lambda: self._is_own(kept))
         reuse = all(self._ranks.all_gather(own))
-        self._ranks.run_on_all(lambda: self._buffers.keep(kept, reuse))
+
+        def keep() -> None:
+            self._buffers.keep(kept, reuse)
+            if self._mirror is not None:
+                self._mirror.keep(kept if reuse else "")
+
+        self._ranks.run_on_all(keep)
 
     def _is_own(self, name: str) -> bool:
         """Return whether these ranks have made a copy, and this one's part is here. Raises OSError, ManifestError."""
@@ -341,7 +364,8 @@ class MemorySaver:
         began = time.monotonic()
         report = self._completed(report, planned, buffer)
         try:
-            outcome = commit(self._tier, self._buffers.kept, report, self._ranks)
+            exchange = partial(self._exchange, report, buffer)
+            outcome = commit(self._tier, self._buffers.kept, report, self._ranks, exchange)
             makes_room = outcome.committed and self._buffers.keeps_others  # the same on all ranks
             if makes_room:
                 remove_others(self._tier, report.name, self._ranks)
@@ -353,16 +377,20 @@ class MemorySaver:
             self._trouble.note(outcome.failure)
         if outcome.failure is not None:
             saves.report_copy_failed()
-        self._schedule.choose(outcome.timings, self._trouble.in_a_row)
+        self._schedule.choose([each.timing for each in outcome.reports], self._trouble.in_a_row)
         self._times.made_buffers = not outcome.committed and outcome.failure is None
         if outcome.apart is not None:
             self._next = outcome.apart + self._schedule.every
         if outcome.committed:
             self._buffers.committed(report.name)
+            if self._mirror is not None:
+                self._mirror.committed(report.name)
             if makes_room and planned is not None:
                 self._make_second(planned.capacity)
             self._times.committed(time.monotonic() - began)
             saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
+        if self._mirror is not None and len(outcome.reports) == self._ranks.world and not self._buffers.keeps_others:
+            self._mirror.make_room(outcome.reports)
 
     def _make_second(self, capacity: int) -> None:
         """Make the buffer for which there is room only now. If there is none, the next attempt reports that to all ranks."""
@@ -379,30 +407,27 @@ class MemorySaver:
         try:
             if buffer is None:
                 self._copying.pin(())  # what is pinned stays mapped, and its memory in use
-                self._buffers.allocate(planned.capacity)
+                capacity = self._buffers.size_for(planned)
+                self._buffers.allocate(capacity)
                 self._copying.pin(self._buffers.tensors())
-                return report
+                return replace(report, capacity=capacity)
             self._copying.finish()
             self._copying.pin(self._buffers.tensors())
             file = StoredFile(memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
-            self._send(report.name, file)
-            return replace(report, file=file, common=checksum_of(repr(planned.common).encode()))
+            report = replace(report, file=file, common=checksum_of(repr(planned.common).encode()), capacity=buffer.size)
+            mirror = self._mirror
+            return report if mirror is None else replace(report, sends=mirror.sends, takes=mirror.ready())
         except Exception as error:  # noqa: BLE001  (all ranks learn of it)
             return replace(report, failure=failure_of(error, self._ranks.rank))
 
-    def _send(self, name: str, file: StoredFile) -> None:
-        """Have the agent send the part to the peer. If that does not take it, the copy is on this node only, as the log says.
-
-        Raises NoAgent: then nothing is committed on any node. A worker may outlive its agent for a moment; two such commits would
-        remove the last copy that the other nodes have of this one's parts.
-        """
-        if self._peer:
-            limit_s = self._schedule.send_limit_s(self._times.timing())
-            contract.send(self._peer, Send(name, file.name, file.size, file.checksum, self._buffers.kept, limit_s))
+    def _exchange(self, report: RankReport, buffer: Buffer | None, reports: Sequence[RankReport]) -> None:
+        """Have the part kept on another node, and keep those of others."""
+        if self._mirror is not None and buffer is not None:
+            self._mirror.exchange(report.name, buffer, reports, self._schedule.send_limit_s(report.timing))
 
 
 def make(
-    tier: LocalTier | None, room: Room | None, every: int | None, objects: Objects, ranks: Ranks, timeout: timedelta
+    tier: LocalTier | None, room: MemoryRoom | None, every: int | None, objects: Objects, ranks: Ranks, timeout: timedelta
 ) -> MemorySaver | None:
     """Return the saver of this rank; None on all ranks if they have no tier or are to make no copies. Collective.
 
@@ -412,11 +437,17 @@ def make(
     """
     if tier is None or room is None:
         return None
-    choices = ranks.all_gather(room.every if every is None else every)
+    choices, domains = zip(*ranks.all_gather((room.every if every is None else every, room.domain)), strict=True)
     every = choices[0]
     if ranks.rank == 0 and len(set(choices)) > 1:
         logger.warning("memory_every differs between ranks; all do as rank 0 does")
-    return None if every == 0 else MemorySaver(tier, room, every, objects, Ranks(timeout))
+    if every == 0:
+        return None
+    own, mirror = Ranks(timeout), None
+    if len(tier.nodes) > 1:
+        first = [domains[tiers.ranks_of(tier.nodes, node)[0]] for node in range(len(tier.nodes))]
+        mirror = Mirror(tier, keeping_ranks(tier.nodes, first), room.limit, room.rate, own)
+    return MemorySaver(tier, room.limit, every, objects, own, mirror)
 
 
 def _rests(path: Path, parameters: set[str]) -> bool:

@@ -14,9 +14,10 @@ import pickle
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import UsageError
@@ -66,3 +67,8 @@ def dumps(value: object) -> bytes:
     buffer = io.BytesIO()
     Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a copy."""
+    return cast(Tensor, tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import random
 import sys
 from collections.abc import Mapping
@@ -28,9 +27,6 @@ from torch.optim import Optimizer
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.state import Moment, extra
-
-logger = logging.getLogger(__name__)
-
 
 # Components that wrappers add to a parameter's name: torch.compile, activation checkpointing.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -95,8 +91,7 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
     Raises UsageError for gradients that cannot be reached, and for what no load could put together again.
     """
     tensors: StateDict = {"model": get_model_state_dict(objects.model)}
-    # Versions that do not know extra_forms find no tensors for what is in extra_tensors, and refuse to load.
-    shared: StateDict = {"optimizers": [], "extra": {}, "extra_tensors": [], "extra_forms": {}}
+    shared: StateDict = {"optimizers": [], "extra": {}, "extra_forms": {}}
     own: StateDict = {}
     names = parameter_names(objects.model)
     for number, optimizer in enumerate(objects.optimizers):
@@ -113,7 +108,6 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
             shared["extra"][name] = state
         else:
             tensors.setdefault(EXTRA, {})[name], shared["extra_forms"][name] = taken
-            shared["extra_tensors"].append(name)
     if accumulation:
         sharded, local = _take_gradients(names)
         tensors["gradients"] = sharded
@@ -138,7 +132,8 @@ def template(objects: Objects, saved: UnshardedState) -> StateDict:
         )
     for number, form in enumerate(shared["optimizers"]):
         tensors.setdefault("optimizer", {})[str(number)] = optimizer_template(form, parameters)
-    _place_extra(objects, shared, tensors)
+    forms = {name: form for name, form in shared["extra_forms"].items() if name in objects.extra}
+    tensors[EXTRA] = extra.template(forms, {name: objects.extra[name].state_dict() for name in forms}, objects.model)
     if "gradients" in shared:
         tensors["gradients"] = {name: torch.zeros_like(parameters[name].detach()) for name in shared["gradients"]}
         tensors["rank_gradients"] = {
@@ -146,17 +141,6 @@ def template(objects: Objects, saved: UnshardedState) -> StateDict:
             for rank, own in saved.own_states.items()
         }
     return _without_empty(tensors)
-
-
-def _place_extra(objects: Objects, shared: StateDict, tensors: StateDict) -> None:
-    """Add to `tensors` those of the extra objects to load into."""
-    forms = {name: form for name, form in shared.get("extra_forms", {}).items() if name in objects.extra}
-    present = {name: objects.extra[name].state_dict() for name in shared["extra_tensors"] if name in objects.extra}
-    for name, state in present.items():
-        if name not in forms:
-            logger.warning("an earlier version has saved extra %r: only what the object has now is loaded, in its types", name)
-            tensors.setdefault("extra", {})[name] = state
-    tensors[EXTRA] = extra.template(forms, present, objects.model)
 
 
 def restore(objects: Objects, tensors: StateDict, saved: UnshardedState) -> None:
@@ -172,23 +156,12 @@ def restore(objects: Objects, tensors: StateDict, saved: UnshardedState) -> None
     for name, part in objects.extra.items():
         if name in shared["extra"]:
             part.load_state_dict(shared["extra"][name])
-        elif name in shared.get("extra_forms", {}):
+        elif name in shared["extra_forms"]:
             part.load_state_dict(extra.put(shared["extra_forms"][name], tensors.get(EXTRA, {}).get(name, {})))
-        elif name in shared["extra_tensors"]:
-            part.load_state_dict(_of_earlier_version(name, tensors))
     for parameter in names:
         parameter.grad = None
     if "gradients" in shared:
         _put_gradients(names, tensors, saved.own_states)
-
-
-def _of_earlier_version(name: str, tensors: StateDict) -> Any:
-    if name not in tensors.get("extra", {}):
-        raise UsageError(
-            f"the state of extra {name!r} was saved by an earlier version and is loaded into tensors that the object has: it has "
-            "none, expected those that were saved; make them before the load"
-        )
-    return tensors["extra"][name]
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.formats.manifest import checksum_of
-from elastic_ext.checkpoints.state import Pickler
+from elastic_ext.checkpoints.state import Pickler, local_part
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def _like(present: Tensor, kind: Kind, users: Mapping[object, int]) -> Tensor:
     Others may be a parameter of which the object keeps an average, or the same tensor under another key: those are loaded with
     other values.
     """
-    if present.dtype == kind["dtype"] and users[_memory(present)] == 1 and _local(present).is_contiguous():
+    if present.dtype == kind["dtype"] and users[_memory(present)] == 1 and local_part(present).is_contiguous():
         return present.detach()
     return torch.empty_like(present.detach(), dtype=kind["dtype"], memory_format=torch.contiguous_format, requires_grad=False)
 
@@ -286,13 +286,9 @@ def _is_partial(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _memory(tensor: Tensor) -> object:
     """Return what two tensors in the same memory have in common."""
-    return (tensor.device, _local(tensor).untyped_storage().data_ptr()) if _is_stored(tensor) else id(tensor)
+    return (tensor.device, local_part(tensor).untyped_storage().data_ptr()) if _is_stored(tensor) else id(tensor)
 
 
 # Both.

@@ -13,7 +13,7 @@ group writes it. A failed save never stops training: it is logged, kept in `last
 save tries again. If one rank leaves out a save, it fails on the others; the next one that all ranks make succeeds, if it
 comes within `timeout`. A rank waits that long at most for the others; after that no more is saved, because they may be lost.
 
-`saving` writes, `loading` resumes, `retention` prunes, and `elastic_ext.checkpoints.memory` makes the copies in memory.
+`saving` writes and prunes, `loading` resumes, and `elastic_ext.checkpoints.memory` makes the copies in memory.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from typing import Any
 
 import torch
 
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM
+from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM, memory_room
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal
 from elastic_ext.checkpoints.formats.manifest import MOST_SHOWN, Manifest, count
 from elastic_ext.checkpoints.local_tier import open_directories
-from elastic_ext.checkpoints.memory.contract import given as given_room
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
 from elastic_ext.checkpoints.state.capture import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
-from elastic_ext.checkpoints.writing.retention import GenerationFence, Retention
-from elastic_ext.checkpoints.writing.saving import BackgroundSaver, Destination, Results, Save, SaveEvent, Stager
+from elastic_ext.checkpoints.writing.saving import (
+    BackgroundSaver,
+    GenerationFence,
+    Results,
+    Retention,
+    Save,
+    SaveEvent,
+    Stager,
+)
 from elastic_ext.training import saves
 from elastic_ext.training.progress import doing
 
@@ -103,19 +109,14 @@ class Checkpointer:
             on_event: callback for metrics. Must be quick; its exceptions are logged.
             timeout: how long a rank waits for the other ranks' parts of a save.
         """
-        keep_last, keep_every = (
-            _whole("keep_last", keep_last, 1),
-            None if keep_every is None else _whole("keep_every", keep_every, 1),
-        )
-        memory_every, timeout = (
-            None if memory_every is None else _whole("memory_every", memory_every),
-            _time_limit("timeout", timeout),
-        )
+        keep_last, timeout = _whole("keep_last", keep_last, 1), _time_limit("timeout", timeout)
+        keep_every = None if keep_every is None else _whole("keep_every", keep_every, 1)
+        memory_every = None if memory_every is None else _whole("memory_every", memory_every)
         remote = _open_directory(directory)
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         objects = Objects(model, optimizers, scheduler, scaler, dataloader, dict(extra or {}))
         self._ranks = Ranks(timeout)
-        room = given_room()
+        room = memory_room()
         directories = open_directories(remote, local_dir, room.directory if room is not None else "", self._ranks)
         self._fence = GenerationFence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)
@@ -125,8 +126,7 @@ class Checkpointer:
         self._results = Results(on_event)
         self._memory = make_memory_saver(directories.memory, room, memory_every, objects, self._ranks, timeout)
         on_generation = self._memory.has_generation if self._memory is not None else None
-        destination = Destination(directories, self._fence, self._ranks, on_generation)
-        self._saver = BackgroundSaver(destination, self._ranks, self._retention, self._results)
+        self._saver = BackgroundSaver(directories, self._fence, self._ranks, self._retention, self._results, on_generation)
         self._requested = requested
         self.last_stall_s = 0.0
         atexit.register(self.close)

@@ -10,35 +10,27 @@ import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
-from elastic_ext.checkpoints.ranks import SaveFailure, failure_of
+from elastic_ext.checkpoints.local_tier import PieceExchange, merge_ranges
+from elastic_ext.checkpoints.ranks import Ranks, SaveFailure, failure_of
+from elastic_ext.checkpoints.state.capture import StateDict
 from elastic_ext.checkpoints.storage import Storage
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
-import pickle
-from typing import Any
-
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-
-from elastic_ext.checkpoints.local_tier import PieceExchange, merge_ranges
-from elastic_ext.checkpoints.ranks import Ranks
-from elastic_ext.checkpoints.state import Moment
-from elastic_ext.checkpoints.state.capture import StateDict
 
 logger = logging.getLogger(__name__)
-
 
 # mypy: allow-subclassing-any
 
@@ -185,33 +177,21 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """torch's reader on our storage."""
+    """torch's reader on our storage. exchange: lets other nodes send the byte ranges that this node lacks."""
 
-    def __init__(self, files: Files, checkpoint: str) -> None:
+    def __init__(self, files: Files, checkpoint: str, exchange: PieceExchange | None) -> None:
         super().__init__(checkpoint)
         self.fs = files
         self.path = checkpoint
+        self._exchange = exchange
 
-
-# mypy: allow-subclassing-any
-
-
-# Our classes that checkpoints hold pickled, by the modules that they were in in some versions.
-_MOVED = {
-    ("elastic_ext.checkpoints.writing.state", "Moment"): Moment,
-    ("elastic_ext.checkpoints.writing.optimizer_state", "Moment"): Moment,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _MOVED.get((module, name)) or super().find_class(module, name)
-
-
-class _PickleModule:
-    """The part of a pickle module that torch.load uses."""
-
-    Unpickler = _Unpickler
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
+        if self._exchange is not None:  # only one rank wrote the replicated tensors, so all nodes may want their ranges
+            places = [self.storage_data[item.storage_index] for item in plan.items]
+            ranges = ((place.relative_path, place.offset, place.offset + place.length) for place in places)
+            self._exchange.fetch(merge_ranges(ranges))
+        return super().read_data(plan, planner)
 
 
 def read_objects(storage: Storage, name: str, file: str) -> Any:
@@ -220,7 +200,7 @@ def read_objects(storage: Storage, name: str, file: str) -> Any:
     This unpickles: a checkpoint is trusted as much as the training script.
     """
     data = io.BytesIO(storage.read(f"{name}/{file}"))
-    return torch.load(data, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
+    return torch.load(data, map_location="cpu", weights_only=False)
 
 
 def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: PieceExchange | None = None) -> None:
@@ -229,19 +209,5 @@ def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, 
     exchange: for a checkpoint in the local tier, lets other nodes send the byte ranges that this node lacks. `storage` is then
     the one from `PieceExchange.with_files`, with `.metadata`.
     """
-    files = Files(storage, name)
-    reader = Reader(files, name) if exchange is None else _ExchangingReader(files, name, exchange)
+    reader = Reader(Files(storage, name), name, exchange)
     dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
-
-
-class _ExchangingReader(Reader):
-    def __init__(self, files: Files, checkpoint: str, exchange: PieceExchange) -> None:
-        super().__init__(files, checkpoint)
-        self._exchange = exchange
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
-        places = [self.storage_data[item.storage_index] for item in plan.items]
-        # Only one rank wrote the replicated tensors, so all nodes may want their ranges.
-        self._exchange.fetch(merge_ranges((place.relative_path, place.offset, place.offset + place.length) for place in places))
-        return super().read_data(plan, planner)

@@ -21,7 +21,7 @@ from elastic_ext.checkpoints.formats.manifest import (
     order_or_oldest,
 )
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
-from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy
+from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
 from elastic_ext.checkpoints.state import capture
 from elastic_ext.checkpoints.storage import Storage, open_parent
@@ -36,20 +36,6 @@ T = TypeVar("T")
 
 Refused = Mapping[str, Collection[str]]
 """Names of checkpoints not to load, by the address of their directory, because both tiers may have the same name."""
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A checkpoint whose files were all checked. parts: in the local tier, which node has which of its files."""
-
-    storage: Storage
-    name: str
-    manifest: Manifest
-    parts: Parts | None = None
-
-    @property
-    def path(self) -> str:
-        return self.storage.path(self.name)
 
 
 class Selection:
@@ -86,30 +72,31 @@ class Selection:
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
         return [each for each in offers if each is not None]
 
-    def checked(self, storage: Storage, name: str) -> Checked:
-        """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used.
+    def checked(self, storage: Storage, name: str) -> tuple[Manifest, Parts | None]:
+        """Check all files, a share on each rank; return the manifest, and in the local tier which node has which files.
+
+        Collective. Raises CheckpointError on all ranks if it must not be used.
 
         That is StorageFailed where the remote storage is to blame. What a local disk cannot read is damaged: it may stay so, and
         other tiers have another copy.
         """
         tier, rank = self._directories.tier_of(storage), self._ranks.rank
-        share: tuple[StoredFile, ...]
+        parts: Parts | None = None
         if tier is None:
             manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
-            found, share = Checked(storage, name, manifest), manifest.files[rank :: self._ranks.world]
+            share = manifest.files[rank :: self._ranks.world]
         else:
             manifest, parts = self.parts(tier, name)
             mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
-            found = Checked(storage, name, manifest, parts)
             share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
 
         def check() -> None:
             wrong = [text for file in share if (text := self._damage(storage, name, file))]
             if wrong:
-                raise CheckpointError(f"{found.path}: {'; '.join(wrong)}")
+                raise CheckpointError(f"{storage.path(name)}: {'; '.join(wrong)}")
 
         self._ranks.run_on_all(check)
-        return found
+        return manifest, parts
 
     def _damage(self, storage: Storage, name: str, file: StoredFile) -> str:
         """Return how a file differs from its manifest entry, or ""."""
@@ -134,11 +121,11 @@ class Selection:
         """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
         path, ranks = tier.storage.path(name), self._ranks
         mine = _part_here(tier.storage, name) if tier.first else None
-        found = ranks.all_gather((mine.digest, mine.files) if mine else None)
+        found = ranks.all_gather((mine[0], mine[2]) if mine else None)
         first = next((rank for rank, each in enumerate(found) if each is not None), None)
         if first is None:
             raise CheckpointError(f"{path} has no {MANIFEST} on any node: not a complete checkpoint of elastic_ext")
-        manifest = ranks.all_gather(mine.manifest if mine and ranks.rank == first else None)[first]
+        manifest = ranks.all_gather(mine[1] if mine and ranks.rank == first else None)[first]
         assert manifest is not None, "that rank has one"
         _refuse_other(manifest, name, path)
         digest = next(each[0] for each in found if each is not None)
@@ -151,19 +138,14 @@ class Selection:
         return manifest, Parts(tier.nodes, tier.node, holders)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One node's part of a checkpoint. digest: of its manifest; on another node the same name may be another checkpoint."""
+def _part_here(local: Storage, name: str) -> tuple[str, Manifest, frozenset[str]] | None:
+    """Return what a node has of a checkpoint: the digest of the manifest, the manifest, and the files. None: nothing.
 
-    digest: str
-    manifest: Manifest
-    files: frozenset[str]
-
-
-def _part_here(local: Storage, name: str) -> _Part | None:
+    On another node the same name may be another checkpoint, with another digest.
+    """
     try:
         read = tiers.manifest_of(local, name)
-        return _Part(tiers.digest(read[1]), read[0], tiers.files_here(local, name, read[0])) if read is not None else None
+        return (tiers.digest(read[1]), read[0], tiers.files_here(local, name, read[0])) if read is not None else None
     except (ManifestError, OSError) as error:  # another node may have it
         logger.warning("%s: %s", local.path(name), error)
         return None
@@ -267,14 +249,14 @@ class Loader:
         while (found := self._selection.newest(skipped)) is not None:
             storage, name = found
             try:
-                checked = self._checked(storage, name)
+                manifest, parts = self._checked(storage, name)
             except StorageFailed:
                 raise
             except CheckpointError as error:
                 logger.warning("skipping checkpoint %s: %s", storage.path(name), error)
                 skipped.setdefault(storage.address, set()).add(name)
                 continue
-            return self._put_in_place(checked)
+            return self._put_in_place(storage, name, manifest, parts)
         return None
 
     def load_chosen(self, path: str) -> TrainingPosition:
@@ -287,7 +269,7 @@ class Loader:
         if memory is not None and storage.address == memory.storage.address:
             return self._load_from_memory(memory, name)
         try:
-            return self._put_in_place(self._checked(storage, name))
+            return self._put_in_place(storage, name, *self._checked(storage, name))
         except CheckpointError as error:
             if self._directories.tier_of(storage) is None:
                 raise
@@ -333,6 +315,8 @@ class Loader:
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
         with saves.timed_check():
             manifest, parts = self._selection.parts(memory, name)
+            if manifest.nodes == memory.nodes:
+                parts = fetch_parts(memory, name, manifest, parts, self._ranks)
             copy: MemoryCopy | ReshardedCopy
             if parts.fit(manifest):
                 copy = MemoryCopy(memory, name, manifest, self._ranks)
@@ -342,20 +326,20 @@ class Loader:
         self.copy = name
         return position
 
-    def _checked(self, storage: Storage, name: str) -> Checked:
+    def _checked(self, storage: Storage, name: str) -> tuple[Manifest, Parts | None]:
         with saves.timed_check():
             return self._selection.checked(storage, name)
 
-    def _put_in_place(self, checked: Checked) -> TrainingPosition:
-        tier, manifest, name, ranks = self._directories.tier_of(checked.storage), checked.manifest, checked.name, self._ranks
-        if tier is None or checked.parts is None:
-            return self._restore_files(checked.storage, name, manifest, None)
+    def _put_in_place(self, storage: Storage, name: str, manifest: Manifest, parts: Parts | None) -> TrainingPosition:
+        tier, ranks = self._directories.tier_of(storage), self._ranks
+        if tier is None or parts is None:
+            return self._restore_files(storage, name, manifest, None)
         same = manifest.world_size == ranks.world
         wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
         small = {DCP_METADATA, SHARED_FILE, *(rank_file(rank) for rank in wanted)}
-        exchange = PieceExchange(tier, checked.parts, name, ranks)
-        with exchange.with_files(file for file in manifest.files if file.name in small) as storage:
-            return self._restore_files(storage, name, manifest, exchange)
+        exchange = PieceExchange(tier, parts, name, ranks)
+        with exchange.with_files(file for file in manifest.files if file.name in small) as completed:
+            return self._restore_files(completed, name, manifest, exchange)
 
     def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> TrainingPosition:
         def saved(wanted: Iterable[int]) -> capture.UnshardedState:

@@ -1,4 +1,4 @@
-"""Saves: copy the state aside, write it in a thread, commit it, and report how it ended.
+"""Saves: copy the state aside, write it in a thread, commit it, report how it ended, and prune old checkpoints.
 
 The order of writes is what makes a save atomic:
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import random
 import threading
 import time
@@ -28,9 +29,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
-from elastic_ext.checkpoints.directory.generations import StaleGroup, refuse_stale
+from elastic_ext.checkpoints.directory import marks, pruning, tiers
+from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.tiers import rank_of
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.formats.inspection import OWN
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_of
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
 from elastic_ext.checkpoints.state import torch_dumps
@@ -38,7 +41,6 @@ from elastic_ext.checkpoints.state.capture import EXTRA, Objects, StateDict, cap
 from elastic_ext.checkpoints.state.extra import digests
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
-from elastic_ext.checkpoints.writing.retention import GenerationFence, Retention, remove
 from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
@@ -72,9 +74,7 @@ class Results:
     """The results so far.
 
     Attributes:
-        last_error: why the last save failed; None if it succeeded.
-        failures: failed saves in a row.
-        last_saved: step of this group's last committed save; None before the first.
+        last_error, failures, last_saved: see `Checkpointer`.
         stale: set if another group has taken over: no further save is possible.
         ended: any other reason why no further save is possible, else "".
     """
@@ -310,7 +310,7 @@ class Stager:
 
     def __init__(self, objects: Objects, rank: int) -> None:
         self._objects, self._rank = objects, rank
-        self._copies = HostCopies()
+        self._kept: dict[tuple[Any, ...], Tensor] = {}  # the last copies, by their place in the state
 
     def stage(self, step: int, accumulation: int) -> tuple[Staged, UsageError | None]:
         """Copy the state of `step`. The previous staged state must no longer be in use.
@@ -323,37 +323,29 @@ class Stager:
             shared = torch_dumps(taken.shared, common=True) if self._rank == 0 else b""
             own = torch_dumps(taken.own, common=False)
             extra = digests(taken.tensors.get(EXTRA, {}))
-            return Staged(self._copies.take(taken.tensors), shared, own, extra), None
+            return Staged(self.copied(taken.tensors), shared, own, extra), None
         except UsageError as error:
             return Staged(failure=SaveFailure(FailureKind.OTHER, str(error), self._rank)), error
         except Exception as error:  # training continues
             logger.exception("the state of step %s could not be copied to host memory", step)
             return Staged(failure=SaveFailure(FailureKind.OTHER, f"{type(error).__name__}: {error}", self._rank)), None
 
-
-class HostCopies:
-    """Copies of tensors in host memory that the next copies reuse."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], Tensor] = {}
-
-    def take(self, tensors: StateDict) -> StateDict:
-        """Return a copy that training does not change. The previous copy must no longer be in use."""
-        kept: dict[tuple[Any, ...], Tensor] = {}
-        copied: StateDict = self._copy(tensors, (), kept)
-        self._kept = kept
+    def copied(self, tensors: StateDict) -> StateDict:
+        """Return a copy in host memory that training does not change. The previous copy must no longer be in use."""
+        before, self._kept = self._kept, {}
+        found: StateDict = self._copy(tensors, (), before)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # copies from the device are asynchronous
-        return copied
+        return found
 
-    def _copy(self, value: Any, path: tuple[Any, ...], kept: dict[tuple[Any, ...], Tensor]) -> Any:
+    def _copy(self, value: Any, path: tuple[Any, ...], before: Mapping[tuple[Any, ...], Tensor]) -> Any:
         if isinstance(value, Tensor):
-            kept[path] = _copied(value.detach(), self._kept.get(path))
-            return kept[path]
+            self._kept[path] = _copied(value.detach(), before.get(path))
+            return self._kept[path]
         if isinstance(value, Mapping):
-            return {key: self._copy(each, (*path, key), kept) for key, each in value.items()}
+            return {key: self._copy(each, (*path, key), before) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            copies = [self._copy(each, (*path, number), kept) for number, each in enumerate(value)]
+            copies = [self._copy(each, (*path, number), before) for number, each in enumerate(value)]
             return copies if isinstance(value, list) else tuple(copies)
         return copy.deepcopy(value)
 
@@ -366,6 +358,117 @@ def _copied(value: Tensor, room: Tensor | None) -> Tensor:
     assert room is not None
     return room.copy_(value, non_blocking=value.is_cuda)
 
+
+# Who may commit, and what is pruned.
+
+LAUNCH_ENV = "ELASTIC_EXT_LAUNCH"
+
+
+class GenerationFence:
+    """The generation that this group of workers opened in the remote directory. Only the newest one may write there.
+
+    Attributes:
+        opener: this group, from the agent's environment variables.
+        generation: the same on all ranks; None until the directory was opened.
+    """
+
+    def __init__(self, remote: Storage, ranks: Ranks) -> None:
+        self._remote, self._ranks = remote, ranks
+        self.opener = Opener(
+            os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            os.environ.get(LAUNCH_ENV, ""),
+        )
+        self.generation: int | None = None
+
+    def open(self) -> int:
+        """Return this group's generation, taking one if needed. Collective. Raises StaleGroup, OSError on all ranks."""
+        if self.generation is None:
+            self.generation = self._ranks.from_rank_0(lambda: open_generation(self._remote, self.opener))
+        return self.generation
+
+    def reopen(self) -> None:
+        """Take a new generation. Collective. Raises StaleGroup on all ranks.
+
+        A directory that cannot be written to now is only logged, because checkpoints can still be loaded from it.
+        """
+        self.generation = None
+        try:
+            self.open()
+        except OSError as error:
+            logger.warning("cannot write to %s now: %s; each save tries again", self._remote.address, error)
+
+    def check(self) -> None:
+        """Raise StaleGroup if another group has taken over, or OSError if that cannot be determined."""
+        assert self.generation is not None, "the directory is open"
+        refuse_stale(self._remote, self.generation)
+
+
+class Retention:
+    """Prunes the remote directory, only on rank 0. The agent's copier prunes the local one.
+
+    Attributes:
+        in_use: name of the loaded checkpoint; never removed, because other ranks may still be loading it.
+    """
+
+    def __init__(self, directories: Directories, fence: GenerationFence, keep_last: int, keep_every: int | None) -> None:
+        """keep_last: number of newest complete ones to keep. keep_every: also keep those whose step is a multiple of this."""
+        self._directories, self._fence = directories, fence
+        self._keep_last, self._keep_every = keep_last, keep_every or 0
+        self.in_use: str | None = None
+
+    def prune(self, newest: str) -> Iterator[pruning.PruneDecision]:
+        """Remove superfluous checkpoints; yield each completed removal. newest: the one that was just committed.
+
+        Raises StaleGroup if another group has taken over; OSError.
+        """
+        self._fence.check()
+        for decision in pruning.plan_prune(self._present(newest), self._keep_last, self._keep_every):
+            if decision.remove:
+                self._fence.check()
+                if remove(self._directories.remote, decision.name):
+                    logger.info("removed %s: %s", self._directories.remote.path(decision.name), decision.reason)
+                    yield decision
+
+    def discard(self, name: str) -> None:
+        """Remove the leftovers of a failed save from the remote directory."""
+        remove(self._directories.remote, name)
+
+    def _present(self, newest: str) -> list[pruning.PruneCandidate]:
+        remote, tier = self._directories.remote, self._directories.local
+        pinned, quarantined = marks.pinned_names(remote), marks.quarantined_names(remote)
+        # A checkpoint in the local tier may be being copied there. Its copy is then not torn and must not be removed.
+        copied = set(tiers.own_checkpoints(tier.storage)) if tier is not None else set()
+        found = []
+        for name in tiers.own_checkpoints(remote):
+            complete = (name == newest and name not in copied) or remote.stat(f"{name}/{MANIFEST}") is not None
+            order = order_of(name)
+            kept = pruning.PruneCandidate(
+                name=name,
+                family="",
+                step=order[1] if order else 0,
+                format=OWN,
+                complete=complete,
+                pinned=name in pinned or name == self.in_use or (name in copied and not complete),
+                quarantined=name in quarantined,
+            )
+            found.append(kept)
+        return found
+
+
+def remove(storage: Storage, name: str) -> bool:
+    """Remove a checkpoint or its leftovers; return whether something was removed. Errors are logged."""
+    try:
+        pruning.delete(storage, name)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", storage.path(name), error)
+        return False
+    return True
+
+
+# The writing thread.
 
 LATE_S = 20.0  # a rank that comes later than this to a save has left it out
 ATTEMPTS = 4  # per save, if the storage asks to retry later
@@ -388,35 +491,98 @@ class Save:
         return self.manifest.step, self.manifest.accumulation
 
 
-class Destination:
-    """Where saves go: to each node's own disk while a local tier accepts them, else to the remote directory.
+class BackgroundSaver:
+    """Writes the saves: to each node's own disk while a local tier accepts them, else to the remote directory.
 
-    Attributes:
-        agreed: set once all ranks have made the save in progress.
+    All ranks take the same steps, because rank 0's decisions are broadcast.
     """
 
     def __init__(
-        self, directories: Directories, fence: GenerationFence, ranks: Ranks, on_generation: Callable[[int], None] | None
+        self,
+        directories: Directories,
+        fence: GenerationFence,
+        ranks: Ranks,
+        retention: Retention,
+        results: Results,
+        on_generation: Callable[[int], None] | None,
     ) -> None:
         """on_generation: called on all ranks, with the generation, before each attempt. Collective."""
-        self._directories, self._fence, self._ranks, self._on_generation = directories, fence, ranks, on_generation
-        self.agreed = threading.Event()
+        self._directories, self._fence, self._ranks = directories, fence, ranks
+        self._retention, self._results, self._on_generation = retention, results, on_generation
+        self._thread: threading.Thread | None = None
+        self._at: At | None = None  # what the thread saves
+        self._agreed = threading.Event()  # set once all ranks have made the save in progress, or it has failed
+        self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
         self._tier_failure: FailureKind | None = None  # why the last save bypassed the local tier
 
-    @property
-    def storage(self) -> Storage:
-        """The directory that the last save went to."""
-        tier = self._directories.local
-        return tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
+    def start(self, save: Save) -> None:
+        """Write the save in a thread. The previous save must have ended."""
+        self._hurry.clear()
+        self._agreed.clear()
+        self._at = save.at
+        name = f"checkpoint-{save.manifest.step}"
+        thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the other ranks wait for this one
+            logger.warning("step %s is saved while training waits: %s", save.manifest.step, error)
+            self._run(save)
+            return
+        self._thread = thread
 
-    def write(self, save: Save) -> tuple[str, AttemptOutcome]:
+    def is_left_out(self, at: At) -> bool:
+        """Return whether a rank has left out the save in progress, which waits for it; wait LATE_S to know. at: of the next save.
+
+        Not if that is of the same state: no training comes between the two, so other ranks may be as late as they like.
+        """
+        return self._thread is not None and at != self._at and not self._agreed.wait(LATE_S)
+
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
+        if hurry:
+            self._hurry.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, save: Save) -> None:
+        step = save.manifest.step
+        try:
+            name, outcome = self._write(save)
+        except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
+            name, outcome = "", AttemptOutcome(failure_of(error, 0))
+        except Exception as error:  # the top of a thread
+            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
+            logger.exception("no more checkpoints will be saved: %s", failure.reason)
+            name, outcome = "", AttemptOutcome(failure)
+        self._agreed.set()
+        if outcome.failure is None:
+            self._committed(name, step, outcome.size, time.monotonic() - save.called)
+            return
+        self._results.failed(name, step, outcome.failure)
+        if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
+            self._retention.discard(name)  # the disk may be full
+
+    def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
+        """Write the save, retrying while the storage asks to retry later."""
+        attempt = 0
+        while True:
+            attempt += 1
+            name, outcome = self._write_once(save)
+            failure = outcome.failure
+            if failure is None or failure.kind is not FailureKind.THROTTLED:
+                return name, outcome
+            if not self._ranks.broadcast(attempt < ATTEMPTS and self._paused(attempt, failure)):
+                return name, outcome
+
+    def _write_once(self, save: Save) -> tuple[str, AttemptOutcome]:
         """Make one attempt; return the outcome and the checkpoint's name, "" if it got none. Collective.
 
         Raises StaleGroup on all ranks; torch's RuntimeError if the ranks cannot communicate.
         """
         remote, tier, staged = self._directories.remote, self._directories.local, save.staged
         failure = what_prevents(save.at, staged, self._ranks)
-        self.agreed.set()
+        self._agreed.set()
         if failure is not None:
             return "", AttemptOutcome(failure)
         try:
@@ -445,76 +611,6 @@ class Destination:
         elif before is not None and failure is None:
             logger.warning("saves go to local_dir again")
 
-
-class BackgroundSaver:
-    """Writes the saves. All ranks take the same steps, because rank 0's decisions are broadcast."""
-
-    def __init__(self, destination: Destination, ranks: Ranks, retention: Retention, results: Results) -> None:
-        self._destination, self._ranks, self._retention, self._results = destination, ranks, retention, results
-        self._thread: threading.Thread | None = None
-        self._at: At | None = None  # what the thread saves
-        self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
-
-    def start(self, save: Save) -> None:
-        """Write the save in a thread. The previous save must have ended."""
-        self._hurry.clear()
-        self._destination.agreed.clear()
-        self._at = save.at
-        name = f"checkpoint-{save.manifest.step}"
-        thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the other ranks wait for this one
-            logger.warning("step %s is saved while training waits: %s", save.manifest.step, error)
-            self._run(save)
-            return
-        self._thread = thread
-
-    def is_left_out(self, at: At) -> bool:
-        """Return whether a rank has left out the save in progress, which waits for it; wait LATE_S to know. at: of the next save.
-
-        Not if that is of the same state: no training comes between the two, so other ranks may be as late as they like.
-        """
-        return self._thread is not None and at != self._at and not self._destination.agreed.wait(LATE_S)
-
-    def wait(self, hurry: bool = False) -> None:
-        """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
-        if hurry:
-            self._hurry.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _run(self, save: Save) -> None:
-        step = save.manifest.step
-        try:
-            name, outcome = self._write(save)
-        except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
-            name, outcome = "", AttemptOutcome(failure_of(error, 0))
-        except Exception as error:  # the top of a thread
-            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
-            logger.exception("no more checkpoints will be saved: %s", failure.reason)
-            name, outcome = "", AttemptOutcome(failure)
-        self._destination.agreed.set()  # or it has failed
-        if outcome.failure is None:
-            self._committed(name, step, outcome.size, time.monotonic() - save.called)
-            return
-        self._results.failed(name, step, outcome.failure)
-        if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
-            self._retention.discard(name)  # the disk may be full
-
-    def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
-        """Write the save, retrying while the storage asks to retry later."""
-        attempt = 0
-        while True:
-            attempt += 1
-            name, outcome = self._destination.write(save)
-            failure = outcome.failure
-            if failure is None or failure.kind is not FailureKind.THROTTLED:
-                return name, outcome
-            if not self._ranks.broadcast(attempt < ATTEMPTS and self._paused(attempt, failure)):
-                return name, outcome
-
     def _paused(self, attempt: int, failure: SaveFailure) -> bool:
         """Pause on rank 0, longer each time; return False as soon as the next save waits. Other ranks await its answer."""
         if self._ranks.rank != 0:
@@ -525,7 +621,9 @@ class BackgroundSaver:
 
     def _committed(self, name: str, step: int, size: int, seconds: float) -> None:
         if self._ranks.rank == 0:
-            logger.info("saved %s: %.1f MB in %.2f s", self._destination.storage.path(name), size / 1e6, seconds)
+            tier = self._directories.local
+            storage = tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
+            logger.info("saved %s: %.1f MB in %.2f s", storage.path(name), size / 1e6, seconds)
         self._results.committed(name, step, size, seconds)
         if self._ranks.rank == 0:
             try:

@@ -38,6 +38,9 @@ NUMBERS = 2**16
 _ENTRY = b'{"collective_seq_id":'  # a collective in a dump begins with its first key: they are sorted
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and gloo's
 _NCCL = 0  # its index
+OWN = "elastic_ext"
+"""Description of the groups of saves and copies (`checkpoints.ranks`): threads use them beside training, and their numbers count
+sends, of which each rank has others."""
 # From torch 2.15 on, a backend that does not record itself has a recorder of its own, for _dump_fr_trace_json(backend=NAME): read
 # in torch's source, not run. What such a backend has not completed when it fails, torch writes to a file by an abort hook.
 _HOOKED = ("nccl2",)
@@ -137,7 +140,7 @@ def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
 
     with_nccl: read NCCL's own recorder, too. It queries events of the device, which may break the capture of a CUDA graph.
     A group's name tells its recorder, its own name, its first rank and its size: groups of other ranks may have the same name.
-    Operations that were issued as one have one number: the first counts. Raises as `read` does.
+    Operations that were issued as one have one number: the first counts. Groups of OWN are left out. Raises as `read` does.
     """
     ranks = {name: each for name, each in _ranks_of_groups().items() if len(each) > 1}
     found: dict[str, dict[int, int]] = {}
@@ -150,7 +153,8 @@ def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
             continue
         for each in newest(dump(includeCollectives=True, onlyActive=False), most):
             name = each["process_group"][0]
-            if name in ranks and not each["is_p2p"] and each["thread_id"] not in others:
+            is_own = each["process_group"][1] == OWN
+            if name in ranks and not is_own and not each["is_p2p"] and each["thread_id"] not in others:
                 group = f"{kind} {name.replace('/', '_')} {ranks[name][0]} {len(ranks[name])}"
                 of = found.setdefault(group, {})
                 of.setdefault(int(each["collective_seq_id"]), int(each["time_created_ns"]))

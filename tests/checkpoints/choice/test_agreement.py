@@ -20,10 +20,10 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing, offers, sources
+from elastic_ext.checkpoints.choice import agreement, listing, offers
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.directory.tiers import digest, memory_file
+from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
@@ -111,7 +111,7 @@ def test_all_bad(tmp_path):
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
-    return sources.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+    return agreement.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
 def test_what_is_quarantined(tmp_path):
@@ -128,9 +128,9 @@ def test_what_is_quarantined(tmp_path):
 def test_what_may_not_be_to_blame_stays_if_it_is_the_only_one(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     path = save(tmp_path, 5)
-    assert sources.quarantine(settings, str(path), False, "it failed twice") is None
+    assert agreement.quarantine(settings, str(path), False, "it failed twice") is None
     save(tmp_path, 3)
-    assert sources.quarantine(settings, str(path), False, "it failed twice") == "step_5.pt"
+    assert agreement.quarantine(settings, str(path), False, "it failed twice") == "step_5.pt"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
         marks.quarantine(storage, directory_name(step, 1), "bad")
     settings = Settings(checkpoint_dir=str(tmp_path / "remote"), local_dir=str(tmp_path / "local"), resume_from=resume_from)
     name = None if expected is None else directory_name(expected, 1)
-    assert sources.quarantine(settings, "", True, "NaN") == name
+    assert agreement.quarantine(settings, "", True, "NaN") == name
     assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
@@ -183,18 +183,18 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     save_part([local], 5)
     save_part([local], 9)
     settings = Settings(checkpoint_dir=str(remote), local_dir=str(local))
-    found = sources.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
+    found = agreement.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
     assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
     assert marks.quarantined_names(open_storage(str(remote))) == set(found)
     assert (remote / "step_7.pt").exists()
-    assert sources.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
+    assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
 
 
 def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path):
     save(tmp_path, 5)
     torn = tmp_path / "step_7.pt"
     torn.write_bytes(save(tmp_path, 7).read_bytes()[:1000])
-    assert sources.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
+    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
     assert resumed(tmp_path).step == 5
     save(tmp_path, 7)
     assert resumed(tmp_path).step == 7
@@ -204,7 +204,7 @@ def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_par
     for step in (5, 7):
         save_own(tmp_path, step)
     name = directory_name(7, 1)
-    assert sources.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == [name]
+    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == [name]
     for file in (tmp_path / name).iterdir():
         os.utime(file, (time.time() + 5,) * 2)  # filesystems tell times in steps
     assert resumed(tmp_path).step == 5
@@ -213,11 +213,11 @@ def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_par
 def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_another_does_not(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save(tmp_path, 7)
-    assert sources.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
+    assert agreement.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
     with pytest.raises(BadCheckpoints, match="quarantined: replicas differ"):
         resumed(tmp_path)
     marks.lift_quarantine(open_storage(str(tmp_path)), "step_7.pt")
-    assert sources.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
+    assert agreement.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
     assert resumed(tmp_path).path == ""
     save(tmp_path, 4)
     assert resumed(tmp_path).step == 4
@@ -349,27 +349,22 @@ def agreed(settings: Settings, exchanges: Sequence[Told], places: Sequence[NodeI
 
 
 def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
-    """The newest, whoever has its parts; what one node refuses, none uses; each knows its peer and what it must get."""
+    """The newest, whoever has its parts; what one node refuses, none uses."""
     (tmp_path / "checkpoints").mkdir()
     settings = Settings(checkpoint_dir=str(tmp_path / "checkpoints"))
     places = [
-        NodeInRound(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1]), peer="10.0.0.1:1"),
-        NodeInRound(1, 2, memory=copies(tmp_path / "b", [], []), peer="[fd::2]:2", refused=(directory_name(7, 1),)),
+        NodeInRound(0, 2, memory=copies(tmp_path / "a", [5, 6, 7], [0, 1])),
+        NodeInRound(1, 2, memory=copies(tmp_path / "b", [], []), refused=(directory_name(7, 1),)),
     ]
     (tmp_path / "b").mkdir()
     found = agreed(settings, exchanges, places)
     assert [each.path for each in found] == [str(tmp_path / node / directory_name(6, 1)) for node in "ab"]
-    one, two = (each.peers for each in found)
-    assert one.key == two.key
-    assert (one.keeper, one.fetch) == ("[fd::2]:2", ())
-    assert (two.keeper, two.fetch) == ("10.0.0.1:1", ((1, "10.0.0.1:1"),))
-    assert two.digest == digest((tmp_path / "a" / directory_name(6, 1) / MANIFEST).read_bytes())
 
 
 def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
     """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
     save_own(tmp_path / "checkpoints", 5)
-    places = [NodeInRound(0, 2, memory=copies(tmp_path / "a", [7], [0, 1]), peer="10.0.0.1:1"), NodeInRound(1, 2)]
+    places = [NodeInRound(0, 2, memory=copies(tmp_path / "a", [7], [0, 1])), NodeInRound(1, 2)]
     found = agreed(Settings(checkpoint_dir=str(tmp_path / "checkpoints")), exchanges, places)
     assert {each.path for each in found} == {str(tmp_path / "checkpoints" / directory_name(5, 1))}
     assert found[0].lost.startswith("node 1 has no memory for copies")

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, offers, sources
+from elastic_ext.checkpoints.choice import agreement, offers
 from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
@@ -57,7 +57,7 @@ def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
 def test_the_blamed_one_is_quarantined_with_all_its_files(tmp_path: Path) -> None:
     for step in (1, 2):
         ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
-    assert sources.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
+    assert agreement.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
     assert marks.quarantined_names(open_storage(str(tmp_path))) == {"s_2_rank*.pt"}
     assert resumed(tmp_path).step == 1
 

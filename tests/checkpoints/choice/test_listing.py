@@ -412,29 +412,6 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
 # Other filesystems.
 
 
-def upload(filesystem: Any, source: Path, target: str) -> None:
-    filesystem.put(str(source), target, recursive=True)
-
-
-def test_on_a_url(tmp_path: Path, memory: Any) -> None:
-    url = "memory://bucket/ckpt"
-    assert newest_complete(url) == Choice(None)
-    upload(memory, save_file(tmp_path / "a.pt"), "/bucket/ckpt/epoch 9.pt")
-    resume = resume_in(url)
-    assert (resume.path, resume.step) == (f"{url}/epoch 9.pt", 9)
-    with fsspec.open(resume.path) as file:
-        assert torch.load(file)["epoch"] == 3
-
-    upload(memory, save_dcp(tmp_path / "step_4"), "/bucket/ckpt/step_4")  # written later
-    resume = resume_in(f"{url}/")
-    assert (resume.path, resume.step, resume.format) == (f"{url}/step_4", 4, DCP)
-
-    memory.rm("/bucket/ckpt/step_4/.metadata")
-    assert resume_in(url).path == f"{url}/epoch 9.pt"
-    (passed,) = newest_complete(url).passed_over
-    assert (passed.path, passed.reason) == (f"{url}/step_4", "no .metadata, the save did not finish")
-
-
 class CachingMemory(MemoryFileSystem):
     """fsspec's memory filesystem with the listings cache that its object-store filesystems have."""
 

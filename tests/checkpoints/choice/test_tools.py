@@ -205,16 +205,6 @@ def test_files_of_image_classifiers(tmp_path: Path) -> None:
     assert chosen(tmp_path) == ("checkpoint.pth.tar", None)
 
 
-def test_a_file_of_an_older_torch(tmp_path: Path) -> None:
-    scenes.saved_before_1_6(tmp_path / "step_3.pt", {"step": 3, **TRAINING})
-    assert chosen(tmp_path) == ("step_3.pt", 3)
-    scenes.saved_before_1_6(tmp_path / "step_4.pt", {"step": 4, **TRAINING})
-    data = (tmp_path / "step_4.pt").read_bytes()
-    for length in range(len(data)):
-        (tmp_path / "step_4.pt").write_bytes(data[:length])
-        assert chosen(tmp_path) == ("step_3.pt", 3), length
-
-
 def test_safetensors_are_said_to_be_weights_only(tmp_path: Path) -> None:
     for step in (100, 200):
         tensors(tmp_path / f"step_{step}.safetensors", step)
@@ -363,12 +353,6 @@ def test_the_answer_to_the_question(tmp_path: Path) -> None:
     assert chosen(tmp_path, pattern="model_{step}.pt") == ("model_9.pt", 9)
 
 
-def test_thousands_of_steps(tmp_path: Path) -> None:
-    for thousands in (90, 100, 200):
-        saved(tmp_path / f"model_{thousands}k.pt")
-    assert chosen(tmp_path) == ("model_200k.pt", 200_000)
-
-
 def test_what_a_tracker_names_needs_no_question(tmp_path: Path) -> None:
     for name in ("g_9.pt", "d_9.pt"):
         saved(tmp_path / name)
@@ -453,35 +437,6 @@ def test_a_shrunk_job_resumes_from_its_newest(tmp_path: Path, make: Callable[[Pa
     assert step_in(tmp_path) == 200, reasons(tmp_path)
     rows = {row.step: row for row in list_checkpoints(open_storage(str(tmp_path)))}
     assert rows[200].complete, rows[200].state
-
-
-def of_stage_3(path: Path, step: int, count: int) -> Path:
-    for part in ("model", "optim"):
-        ranks(path, f"zero_pp_rank_{{}}_mp_rank_00_{part}_states.pt", count)
-    text(path.parent / "latest", f"{path.name}\n")
-    return path
-
-
-@pytest.mark.parametrize(("name", "make"), [("checkpoint-{}", scenes.trainer_of_deepspeed), ("global_step{}", of_stage_3)])
-@pytest.mark.parametrize("count", [2, 8])
-def test_a_last_rank_that_only_other_files_show(
-    tmp_path: Path, name: str, make: Callable[[Path, int, int], Path], count: int
-) -> None:
-    for step in (100, 200):
-        path = make(tmp_path / name.format(step), step, count)
-    assert chosen(tmp_path) == (name.format(200), 200)
-    next(path.rglob(f"*zero_pp_rank_{count - 1}_*optim_states.pt")).unlink()
-    assert chosen(tmp_path) == (name.format(100), 100)
-    assert f"the files of 1 of {count} ranks are missing" in reasons(tmp_path)[name.format(200)]
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("make", [scenes.trainer, scenes.trainer_of_fsdp, scenes.trainer_of_deepspeed])
-def test_random_states_of_processes_make_nothing_else_torn(tmp_path: Path, make: Callable[..., Path], count: int) -> None:
-    path = make(tmp_path / "checkpoint-5", 5, *([count] if make is scenes.trainer_of_deepspeed else []))
-    if count > 1:
-        ranks(path, "rng_state_{}.pth", count)
-    assert chosen(tmp_path) == ("checkpoint-5", 5)
 
 
 TEMPORARY = ("tmp-checkpoint-{}", "step_{}_tmp.pt", "tmp_step_{}.pt", "step_{}.tmp.pt", "trash_{}.pt", "step_{}.incomplete.pt")

@@ -135,14 +135,6 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, monkeypatch,
     assert "restarting the process" in caplog.text
 
 
-@pytest.mark.seam
-def test_a_stall_that_is_never_over(tmp_path, caplog):
-    name = save([tmp_path / "local"], 2)
-    with watched(tmp_path / "local", tmp_path / "remote", LONG_S) as each:
-        assert each.copier.close(None) == ()
-    assert complete(tmp_path / "remote", name)
-
-
 @pytest.fixture
 def silent_server(monkeypatch) -> Iterator[str]:
     """A URL of an object store that takes connections and never answers."""

@@ -8,6 +8,8 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -318,14 +320,6 @@ def pruned(directory: Path, *options: str) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def test_prune_takes_all_files_of_a_step_or_none(tmp_path: Path) -> None:
-    for step in (100, 200):
-        ranks(tmp_path, f"ep0-ba{step}-rank{{}}.pt", 8, step)
-    before = sorted(os.listdir(tmp_path))
-    assert pruned(tmp_path, "--keep-last=3") == before
-    assert pruned(tmp_path, "--keep-last=1") == [f"ep0-ba200-rank{rank}.pt" for rank in range(8)]
-
-
 def test_prune_keeps_what_is_pinned_of_all_ranks(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
@@ -355,22 +349,6 @@ def test_prune_never_takes_what_is_not_understood(tmp_path: Path) -> None:
     before = sorted(os.listdir(tmp_path))
     assert pruned(tmp_path, "--keep-last=1") == before
     assert pruned(tmp_path, "--keep-last=1", "--pattern=state-*") == before
-
-
-def test_prune_counts_a_step_of_families_that_belong_together_once(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        for name, value in (("model", WEIGHTS), ("ema", WEIGHTS), ("optimizer", OPTIMIZER)):
-            saved(tmp_path / f"{name}_{step}.pt", value, step)
-    half(tmp_path / "optimizer_5.pt")
-    left = pruned(tmp_path, "--keep-last=2")
-    assert left == sorted(f"{name}_{step}.pt" for name in ("model", "ema", "optimizer") for step in (3, 4, 5))
-
-
-def test_prune_keeps_each_seed(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        for step in (10, 20):
-            saved(tmp_path / f"step{step}-seed{seed}.pt", TRAINING, step)
-    assert pruned(tmp_path, "--keep-last=1") == ["step20-seed1.pt", "step20-seed2.pt"]
 
 
 @pytest.mark.parametrize("make", [lambda path: scenes.verl(path / "step_1"), lambda path: ranks(path, "s_1_rank{}.pt", 3)])
@@ -452,19 +430,76 @@ def steps(directory: Path, name: str, value: object, *numbers: int, content: int
         saved(directory / name.format(step), {**value, "step": step * content} if content else value, step)  # type: ignore[dict-item]
 
 
-def test_prune_keeps_what_a_job_resumes_from(tmp_path: Path) -> None:
-    """Although it has no part in the newest step, and whatever the pattern."""
-    steps(tmp_path, "ema_{}.pt", WEIGHTS, 500, 1000, 1500)
-    steps(tmp_path, "checkpoint_{}.pt", TRAINING, 500, 1000)
-    left = ["checkpoint_1000.pt", "ema_1000.pt", "ema_1500.pt"]
-    assert pruned(tmp_path, "--keep-last=1") == left
-    assert pruned(tmp_path, "--keep-last=1", "--pattern=ema_{step}.pt") == left
+def of_ranks(path: Path) -> None:
+    for step in (100, 200):
+        ranks(path, f"ep0-ba{step}-rank{{}}.pt", 8, step)
 
 
-def test_prune_keeps_what_a_job_without_the_pattern_resumes_from(tmp_path: Path) -> None:
+def one_torn(path: Path) -> None:
+    for name, value in (("model", WEIGHTS), ("ema", WEIGHTS), ("optimizer", OPTIMIZER)):
+        steps(path, f"{name}_{{}}.pt", value, *range(1, 6))
+    half(path / "optimizer_5.pt")
+
+
+def one_ahead(path: Path) -> None:
+    steps(path, "ema_{}.pt", WEIGHTS, 500, 1000, 1500)
+    steps(path, "checkpoint_{}.pt", TRAINING, 500, 1000)
+
+
+def one_begun_later(path: Path) -> None:
+    steps(path, "opt_{}.pt", OPTIMIZER, 100, 200)
+    steps(path, "model_{}.pt", WEIGHTS, 100, 200, 300)
+    steps(path, "ema_{}.pt", WEIGHTS, 200, 300)
+
+
+def runs(path: Path) -> None:
     for at, name in enumerate(("run_1_100.pt", "run_2_100.pt", "run_1_300.pt")):
-        saved(tmp_path / name, TRAINING, at)
-    assert pruned(tmp_path, "--keep-last=1", "--pattern=run_{step}_*.pt") == ["run_1_300.pt", "run_2_100.pt"]
+        saved(path / name, TRAINING, at)
+
+
+def seeds(path: Path) -> None:
+    for seed in (1, 2):
+        steps(path, f"step{{}}-seed{seed}.pt", TRAINING, 10, 20)
+
+
+def with_best(path: Path, best: str) -> None:
+    steps(path, "epoch_{}.pth", TRAINING, *range(15, 21))
+    steps(path, best, TRAINING, 17)
+
+
+def state_without_newest(path: Path) -> None:
+    for step in (500, 1000, 1500):
+        tensors(path / f"my-step{step:08}.safetensors", step)
+        if step < 1500:
+            scenes.accelerate(path / f"my-step{step:08}-state")
+
+
+AHEAD = ["checkpoint_1000.pt", "ema_1000.pt", "ema_1500.pt"]
+BEST = "best_coco_bbox_mAP_epoch_{}.pth"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "left"),
+    [
+        (of_ranks, "", [f"ep0-ba200-rank{rank}.pt" for rank in range(8)]),  # all files of a step, or none
+        (one_torn, "--keep-last=2", [f"{name}_{step}.pt" for name in ("model", "ema", "optimizer") for step in (3, 4, 5)]),
+        # What a job resumes from, although it has no part in the newest step; and a pattern cuts no step apart.
+        (one_ahead, "", AHEAD),
+        (one_ahead, "--pattern=ema_{step}.pt", [*AHEAD, "checkpoint_500.pt", "ema_500.pt"]),
+        (runs, "--pattern=run_{step}_*.pt", ["run_1_300.pt", "run_2_100.pt"]),
+        # A step that lacks a family counts for none.
+        (one_begun_later, "", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
+        (one_begun_later, "--pattern=*_{step}.pt", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
+        (state_without_newest, "", [f"my-step0000{name}" for name in ("1000-state", "1000.safetensors", "1500.safetensors")]),
+        (seeds, "", ["step20-seed1.pt", "step20-seed2.pt"]),
+        (partial(with_best, best="best_epoch_{}.pth"), "", ["best_epoch_17.pth", "epoch_20.pth"]),
+        (partial(with_best, best=BEST), "", [BEST.format(17), "epoch_20.pth"]),
+    ],
+)
+def test_what_prune_leaves(tmp_path: Path, make: Callable[[Path], None], options: str, left: list[str]) -> None:
+    make(tmp_path)
+    found = pruned(tmp_path, *(["--keep-last=1"] if "keep" not in options else []), *options.split())
+    assert [name for name in found if name != ".elastic_ext"] == sorted(left)
 
 
 def test_the_whole_step_that_is_resumed_from_stays() -> None:
@@ -479,29 +514,10 @@ def test_the_whole_step_that_is_resumed_from_stays() -> None:
     }
 
 
-@pytest.mark.parametrize("pattern", ["", "*_{step}.pt"])
-def test_a_step_that_lacks_a_family_counts_for_none(tmp_path: Path, pattern: str) -> None:
-    for name in ("model", "opt"):
-        steps(tmp_path, f"{name}_{{}}.pt", OPTIMIZER if name == "opt" else WEIGHTS, 100, 200)
-    steps(tmp_path, "model_{}.pt", WEIGHTS, 300)
-    steps(tmp_path, "ema_{}.pt", WEIGHTS, 200, 300)  # begun later
-    left = pruned(tmp_path, "--keep-last=1", f"--pattern={pattern}")
-    assert left == ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]
-
-
 def test_a_step_before_a_family_began_counts() -> None:
     numbers = {"a": (4, 3, 2, 1), "b": (4, 3)}
     rows = [PruneCandidate(f"{name}_{step}", name, step, "x", True, together="a") for name in numbers for step in numbers[name]]
     assert removed(rows, 3) == ["a_1"]
-
-
-def test_a_state_whose_newest_is_missing_stays(tmp_path: Path) -> None:
-    for step in (500, 1000, 1500):
-        tensors(tmp_path / f"my-step{step:08}.safetensors", step)
-        if step < 1500:
-            scenes.accelerate(tmp_path / f"my-step{step:08}-state")
-    left = [name for name in pruned(tmp_path, "--keep-last=1") if name != ".elastic_ext"]
-    assert left == [f"my-step0000{name}" for name in ("1000-state", "1000.safetensors", "1500.safetensors")]
 
 
 def test_prune_counts_families_by_the_numbers_in_their_names(tmp_path: Path) -> None:
@@ -511,13 +527,6 @@ def test_prune_counts_families_by_the_numbers_in_their_names(tmp_path: Path) -> 
     assert main.main(["checkpoints", "pin", str(tmp_path), "trainer_epoch_1.pt"]) == 0
     left = [name for name in pruned(tmp_path, "--keep-last=1") if name.endswith(".pt")]
     assert left == [f"{name}_epoch_{epoch}.pt" for name in ("model", "trainer") for epoch in (1, 3)]
-
-
-@pytest.mark.parametrize("best", ["best_epoch_{}.pth", "best_coco_bbox_mAP_epoch_{}.pth"])
-def test_prune_keeps_the_best(tmp_path: Path, best: str) -> None:
-    steps(tmp_path, "epoch_{}.pth", TRAINING, *range(15, 21))
-    steps(tmp_path, best, TRAINING, 17)
-    assert pruned(tmp_path, "--keep-last=1") == sorted([best.format(17), "epoch_20.pth"])
 
 
 def test_prune_by_a_pattern_cuts_no_step_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,29 +176,6 @@ def resumptions(job: Job) -> list[str]:
     return re.findall(r"resuming from (\S+), step", job.err)
 
 
-def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_path, groups):
-    first, lost = nodes.start("a", 10**6), nodes.start("b", 10**6)
-    first.wait_for(r"complete in s3://\S+: step_")
-    lost.process.kill()
-    lost.process.wait()
-    replaced = nodes.start("c", 10**6)
-    for job in (first, replaced):
-        job.wait_for(r"resuming from \S+, step")
-    (path,) = resumptions(first)
-    assert resumptions(replaced) == [path]
-    assert path.startswith(nodes.remote)
-    step = int(path.rpartition("step_")[2][:8])
-    for job in (first, replaced):
-        job.wait_for(f"loaded {re.escape(path)}")
-        job.wait_for(f"is at step {step + 6}")  # both ranks have said by then what they have loaded
-    for job in (first, replaced):
-        job.kill()
-    loaded = [state[1] for state in said(tmp_path, "tiers", "loaded")]
-    assert loaded[0] == loaded[1]
-    assert [each[1] for each in said(tmp_path, "tiers", "resumed")] == [f"{step} 0"] * 2
-    assert loaded == [state[0] for state in unbroken_state(groups, tmp_path, step)]
-
-
 def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path, groups):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
     jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]

@@ -241,33 +241,6 @@ def test_a_damaged_metadata_never_raises(tmp_path: Path) -> None:
 # Peeking.
 
 
-class Ran:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def test_peeking_runs_nothing(tmp_path: Path) -> None:
-    data = pickle.dumps({"a": 1, "b": Ran(tmp_path / "ran"), "c": [Ran(tmp_path / "ran")], "d": {"e": "f"}})
-    value = single_files.peek(data)
-    assert (value["a"], value["d"]) == (1, {"e": "f"})
-    assert not (tmp_path / "ran").exists()
-    with pytest.raises(single_files.PeekError):
-        single_files.peek(data[:-3])
-
-
-def test_whatever_bytes_are_peeked_at(tmp_path: Path) -> None:
-    chance = random.Random(2)
-    for _ in range(5000):
-        data = chance.randbytes(chance.randrange(200))
-        try:
-            single_files.peek(b"\x80\x04" + data)
-        except single_files.PeekError:
-            continue
-
-
 def peak_of(data: bytes) -> int:
     """Bytes of memory that a look into a pickle takes at most."""
     tracemalloc.start()
@@ -395,12 +368,6 @@ def of_trainer(tmp_path: Path) -> Inspection:
     return inspected(tmp_path, "checkpoint-5")
 
 
-def test_a_trainers_checkpoint(tmp_path: Path, trainer: Callable[..., Path]) -> None:
-    trainer()
-    found = of_trainer(tmp_path)
-    assert (found.complete, found.format, found.step, found.epoch) == (True, HUGGING_FACE, 5, 1)
-
-
 PARTS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
 
@@ -437,17 +404,6 @@ def test_weights_in_several_files(tmp_path: Path, trainer: Callable[..., Path]) 
     assert of_trainer(tmp_path).complete
     index.write_text("[]")
     assert "model.safetensors.index.json is damaged" in of_trainer(tmp_path).reason
-
-
-def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path, trainer: Callable[..., Path]) -> None:
-    path = trainer(without=("model.safetensors", "optimizer.pt", "rng_state.pth"))
-    for rank in range(2):
-        torch.save({}, path / f"rng_state_{rank}.pth")
-    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=path / folder, no_dist=True)
-    assert of_trainer(tmp_path).complete
-    (path / "optimizer_0" / ".metadata").unlink()
-    assert of_trainer(tmp_path).reason == "optimizer_0: no .metadata, the save did not finish"
 
 
 def test_a_trainers_checkpoint_within_a_distributed_one(tmp_path: Path, trainer: Callable[..., Path]) -> None:

@@ -100,15 +100,6 @@ def test_a_sample_reads_some_and_still_knows_all_sizes(tmp_path: Path) -> None:
     assert look(storage, name, Mode.OFF).sound
 
 
-def test_progress_reaches_the_whole(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path))
-    save_own(tmp_path, 5)
-    seen: list[tuple[int, int]] = []
-    verify(storage, next(storage.entries()), progress=lambda *counts: seen.append(counts))
-    assert seen[-1] == (3015, 3015)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-
-
 def test_torch_save_by_its_crcs(tmp_path: Path) -> None:
     """A flipped bit is found, or torch.load refuses the file, or it changes nothing that is loaded."""
     storage = open_storage(str(tmp_path))

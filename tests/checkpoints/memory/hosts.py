@@ -40,8 +40,8 @@ class Hosts:
     def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
         """As the agents of these nodes do."""
         found = [
-            Offers(workers=workers, has_memory=True, memory=tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
-            for node, workers in enumerate(nodes or self.nodes)
+            Offers(has_memory=True, memory=tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
+            for node in range(len(nodes or self.nodes))
         ]
         return newest_whole(found)
 
@@ -50,19 +50,23 @@ class Hosts:
         return offer.name if offer is not None else ""
 
     def resize(self, nodes: list[int]) -> None:
-        """Other nodes from now on. What a lost one had, its peer has, too, which is the first node here."""
+        """Other nodes from now on. What a lost one had, one that is left has, too."""
         for lost in range(len(nodes), len(self.nodes)):
-            shutil.copytree(self.memory / str(lost), self.memory / "0", dirs_exist_ok=True)
             shutil.rmtree(self.memory / str(lost))
         for new in range(len(self.nodes), len(nodes)):
             (self.memory / str(new)).mkdir()
         self.nodes = nodes
 
-    def part(self, name: str, rank: int) -> Path:
-        return self.memory / str(tiers.node_of(self.nodes, rank)) / name / tiers.memory_file(rank)
+    def parts(self, name: str) -> list[list[str]]:
+        """The parts of a copy on each node."""
+        return [sorted(path.name for path in (self.memory / str(node) / name).glob("*.mem")) for node in range(len(self.nodes))]
 
-    def damage(self, name: str, rank: int) -> None:
-        with self.part(name, rank).open("r+b") as file:
+    def part(self, name: str, rank: int, node: int | None = None) -> Path:
+        """A part, by default on its own node."""
+        return self.memory / str(tiers.node_of(self.nodes, rank) if node is None else node) / name / tiers.memory_file(rank)
+
+    def damage(self, name: str, rank: int, node: int | None = None) -> None:
+        with self.part(name, rank, node).open("r+b") as file:
             file.seek(part.ALIGNMENT + 5)
             (byte,) = file.read(1)
             file.seek(part.ALIGNMENT + 5)

@@ -18,7 +18,6 @@ from elastic_ext.checkpoints.directory.tiers import manifest_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import part
-from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.memory.devices import Copying, Lane, Marks, by_device
 from elastic_ext.checkpoints.memory.loading import MemoryCopy
 from elastic_ext.checkpoints.memory.pace import StepsSeen
@@ -364,7 +363,7 @@ class Saved:
         self.batch = torch.randn(64, 256, device=device)
         self.tier = LocalTier(open_storage(str(folder)), (1,), 0, True)
         self.ranks = Ranks(timedelta(seconds=60))
-        self.saver = MemorySaver(self.tier, Room(str(folder), 1 << 30), 1, self.objects, self.ranks)
+        self.saver = MemorySaver(self.tier, 1 << 30, 1, self.objects, self.ranks, None)
         self.saver.begin(1)
 
     def fresh(self) -> Objects:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.checkpoints.memory.peers import INCOMING
+from elastic_ext.checkpoints.formats.manifest import MANIFEST
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, Job, descendants, environment
 
@@ -38,10 +38,9 @@ RECOVERY_S = 300.0  # of all agents and workers, each of which imports torch
 KINDS = ("worker", "agent", "node", "node while a part is sent")
 
 
-def has_files(folder: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return any(folder.iterdir())
-    return False
+def has_begun(memory: Path) -> bool:
+    """Whether a copy is being made: as a rule its parts are on their way to other nodes."""
+    return any(not (folder / MANIFEST).exists() for folder in memory.glob("step_*"))
 
 
 @dataclass
@@ -129,7 +128,7 @@ class Cluster:
             return False
         agent = self.jobs.pop(victim["node"]).process
         pids = [agent.pid] if kind == "agent" else [agent.pid, *descendants(agent.pid)]
-        folders = {Path(each["memory"], INCOMING) for each in self.told.all[-2 * NODES :]}
+        folders = {Path(each["memory"]) for each in self.told.all[-2 * NODES :]}
 
         def send(number: signal.Signals) -> None:
             for pid in pids:
@@ -138,7 +137,7 @@ class Cluster:
 
         while True:
             send(signal.SIGSTOP)
-            comes = any(map(has_files, folders))
+            comes = any(map(has_begun, folders))
             if comes or kind != KINDS[-1]:
                 break
             send(signal.SIGCONT)

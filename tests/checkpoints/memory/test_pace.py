@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.checkpoints.memory.interval import FIRST_EVERY, LEAST_SHARE, SHARE, Timing, choose
-from elastic_ext.checkpoints.memory.pace import BUFFERS_HOLD_S, HOLD_S, StepTimes
+from elastic_ext.checkpoints.memory.pace import (
+    BUFFERS_HOLD_S,
+    FIRST_EVERY,
+    HOLD_S,
+    LEAST_SHARE,
+    SHARE,
+    StepTimes,
+    Timing,
+    choose,
+)
 from elastic_ext.hangs.detector import IDLE_FLOOR_S
 
 

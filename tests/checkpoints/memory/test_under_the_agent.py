@@ -99,19 +99,6 @@ def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     assert "has changed since the standbys were started" not in done.err
 
 
-def test_no_room(tmp_path, unbroken):
-    """Training goes on, the log says so once, and a restart resumes from disk."""
-    gate = Gate(tmp_path / "gate")
-    with start(tmp_path, {"at": "", "hold": 8}, ELASTIC_EXT_MEMORY_LIMIT="100K") as job:
-        pid = job.wait_for(r"step 0 8 \w+ (\d+)")[0][1]
-        os.kill(int(pid), signal.SIGKILL)
-        done = job.finish()
-        gate.open()
-    check(done, unbroken)
-    assert loaded(done)[1][::2] == (5, "checkpoints")
-    assert done.err.count("cannot copy its state to memory") in (1, 2)  # once in each round
-
-
 def test_the_memory_goes_with_a_killed_agent_the_next_one_resumes_from_disk(tmp_path, unbroken):
     gate = Gate(tmp_path / "gate")
     with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}) as job:

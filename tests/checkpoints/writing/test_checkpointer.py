@@ -309,16 +309,6 @@ def test_a_flipped_bit_is_found_before_use(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.full
-def test_what_one_rank_finds_damaged_none_loads(tmp_path: Path, groups: RankGroups) -> None:
-    args = {"directory": str(tmp_path / "checkpoints"), "steps": 2, "wait": True}
-    groups.run("train", 2, {**args, "options": {"keep_last": 2}})
-    newest = tmp_path / "checkpoints" / complete(args["directory"])[0]
-    flip(next(newest.glob("__1_*.distcp")))
-    assert groups.run("train", 2, {**args, "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)}) == [None] * 2
-    assert [(result["step"], result["wrong"]) for result in groups.run("train", 2, {**args, "steps": 0})] == [(1, [])] * 2
-
-
-@pytest.mark.full
 def test_agents_choice_is_what_is_loaded(tmp_path: Path, groups: RankGroups) -> None:
     """An older one if it says so, none if it says none."""
     directory = tmp_path / "checkpoints"

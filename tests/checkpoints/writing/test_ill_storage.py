@@ -18,13 +18,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext import Checkpointer
 from elastic_ext.agent.resume import newest_checkpoint
+from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, agree
 from elastic_ext.checkpoints.choice.offers import NewestSaved
-from elastic_ext.checkpoints.memory.contract import Room
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main
@@ -124,7 +124,7 @@ def test_without_the_storage_the_older_copy_is_loaded(
 ) -> None:
     """The checkpoint of step 2 is older than both. With no copy that is whole, the storage has failed."""
     _save(store, 2)
-    for name, value in Room(str(tmp_path / "memory"), 1 << 20, 1).variables(1).items():
+    for name, value in MemoryRoom(str(tmp_path / "memory"), 1 << 20, 1).variables(1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ELASTIC_EXT_CHECKPOINT_DIR", store.url)
     (tmp_path / "memory").mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -71,16 +70,3 @@ def test_told_to_leave_no_step_is_lost(tmp_path, groups):
     assert again.returncode == 0, again.err
     assert said(tmp_path, "again", "resumed") == [[f"{step} 0"]] * 2
     assert said(tmp_path, "again", "state") == unbroken_state(groups, tmp_path, step + 3)
-
-
-@pytest.mark.full
-def test_a_killed_worker_resumes_where_the_agent_says(s3, tmp_path, groups):
-    with Job(command(s3, "broken", 14), tmp_path, HOLD="1") as job:
-        (pid,) = {int(found[1]) for found in job.wait_for(r"pid (\d+) is at step 6", 1)[:1]}
-        os.kill(pid, signal.SIGKILL)
-        done = job.finish()
-    assert done.returncode == 0, done.err
-    first, second = said(tmp_path, "broken", "resumed")[0]
-    assert first == "0 0"
-    assert int(second.split()[0]) >= 4, second  # of step 6 the commit may have been under way
-    assert said(tmp_path, "broken", "state") == unbroken_state(groups, tmp_path, 14)

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ LEAST_RATIO = 0.99  # of our throughput to stock's
 LEAST_RATIO_OFF = 0.995  # of our throughput to that with metrics=off
 SIDES = ("ours", "off", "stock")
 OTHERS = ("stock", "off")
+COMPARED = {"tokens_s": ("tokens/s", 0), "step_cpu_ms": ("CPU of a step (ms)", 2)}  # fields of Run: title and digits
 MEDIAN_ERROR = 1.25  # standard error of a median, in those of a mean of as many: sqrt(pi / 2), for a normal distribution
 MAX_CPU = 0.01  # of a core, of the agent's own process
 WARM_UP = 0.3  # of the printed rates
@@ -190,6 +191,18 @@ def ratio_of(ratios: Sequence[float]) -> tuple[float, float | None]:
     return statistics.median(both), error
 
 
+def rows_of(
+    title: str, digits: int, of: str, sides: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, tuple[float, float | None]]
+) -> list[list[str]]:
+    """Return the rows of one of COMPARED: each side's figure, our ratio to it, and the error of that."""
+    others = [ratios[each] for each in SIDES[1:]]
+    return [
+        [title, *(measure.shown(sides[each][of], digits) for each in SIDES)],
+        [f"ours / this, {title}", "1", *(measure.shown(ratio, 4) for ratio, _ in others)],
+        [f"standard error of that, {title}", "-", *(measure.shown(error, 4) for _, error in others)],
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="number of pairs of each kind, in both places")
@@ -206,9 +219,11 @@ def main() -> int:
             ours, beside = side_by_side(("ours", other), args.lines, swapped=number % 2 == 1)
             found.append((ours, beside))
             print(f"ours / {other}: {ours.tokens_s / beside.tokens_s:.4f}", ours, beside, file=sys.stderr, flush=True)
-    ratios = {other: ratio_of([ours.tokens_s / each.tokens_s for ours, each in pairs[other]]) for other in OTHERS}
-    of_cpu = {other: ratio_of([ours.step_cpu_ms / each.step_cpu_ms for ours, each in pairs[other]]) for other in OTHERS}
-    (ratio, error), (ratio_off, error_off) = (ratios[other] for other in OTHERS)
+    ratios = {
+        of: {other: ratio_of([getattr(ours, of) / getattr(each, of) for ours, each in found]) for other, found in pairs.items()}
+        for of in COMPARED
+    }
+    (ratio, error), (ratio_off, error_off) = (ratios["tokens_s"][other] for other in OTHERS)
     runs = {other: [pair[1] for pair in found] for other, found in pairs.items()}
     runs["ours"] = [pair[0] for found in pairs.values() for pair in found]
     sides = {each: side(runs[each]) for each in SIDES}
@@ -219,17 +234,12 @@ def main() -> int:
         "error": measure.rounded(error, 4),
         "ratio_off": measure.rounded(ratio_off, 4),
         "error_off": measure.rounded(error_off, 4),
-        "cpu_ratios": {other: [measure.rounded(each, 4) for each in of_cpu[other]] for other in OTHERS},
+        "cpu_ratios": {other: [measure.rounded(each, 4) for each in found] for other, found in ratios["step_cpu_ms"].items()},
         "kept": ratio >= LEAST_RATIO and ratio_off >= LEAST_RATIO_OFF and sides["ours"]["agent_cpu"] <= MAX_CPU,
         "machine": machine,
     }
     shown = [
-        ["tokens/s", *(f"{sides[each]['tokens_s']:.0f}" for each in SIDES)],
-        ["ours / this", "1", measure.shown(ratio_off, 4), measure.shown(ratio, 4)],
-        ["standard error of that", "-", measure.shown(error_off, 4), measure.shown(error, 4)],
-        ["CPU of a step (ms)", *(measure.shown(sides[each]["step_cpu_ms"], 2) for each in SIDES)],
-        ["ours / this, CPU", "1", *(measure.shown(of_cpu[each][0], 4) for each in ("off", "stock"))],
-        ["standard error of that, CPU", "-", *(measure.shown(of_cpu[each][1], 4) for each in ("off", "stock"))],
+        *(row for of, (title, digits) in COMPARED.items() for row in rows_of(title, digits, of, sides, ratios[of])),
         *(
             [title, *(measure.shown(100 * sides[each][key], 2) for each in SIDES)]
             for title, key in (("agent's CPU (% of a core)", "agent_cpu"), ("beside it (% of a core)", "beside_cpu"))

@@ -70,13 +70,11 @@ while True:
     if done == STEPS:
         report = {"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid()}
         say(json.dumps(report))
-        sys.stdout.flush()
         for fault in faults:
             FAULTS[fault]()
     if over:
         break
     time.sleep(0.01)
-sys.stdout.write(f"finished {rank}\n")
+say(f"finished {rank}")
 dist.destroy_process_group()
-sys.stdout.flush()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 
+from lines import say
+
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 report = {"rank": rank, "attempt": attempt, "pid": os.getpid()}
-os.write(1, (json.dumps(report) + "\n").encode())  # one write: print() makes two, and the ranks share the console
+say(json.dumps(report))
 faults = {int(who): fault for fault, _, who in (argument.partition(":") for argument in sys.argv[1:])}
 if faults and attempt == 0:
     match faults.get(rank, "hang"):
@@ -22,4 +24,4 @@ if faults and attempt == 0:
             signal.pause()
         case unknown:
             raise NotImplementedError(unknown)
-os.write(1, f"finished {rank}\n".encode())
+say(f"finished {rank}")

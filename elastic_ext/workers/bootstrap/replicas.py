@@ -131,7 +131,8 @@ class ReplicaHashes:
         counted = self._counted(own)
         if counted < own.steps:
             self._note = self._note or UNEQUAL
-        for ranks, tensors in () if own.left_out else found.items():
+        compared = {} if own.left_out else found
+        for ranks, tensors in compared.items():
             values = own.hashes.setdefault((self._name(own, ranks), len(ranks)), {})
             values[own.steps] = counted, self._value(tensors)
             for step in values.keys() - kept(values, self._every):

@@ -223,21 +223,31 @@ def _ways(cause: Cause, truth: Truth, at_start: bool) -> list[tuple[_Way, float]
 
 
 class _Alone:
-    """A job of 64 nodes and 4 spares in which one cause acts. bad: the node that has it."""
+    """A job of 64 nodes and 4 spares in which one cause acts: on node BAD, or on rank 56, which that node has at first."""
+
+    BAD = "n7"
 
     def __init__(self, cause: Cause, look: Look, at_start: bool, way: _Way) -> None:
         self.truth, self._look, self._at_start, self._way = truth_of(cause, look), look, at_start, way
-        self._leader, self.bad, self._step = Leader(nodes=64, spares=4), "n7", 0 if at_start else 1400
+        self._leader, self._step = Leader(nodes=64, spares=4), 0 if at_start else 1400
+        self._is_in, self._has_rank = True, self.BAD  # whether BAD is in the job, and the node of rank 56
         self._numbers = self.truth is Truth.NODE and "loss is nan" in str(look.evidence.get("exception"))
 
     def fail(self, number: int) -> JobVerdict:
         """Let it fail for this time, from 0, and return the verdict."""
         any_rank = self._numbers or (self.truth is Truth.CODE and not self._way.same)  # any rank may see a wrong number
-        host, rank = (f"n{20 + number}", 160 + 8 * number) if any_rank else (self.bad, 56)  # who replaces a node gets its ranks
+        place = (self.BAD, 56 if self._has_rank == self.BAD else 64) if self.truth is Truth.NODE else (self._has_rank, 56)
+        host, rank = (f"n{20 + number}", 160 + 8 * number) if any_rank else place
         early = self._at_start or (self._way.away_s > 0 and number > 0)
         resumed_at = (self._step // 1000) * 1000
         moment = Moment(0 if early else self._step - resumed_at, resumed_at, number > 0, self._step or None, resumed_at)
         verdict = self._leader.judge(self._look, Place((host,), ("n40", "n41"), rank), moment)
+        leaves = verdict.decision.response is Response.REPLACE_NODE
+        self._is_in = self._is_in and not (leaves and verdict.host == self.BAD)
+        if leaves and verdict.host == self._has_rank:
+            self._has_rank = "n64"  # who replaces a node gets its ranks
+        elif verdict.decision.moves_ranks and not any_rank:
+            self._has_rank = "n8" if self._has_rank == self.BAD else self.BAD
         if self._way.progress:
             self._step += 1500
         elif self.truth is not Truth.CODE and not early:
@@ -248,7 +258,7 @@ class _Alone:
         """Whether the next start goes well."""
         if self.truth is Truth.PASSES:
             return passed_s > self._way.away_s
-        return self.truth in (Truth.GONE, Truth.TAKEN) or (self.truth is Truth.NODE and self.bad != "n7")
+        return self.truth in (Truth.GONE, Truth.TAKEN) or (self.truth is Truth.NODE and not self._is_in)
 
 
 def _play(name: str, cause: Cause, look: Look, at_start: bool, way: _Way, share: float) -> Episode:
@@ -262,8 +272,7 @@ def _play(name: str, cause: Cause, look: Look, at_start: bool, way: _Way, share:
             break
         restarts += 1
         if decision.response is Response.REPLACE_NODE:
-            left, wrongly = left + 1, wrongly + (job.truth is not Truth.NODE or verdict.host != job.bad)
-            job.bad = "n8" if verdict.host == job.bad else job.bad
+            left, wrongly = left + 1, wrongly + (job.truth is not Truth.NODE or verdict.host != job.BAD)
         at_start_s = START_FLOOR_S if look.shows is Shows.HANG else 0.0  # until the next start counts as a hang
         passed_s += decision.delay_s + RECOVERY_S + at_start_s
         if job.mended(passed_s):

@@ -367,7 +367,7 @@ class Job:
             self._leave(host)
             if fault.truth in (Truth.PASSES, Truth.CODE) or host not in fault.hosts:
                 self.account.wrong[f"a good node leaves: {fault.key}, {decision.rule}"] += 1
-        self._keep(fault, left)
+        self._keep(fault, left, decision.moves_ranks)
         moved = bool(left) or fault.truth is Truth.GONE
         from_disk = not self.side.memory or len(fault.hosts) > 1 or verdict.refuse_copies
         restart = list(sides.restart(self.side, self.scale, moved, from_disk).items())
@@ -385,12 +385,13 @@ class Job:
                 self._leave(host)
         return [(WRONG, RESUBMIT_S), (WAITING, 0.0), *again], WRONG
 
-    def _keep(self, fault: Fault, left: list[str]) -> None:
-        """Remember what a restart leaves in the job."""
+    def _keep(self, fault: Fault, left: list[str], moved: bool) -> None:
+        """Remember what a restart leaves in the job. moved: the ranks of its host are on another one now."""
         host = fault.hosts[0]
         if fault.truth is Truth.CODE:
             at, seen = (self._bug[1], self._bug[2] + 1) if self._bug is not None else (self._reached, 1)
-            hosts = (f"n{self._random.randrange(self.scale.nodes)}",) if host in left else fault.hosts  # whichever has its rank
+            moved = moved or host in left
+            hosts = (f"n{self._random.randrange(self.scale.nodes)}",) if moved else fault.hosts  # that has its rank
             self._bug = (replace(fault, hosts=hosts), at, seen)
             if seen == 2 and self.side.judges:
                 self.account.wrong[f"a bug is restarted more than once: {fault.key}"] += 1

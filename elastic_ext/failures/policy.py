@@ -122,6 +122,7 @@ class Decision:
         checkpoints_back: 1 to resume from the checkpoint before the newest.
         delay_s: seconds to wait before the restart; 0 without one.
         cold: whether to start the workers without warm standbys.
+        moves_ranks: whether the ranks of the node with the cause move to another node; see `_moves_ranks`.
     """
 
     action: Action
@@ -134,6 +135,7 @@ class Decision:
     checkpoints_back: ZeroOrOne = 0
     delay_s: Seconds = 0.0
     cold: bool = False
+    moves_ranks: bool = False
 
     @property
     def word(self) -> str:
@@ -262,6 +264,7 @@ def decide(
         )
         outcome = replace(outcome, reason=reason)
     charged = outcome.response in _CHARGED
+    cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
     return Decision(
         action,
         outcome.kind,
@@ -275,7 +278,8 @@ def decide(
             backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
             _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged or outcome.rule == SAME_NODE else 0.0,
         ),
-        cold=charged and _warm_start_to_blame(diagnosis, outcome.kind),
+        cold,
+        moves_ranks=charged and not cold and not blamed and _moves_ranks(outcome, diagnosis, nodes),
     )
 
 
@@ -374,6 +378,18 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
     if outage and rule not in NODE_OR_OUTAGE:
         return False
     return len(same) >= (MAX_SAME_FAILURES - 1 if outage else 1) and all(earlier.node == node for earlier in same)
+
+
+def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
+    """Return whether the next try should show what the failure follows: the node, which is bad then, or the rank, as a bug does.
+
+    If the ranks stay, a failure that comes back shows neither, and a node that is well may have to leave. Nothing else may change
+    with them: not the checkpoint, nor the way the workers start.
+    """
+    evidence = diagnosis.evidence
+    of_rank = evidence.node is not None and evidence.rank >= 0 and not evidence.cut and diagnosis.rule not in OF_SCRIPT
+    either = of_a_node(diagnosis) or outcome.response is Response.CONFIRM
+    return (nodes.running or 0) > 1 and of_rank and either and not diagnosis.checkpoints_back
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:

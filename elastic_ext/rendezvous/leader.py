@@ -18,6 +18,7 @@ from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, LeaseLost,
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures import replicas
+from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
@@ -143,7 +144,9 @@ class Leader:
             view = dataclasses.replace(view, differ=differ)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
-            view = dataclasses.replace(view, few_since=few)
+            verdict = decode_verdict(header.verdict) if header.verdict else None
+            moves = verdict.node if verdict is not None and verdict.decision.moves_ranks else ""
+            view = dataclasses.replace(view, few_since=few, moves=moves)
         if rounds.reports(view):
             return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):

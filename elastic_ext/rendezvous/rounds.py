@@ -74,6 +74,7 @@ class View:
             without assignments may come back. None: no member is expected back.
         few_since: since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
         differ: what replicas of the round are not equal; see `hashed`.
+        moves: id of a node of the round whose ranks are to move to another one (`policy.Decision.moves_ranks`); "": none.
     """
 
     header: Header
@@ -87,6 +88,7 @@ class View:
     returning_until: float | None = None
     few_since: float | None = None
     differ: Difference | None = None
+    moves: str = ""
 
 
 @dataclass(frozen=True)
@@ -347,7 +349,10 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         last_call = view.last_arrival + limits.last_call_s
         if now < last_call:
             return Wait(f"{len(present)} of at most {limits.max_nodes} nodes have joined; more may come", last_call)
-    return Seal(order(view, present, limits.max_nodes), f"{counted(len(present), 'node')} joined")
+    ranks = order(view, present, limits.max_nodes)
+    moved = view.moves in ranks and len(ranks) > 1
+    shows = f"; the ranks of {_named([view.moves])} move to another: if the failure comes back, it follows the node or the rank"
+    return Seal(ranks, f"{counted(len(present), 'node')} joined{shows if moved else ''}")
 
 
 def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float) -> Action:
@@ -367,12 +372,16 @@ def _has_reported(node: Node, round_: int) -> bool:
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the nodes of the next round by rank: old members in their old order, then new ones by topology and time of joining.
 
-    The order is stable, so that caches and shards stay where they are; only a node that another one cannot reach is not first. If
-    there are too many nodes, the last to come wait.
+    The order is stable, so that caches and shards stay where they are. Only a node that another one cannot reach is not first,
+    and one whose ranks are to move changes places with the next. If there are too many nodes, the last to come wait.
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
     by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
+    if view.moves in by_rank and len(by_rank) > 1:
+        place = by_rank.index(view.moves)
+        other = place + 1 if place + 1 < len(by_rank) else place - 1
+        by_rank[place], by_rank[other] = by_rank[other], by_rank[place]
     # The first one serves the store of the round, which all must reach.
     silent = {address for id_ in chosen for address in view.nodes[id_].silent}
     first = next((id_ for id_ in by_rank if view.nodes[id_].address not in silent), by_rank[0])

@@ -185,6 +185,41 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
 
 
 @pytest.mark.parametrize(
+    ("diagnosis", "nodes", "moves"),
+    [
+        (SEGV, (3, 2), True),
+        (SEGV, (2, 2), True),
+        (ILLEGAL, (3, 2), True),
+        (of("torch.OutOfMemoryError"), (3, 2), True),  # rank 0 needs the most, wherever it is
+        (of(signal="SIGABRT"), (3, 2), True),
+        (of(hang=True, hang_blame=(1, 0)), (3, 2), True),
+        (of(hang=True, hang_blame=(2, 0)), (3, 2), False),  # all wait: the rank says nothing
+        (SEGV, (1, 1), False),
+        (SEGV, None, False),
+        (of(signal="SIGSEGV", node=None), (3, 2), False),
+        (KEY, (3, 2), False),  # a script raises it wherever it runs
+        (NETWORK, (3, 2), False),
+        (CUT, (3, 2), False),
+        (NAN, (3, 2), False),  # an older checkpoint is the thing to try
+        (of(signal="SIGSEGV", warm=True, first_step_done=False), (3, 2), False),  # a cold start is
+        (of("NameError"), (3, 2), False),
+        (of(exit_code=75), (3, 2), False),
+    ],
+)
+def test_a_restart_moves_ranks_where_node_or_code_may_fail(diagnosis, nodes, moves):
+    assert decide(diagnosis, nodes=Nodes(*nodes or (None, None))).moves_ranks == moves
+
+
+def test_ranks_move_only_for_a_restart_of_the_same_checkpoint():
+    assert not decide(SEGV, Budget(0), nodes=Nodes(3, 2)).moves_ranks  # it stops
+    assert not decide(SEGV, history=(SAME_HERE,), nodes=Nodes(3, 2)).moves_ranks  # the node leaves
+    early = of(signal="SIGABRT", first_step_done=False)
+    loaded = replace(SAME_THERE, first_step_done=False, same_checkpoint=True)
+    blamed = decide(early, history=(loaded,), nodes=Nodes(3, 2))
+    assert (blamed.checkpoints_back, blamed.moves_ranks) == (1, False)
+
+
+@pytest.mark.parametrize(
     ("diagnosis", "charged", "limit", "action"),
     [
         (NETWORK, 0, 3, Action.RESTART),

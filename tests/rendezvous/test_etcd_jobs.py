@@ -261,6 +261,20 @@ def test_a_bug_on_one_node_ends_the_job_on_all(store, nodes):
     assert {line["attempt"] for line in reports(first, second)} == {0}
 
 
+@pytest.mark.seam
+def test_a_crash_that_follows_its_rank_is_a_bug(store, nodes):
+    """No node leaves for it, and it costs one restart: the ranks of the node have moved to the other one."""
+    faults = ["segv1:0", "segv1:1"]
+    conf = f"{CONF},standby=off"
+    both = [nodes.start(name, store.endpoint, "2", *faults, conf=conf) for name in "ab"]
+    assert [job.finish().returncode for job in both] == [65, 65], [job.err for job in both]
+    places = {(line["attempt"], line["rank"]): line["node"] for line in reports(*both)}
+    assert places[0, 1] == places[1, 0] != places[1, 1]
+    said = "".join(job.err for job in both)
+    assert "the ranks of node" in said
+    assert "recurred on another node without progress" in said
+
+
 @pytest.mark.full
 def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
     nodes.open_gate()

@@ -203,6 +203,16 @@ def test_a_node_that_another_one_cannot_reach_does_not_serve_the_store(silent, f
     assert rounds.order(view(BROKEN, nodes, "abc"), list("cab"), 3) == tuple(first)
 
 
+@pytest.mark.parametrize(("moves", "ranks"), [("a", "bac"), ("b", "acb"), ("c", "acb"), ("x", "abc"), ("", "abc")])
+def test_a_node_changes_places_to_show_what_a_failure_follows(moves, ranks):
+    waits = {id_: node(3) for id_ in "abc"}
+    action = next_action(view(JUDGED, waits, "abc", moves=moves), LIMITS, 0)
+    assert action.order == tuple(ranks)
+    assert (f"the ranks of node {moves} move to another" in action.reason) == (ranks != "abc")
+    shorter = Limits(1, 1, last_call_s=0)
+    assert next_action(view(JUDGED, waits, "abc", moves="a"), shorter, 0) == Seal(("a",), "3 nodes joined")
+
+
 OF_TWO = Header(3, State.RUNNING, nodes=2)
 OUTAGE = {"returning_until": 10.0}
 BACK = "node b may come back after the outage"

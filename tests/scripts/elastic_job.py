@@ -1,7 +1,7 @@
 """A job without collectives whose nodes come and go: each worker says where it is and waits until the test lets go of $GATE.
 
 elastic_job.py [FAULT:ATTEMPT]      bug: an error that comes back on every try; deaf: SIGTERM does not end it;
-                                    segv: crash; exitN: exit with this code
+                                    segv: crash; segvN: rank N crashes; exitN: exit with this code
 """
 
 import fcntl
@@ -25,7 +25,7 @@ if "deaf" in faults:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdout.write(json.dumps(report) + "\n")
 sys.stdout.flush()
-if "segv" in faults:
+if not faults.isdisjoint({"segv", f"segv{report['rank']}"}):
     os.kill(os.getpid(), signal.SIGSEGV)
 for fault in faults:
     if fault.startswith("exit"):

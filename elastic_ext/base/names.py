@@ -80,11 +80,12 @@ _asked = _Asked()
 
 
 def ask(address: str) -> None:
-    """Look the name of an address up, in a thread, unless one does so already."""
+    """Look the name of an address up, in a thread, unless one does so already. Any thread may call this."""
     if _asked.thread is None or not _asked.thread.is_alive():
         _asked.since = time.monotonic()
-        _asked.thread = threading.Thread(target=_ask, args=(address,), name="elastic_ext-names", daemon=True)
-        _asked.thread.start()
+        thread = threading.Thread(target=_ask, args=(address,), name="elastic_ext-names", daemon=True)
+        thread.start()
+        _asked.thread = thread
 
 
 def _ask(address: str) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,32 @@ def test_workers_keep_a_name_server_that_answers(tmp_path: Path) -> None:
     assert questions == 1
     assert worker == {}
     assert "no name server answers" not in log
+
+
+class _Together(names._Asked):
+    """Two threads see no look-up before either begins one, and each has begun its own before either goes on."""
+
+    def __init__(self) -> None:
+        self._step, self._seen = threading.Barrier(2, timeout=60), threading.local()
+        super().__init__()
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        found = self._thread
+        if not hasattr(self._seen, "once"):
+            self._seen.once = True
+            self._step.wait()
+        return found
+
+    @thread.setter
+    def thread(self, thread: threading.Thread | None) -> None:
+        self._thread = thread
+        if thread is not None:
+            self._step.wait()
+
+
+def test_two_threads_may_ask_at_once(monkeypatch):
+    monkeypatch.setattr(names, "_asked", _Together())
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(names.ask, "127.0.0.1") for _ in range(2)]:
+            each.result()

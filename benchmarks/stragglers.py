@@ -11,7 +11,8 @@ in a time namespace whose monotonic clock is 1000 s ahead, so that the agents ha
     quiet       nobody does, for --quiet-minutes, beside a process that uses a core for 5 s of each 10 s. Each rank computes for
                 about a third of its step. Whatever is named is a false name
     overhead    the rate of steps, without sleeps, against the same with the recorder off (TORCH_FR_BUFFER_SIZE=0), where nothing
-                is sampled; in turns, and the median of the ratios of --pairs pairs
+                is sampled; both at the same time, each on half of the cores, and then in the other's place: see overhead.py. The
+                median of --pairs ratios, with its standard error
 
 Seconds until named count from the first late step to the event `straggler`. Stock torchrun has nothing to compare with.
 """
@@ -35,6 +36,7 @@ from typing import Any
 
 import jobs
 import measure
+from overhead import ratio_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
@@ -106,27 +108,38 @@ def other_clock() -> list[str]:
     return [unshare, *own] if subprocess.run([unshare, *own, "true"], capture_output=True, check=False).returncode == 0 else []
 
 
-def run_job(plan: dict[str, Any], end_when_named: bool, **variables: str) -> Found:
-    """Run one job of two nodes. plan: what straggling_job.py wants, without its files. Raises RuntimeError: it did not train."""
+def run_jobs(plan: dict[str, Any], end_when_named: bool, *sides: Sequence[str]) -> list[Found]:
+    """Run a job of two nodes for each side, at the same time. Raises RuntimeError: one did not train.
+
+    plan: what straggling_job.py wants, without its files. sides: how the commands of each begin.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        events, output = folder / "events", folder / "output"
-        files = {"stamps": str(folder / "stamps"), "until": str(events if end_when_named else folder / "never")}
-        where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=stragglers", "--nnodes=2"]
-        where.append("--local-addr=127.0.0.1")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2"]
-        script = [str(SCRIPT), json.dumps(plan | files)]
-        commands = [
-            [*prefix, "env", f"ELASTIC_EXT_NODE_NAME={name}", *torchrun, *script]
-            for name, prefix in (("na", []), ("nb", other_clock()))
-        ]
-        env = jobs.environment(ELASTIC_EXT_EVENTS_FILE=str(events), **variables)
+        folders = [Path(directory, str(number)) for number in range(len(sides))]
+        commands = []
+        for folder, begin in zip(folders, sides, strict=True):
+            folder.mkdir()
+            commands += [[*begin, *command] for command in _commands(folder, plan, end_when_named)]
+        output = Path(directory, "output")
         with open(output, "w", errors="replace") as file:
-            jobs.run_all(commands, directory, env, file, plan["seconds"] + START_S)
-        found = Found(_stamps(folder / "stamps"), tuple(_names(events)))
-        if "end" not in found.stamps:
-            raise RuntimeError(f"the job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
+            jobs.run_all(commands, directory, jobs.environment(), file, plan["seconds"] + START_S)
+        found = [Found(_stamps(folder / "stamps"), tuple(_names(folder / "events"))) for folder in folders]
+        if not all("end" in each.stamps for each in found):
+            raise RuntimeError(f"a job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
         return found
+
+
+def _commands(folder: Path, plan: dict[str, Any], end_when_named: bool) -> list[list[str]]:
+    """Return those of the nodes of one job."""
+    events = folder / "events"
+    files = {"stamps": str(folder / "stamps"), "until": str(events if end_when_named else folder / "never")}
+    where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=stragglers", "--nnodes=2"]
+    where.append("--local-addr=127.0.0.1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2"]
+    script = [str(SCRIPT), json.dumps(plan | files)]
+    return [
+        [*prefix, "env", f"ELASTIC_EXT_NODE_NAME={name}", f"ELASTIC_EXT_EVENTS_FILE={events}", *torchrun, *script]
+        for name, prefix in (("na", []), ("nb", other_clock()))
+    ]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -157,7 +170,7 @@ def outcome(found: Found, row: Row) -> Try:
 
 def one_try(row: Row, seconds: float) -> Try:
     plan = {"step_s": STEP_S, "matmul": 0, "late": row.late, "late_s": STEP_S * row.part, "begin_s": BEGIN_S}
-    return outcome(run_job(plan | {"seconds": BEGIN_S + seconds}, end_when_named=True), row)
+    return outcome(run_jobs(plan | {"seconds": BEGIN_S + seconds}, True, ())[0], row)
 
 
 @contextmanager
@@ -175,7 +188,7 @@ def quiet(minutes: float) -> dict[str, Any]:
     """Run the job that nothing disturbs but the load."""
     plan = {"step_s": STEP_S - 0.02, "matmul": MATMULS, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": 60 * minutes}
     with load():
-        found = run_job(plan, end_when_named=False)
+        [found] = run_jobs(plan, False, ())
     return {
         "minutes": minutes,
         "false_names": len(found.names),
@@ -187,23 +200,24 @@ def quiet(minutes: float) -> dict[str, Any]:
 def overhead(pairs: int, seconds: float) -> dict[str, Any]:
     """Compare rates of steps."""
     plan = {"step_s": 0.0, "matmul": MATMULS_ALONE, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": seconds}
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    halves = [["taskset", "--cpu-list", ",".join(map(str, each))] for each in (cores[:half], cores[half:])]
     ratios, rates = [], []
-    for pair in range(pairs):
-        found: dict[str, float | None] = {}
-        for side in ("on", "off") if pair % 2 else ("off", "on"):
-            variables = {"TORCH_FR_BUFFER_SIZE": "0"} if side == "off" else {}
-            found[side] = run_job(plan, end_when_named=False, **variables).rate
-        print("overhead", found, file=sys.stderr, flush=True)
-        if (ratio := measure.ratio(found["on"], found["off"])) is not None:
-            ratios.append(ratio)
-            rates.append(found["on"])
-    middle = measure.median(ratios)
+    for number in range(2 * pairs):
+        here, there = halves if number % 2 else reversed(halves)
+        on, off = (each.rate or 0.0 for each in run_jobs(plan, False, here, [*there, "env", "TORCH_FR_BUFFER_SIZE=0"]))
+        print(f"overhead: on {on:.3f}, off {off:.3f}", file=sys.stderr, flush=True)
+        ratios.append(on / off)
+        rates.append(on)
+    middle, error = ratio_of(ratios)
     return {
         "ratio": measure.rounded(middle, 4),
+        "error": measure.rounded(error, 4),
         "all": [measure.rounded(each, 4) for each in ratios],
-        "steps_s": measure.rounded(measure.median([each for each in rates if each is not None])),
+        "steps_s": measure.rounded(measure.median(rates)),
         "seconds": seconds,
-        "kept": middle is not None and middle >= 1 - AIM_OVERHEAD,
+        "kept": middle >= 1 - AIM_OVERHEAD,
     }
 
 
@@ -237,9 +251,9 @@ def shown(record: dict[str, Any]) -> str:
         )
     if (cost := record["overhead"]) is not None:
         parts.append(
-            f"Steps per second with the recorder and its samples, against without: {measure.shown(cost['ratio'], 4)} "
-            f"({len(cost['all'])} pairs of {cost['seconds']:g} s, {measure.shown(cost['steps_s'], 1)} steps/s; "
-            f"the aim is {1 - AIM_OVERHEAD:g})."
+            f"Steps per second with the recorder and its samples, against without: {measure.shown(cost['ratio'], 4)}, standard "
+            f"error {measure.shown(cost['error'], 4)} ({len(cost['all']) // 2} pairs of {cost['seconds']:g} s, "
+            f"{measure.shown(cost['steps_s'], 1)} steps/s; the aim is {1 - AIM_OVERHEAD:g})."
         )
     clocks = f"clocks {AHEAD_S} s apart" if record["clocks_apart"] else "one clock"
     parts.append(f"Two nodes of two ranks on one machine, {clocks}, steps of {record['step_s'] * 1e3:g} ms.")

@@ -415,9 +415,9 @@ class Job:
             if self.side.ideal or (self._bug is not None and self._bug[2] >= STOCK_RESTARTS):
                 self._bug = None
                 return [(MENDING, RESUBMIT_S), *restart]
-            self._keep(fault, [])
+            self._keep(fault, [], moved=False)
         else:
-            self._keep(fault, [])
+            self._keep(fault, [], moved=False)
         return [(WAITING, 0.0), *restart]
 
 

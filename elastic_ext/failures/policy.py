@@ -56,6 +56,7 @@ _BY_HISTORY = (REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE)
 # Below it, chance does not explain how often a node has failed: in a job of 2,048 nodes twice in 6 failures, of 64 nodes three
 # times in 7, of 8 nodes four times in 5. In arXiv 2605.09370, 3 of 63 nodes have more than half of all exclusions.
 CHANCE = 0.01
+MOVED = "its ranks move to another node, to show whether they fail or the node"
 ONE_MORE_TRY = "one more try shows whether it happens again"  # said only while it is to come
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
@@ -265,6 +266,9 @@ def decide(
         outcome = replace(outcome, reason=reason)
     charged = outcome.response in _CHARGED
     cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
+    moves_ranks = charged and not cold and not blamed and _moves_ranks(outcome, diagnosis, nodes)
+    if moves_ranks:
+        outcome = replace(outcome, reason=f"{outcome.reason}; {MOVED}")
     return Decision(
         action,
         outcome.kind,
@@ -279,7 +283,7 @@ def decide(
             _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged or outcome.rule == SAME_NODE else 0.0,
         ),
         cold,
-        moves_ranks=charged and not cold and not blamed and _moves_ranks(outcome, diagnosis, nodes),
+        moves_ranks=moves_ranks,
     )
 
 

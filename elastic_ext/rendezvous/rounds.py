@@ -350,12 +350,8 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         if now < last_call:
             return Wait(f"{len(present)} of at most {limits.max_nodes} nodes have joined; more may come", last_call)
     ranks = order(view, present, limits.max_nodes)
-    reason = f"{counted(len(present), 'node')} joined"
-    if view.moves in ranks and len(ranks) > 1:
-        reason += (
-            f"; the ranks of {_named([view.moves])} move to another: if the failure comes back, it follows the node or the rank"
-        )
-    return Seal(ranks, reason)
+    moved = f"; the ranks of {_named([view.moves])} move" if view.moves in ranks and len(ranks) > 1 else ""
+    return Seal(ranks, f"{counted(len(present), 'node')} joined{moved}")
 
 
 def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float) -> Action:

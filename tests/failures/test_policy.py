@@ -10,6 +10,7 @@ from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, p
 from elastic_ext.failures.policy import (
     EXIT_CODES,
     MAX_FREE_TRIES,
+    MOVED,
     NO_LIMIT,
     ONE_MORE_TRY,
     Action,
@@ -207,7 +208,8 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
     ],
 )
 def test_a_restart_moves_ranks_where_node_or_code_may_fail(diagnosis, nodes, moves):
-    assert decide(diagnosis, nodes=Nodes(*nodes or (None, None))).moves_ranks == moves
+    decided = decide(diagnosis, nodes=Nodes(*nodes or (None, None)))
+    assert (decided.moves_ranks, MOVED in decided.reason) == (moves, moves)
 
 
 def test_ranks_move_only_for_a_restart_of_the_same_checkpoint():

@@ -109,6 +109,7 @@ class Precedent:
         of_nodes: number of nodes that ran, if a bad node causes such failures (`policy.of_a_node`); 0: it does not, or unknown.
         same_rank: whether it was the same rank.
         other_step: whether the job surely was at another step.
+        before_repair: whether its node has been given back since, see `ledger.given_back`.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -126,6 +127,7 @@ class Precedent:
     of_nodes: int = 0
     same_rank: bool = False
     other_step: bool = False
+    before_repair: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:

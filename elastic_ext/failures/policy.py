@@ -414,7 +414,8 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
         return ""
     here = 1
     for last, earlier in enumerate(reversed(suspects), 2):
-        here, fewest = here + (earlier.node == node), min(fewest, earlier.of_nodes)
+        here += earlier.node == node and not earlier.before_repair
+        fewest = min(fewest, earlier.of_nodes)
         if comb(last, here) < CHANCE * fewest ** (here - 1):
             return f"{here} of the last {last} failures of this sort were on {node}, too many for chance with {fewest} nodes"
     return ""

@@ -24,6 +24,7 @@ from elastic_ext.failures.ledger import (
     encode_ledger,
     encode_report,
     encode_verdict,
+    given_back,
 )
 from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
 from elastic_ext.failures.rules import HANG_RULE
@@ -284,13 +285,15 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
     assert second.keeps_ledger
 
 
-def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None):
+def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None, repaired=()):
     """Judge one failure after another, each on the node of a letter, each after further steps; return the rules.
 
-    nodes: that run, or a number of them for each failure.
+    nodes: that run, or a number of them for each failure. repaired: before these failures the node was given back.
     """
     ledger, found = Ledger(), []
     for number, host in enumerate(hosts):
+        if number in repaired:
+            ledger = given_back(ledger, host)
         running = nodes if isinstance(nodes, int) else nodes[number]
         rules = Circumstances(NO_LIMIT, nodes=running, min_nodes=running - spares)
         failure = {"rank": ord(host) if rank is None else rank, "step": 5, **failures[number % len(failures)]}
@@ -340,6 +343,33 @@ def test_other_failures_of_a_bad_node_count_as_well_and_it_stays_where_no_other_
 def test_a_node_is_not_blamed_for_a_rank_that_fails_on_other_nodes_too():
     assert with_progress("aaa", 2048, rank=7)[1:] == ["bad-node"] * 2
     assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "repaired", "leaves"),
+    [
+        ("aaaa", 64, (), True),
+        ("aaaa", 64, (3,), False),
+        ("aaaaa", 64, (3,), False),
+        ("aaaaaa", 64, (3,), True),  # it is as bad as before
+        ("aaaa", 64, (1, 2), False),
+        ("aabbb", 64, (4,), False),
+        ("aabb", 2048, (1,), True),  # b is no better for a's repair
+        ("abcdeaf", 2048, (6,), False),
+    ],
+)
+def test_a_node_that_was_repaired_and_given_back_begins_without_failures(hosts, nodes, repaired, leaves):
+    assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
+
+
+def test_who_is_given_back_leaves_the_other_failures_of_the_ledger_alone():
+    """They say how many each other node may have by chance, and which failure is the same as another."""
+    past = tuple(PastFailure("f", node=node, of_nodes=64 * counts) for node, counts in (("a", 1), ("a", 0), ("b", 1), (None, 1)))
+    after = given_back(Ledger(past, 3), "a")
+    assert [each.before_repair for each in after.failures] == [True, False, False, False]
+    assert given_back(after, "b").failures[0].before_repair
+    assert [dataclasses.replace(each, before_repair=False) for each in after.failures] == list(past)
+    assert (after.charged, given_back(after, "a"), given_back(after, "c")) == (3, after, after)
 
 
 def test_the_ledger_is_bounded():

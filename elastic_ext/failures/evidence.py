@@ -106,7 +106,7 @@ class Precedent:
         cut: see Evidence.
         kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
-        of_nodes: number of nodes that ran, if a bad node causes such failures (`policy.of_a_node`); 0: it does not, or unknown.
+        of_nodes: number of nodes of its round, if a bad node causes such failures (`policy.of_a_node`); 0: not, or unknown.
         same_rank: whether it was the same rank.
         other_step: whether the job surely was at another step.
         before_repair: whether its node has been given back since, see `ledger.given_back`.

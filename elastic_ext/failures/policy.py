@@ -170,12 +170,14 @@ class Nodes:
     """The nodes of the job. None means unknown.
 
     Attributes:
-        running: number of nodes that run now, including this one.
+        running: number of nodes that run or wait now, including this one.
         needed: minimum number of nodes of the job.
+        members: number of nodes of the round that has failed: a spare cannot fail. 0: as many as run.
     """
 
     running: int | None = None
     needed: int | None = None
+    members: int = 0
 
     @property
     def only_one(self) -> bool:
@@ -407,7 +409,7 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
     were equal, the chance that one of them has `here` of the last `last` would be comb(last, here) / nodes ** (here - 1) at most,
     with the fewest nodes that ran at one of them. That is for each failure: of 100 on equal nodes one may have this verdict.
     """
-    node, fewest = diagnosis.evidence.node, nodes.running or 0
+    node, fewest = diagnosis.evidence.node, nodes.members or nodes.running or 0
     suspects = [earlier for earlier in past if earlier.of_nodes]
     wherever = any(earlier.same_rank and earlier.node != node for earlier in suspects)  # it fails wherever the rank runs
     if node is None or not of_a_node(diagnosis) or wherever:

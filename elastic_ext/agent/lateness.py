@@ -264,11 +264,11 @@ class LatenessWatch(Companion):
         It looks again and again: each `wait` of a store that is not in time writes two warnings to stderr (torch 2.13).
         """
         while not store.check([key]):
+            is_newer = bool(seen) and all(now > then for now, then in zip(self._seen, seen, strict=True))
+            if is_newer or time.monotonic() >= by:  # before the wait: of many nodes without a sample only the first is waited for
+                raise TimeoutError(f"{key} did not come in time")
             if self._over.wait(LOOK_S):
                 raise StoreSilent
-            is_newer = bool(seen) and all(now > then for now, then in zip(self._seen, seen, strict=True))
-            if is_newer or time.monotonic() >= by:
-                raise TimeoutError(f"{key} did not come in time")
 
 
 def straggler(streak: Streak) -> Straggler:

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from elastic_ext.agent import lateness
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.base import round_store
-from elastic_ext.hangs.lateness import Late, Streak
+from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, RankSample, Streak, WorkerSample
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
@@ -146,3 +147,18 @@ def test_a_node_waits_for_no_question_about_a_sample_once_it_has_a_newer_one(tmp
             store.wait([round_store.late(step, node)], timedelta(seconds=LIMIT_S))
     finally:
         watch.workers_ended(workers)
+
+
+def test_nodes_without_a_sample_are_waited_for_together(monkeypatch):
+    """They may sample more rarely than the node of rank 0. A thousand of them would hold it up for a minute."""
+    monkeypatch.setattr(lateness, "WAIT_S", 0.0)
+    monkeypatch.setattr(lateness, "LOOK_S", LIMIT_S)
+    watch = LatenessWatch(OwnPlace("n0", 0, 1000, ("", 0)), lambda found, named: None, Asked())
+    watch._store = HashStore()
+    own = NodeSample("n0", "clock", (RankSample(0, WorkerSample(128, 60_000)),))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(watch._gather(own, 128)), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S / 2)
+    watch._over.set()
+    assert found == [([own], [Alignment()])]

@@ -229,6 +229,9 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return _of_lost(circumstances.lost, cause, report)
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
+    if cause.rule == HANG_RULE:
+        alike = [each for each in reports.values() if each.diagnosis.evidence.hang_blame == cause.evidence.hang_blame]
+        cause = replace(cause, evidence=replace(cause.evidence, hang_shared=len(alike) > 1))
     return _Cause(cause, report, node, report.host, cause.evidence.rank)
 
 

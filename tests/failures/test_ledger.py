@@ -372,6 +372,30 @@ def test_who_is_given_back_leaves_the_other_failures_of_the_ledger_alone():
     assert (after.charged, given_back(after, "a"), given_back(after, "c")) == (3, after, after)
 
 
+def hangs_of(blames, nodes=64, steps=(1, 2, 3)):
+    """Judge hangs of two nodes with such a blame each, of which the first always reports first; return the rules."""
+    ledger, found = Ledger(), []
+    rules = Circumstances(NO_LIMIT, nodes=nodes + 1, members=nodes, min_nodes=nodes)
+    for number in steps:
+        hung = {"step": 5, "resumed_at": 10 * number, "hang": True, "hang_reason": "it waits"}
+        placed = enumerate(zip("ab", blames, strict=True))
+        reports = {host: report(host, rank=8 * place, order=place, hang_blame=blame, **hung) for place, (host, blame) in placed}
+        ledger, verdict = judge(reports, ledger, rules, number)
+        ledger = decode_ledger(encode_ledger(ledger))
+        assert verdict.node == "a"
+        found.append(verdict.decision.rule)
+    return found
+
+
+def test_a_node_is_not_blamed_for_hangs_in_which_others_look_the_same():
+    """As where all ranks wait in loss.item() for NCCL: that which reports first is named, often the leader's, and may be well."""
+    behind, same = ((1, 4, 0, 1), (1, 5, 0, 1)), ((1, 5, 0, 1),) * 2
+    assert hangs_of(behind) == [HANG_RULE, HANG_RULE, "bad-node"]
+    assert hangs_of(same) == [HANG_RULE] * 3
+    assert hangs_of(behind, steps=(1, 1)) == [HANG_RULE, "same-node"]
+    assert hangs_of(same, steps=(1, 1, 1)) == [HANG_RULE, HANG_RULE, "ceiling"]
+
+
 def test_the_ledger_is_bounded():
     ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Circumstances(NO_LIMIT))
     assert len(encode_ledger(ledger)) < 200_000

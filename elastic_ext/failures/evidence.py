@@ -166,7 +166,7 @@ class Evidence:
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
-        hang_shared: workers of other nodes have the same value, so that which node is to blame is unknown.
+        shared: workers of other nodes have failed in the same way in the same round, so that no node is to blame.
         differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
@@ -192,7 +192,7 @@ class Evidence:
     hang: bool | None = None
     hang_reason: str = ""
     hang_blame: tuple[int, ...] = ()
-    hang_shared: bool = False
+    shared: bool = False
     cut: tuple[str, ...] = ()
     cuts_apart: bool = False
     differs: tuple[str, ...] = ()

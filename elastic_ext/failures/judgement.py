@@ -229,10 +229,15 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return _of_lost(circumstances.lost, cause, report)
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
-    if cause.rule == HANG_RULE:
-        alike = [each for each in reports.values() if each.diagnosis.evidence.hang_blame == cause.evidence.hang_blame]
-        cause = replace(cause, evidence=replace(cause.evidence, hang_shared=len(alike) > 1))
+    shared = not report.follows and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
+    cause = replace(cause, evidence=replace(cause.evidence, shared=shared))
     return _Cause(cause, report, node, report.host, cause.evidence.rank)
+
+
+def _alike(one: Diagnosis, other: Diagnosis) -> bool:
+    """Return whether workers of two nodes have failed in the same way: none of the two nodes explains it."""
+    hangs = one.evidence.hang_blame == other.evidence.hang_blame
+    return one.rule == other.rule and (hangs if one.rule == HANG_RULE else one.fingerprint == other.fingerprint)
 
 
 def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _Cause:

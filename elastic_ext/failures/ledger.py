@@ -38,6 +38,7 @@ class PastFailure:
         steps: optimizer steps that the worker had done since it started; None if unknown.
         resumed_at: step of the checkpoint that the worker started from, 0 for the beginning; None if unknown.
         resumed_from: path or URL of that checkpoint; "" if there was none.
+        node: None if unknown, or if it was on several.
         kind: the kind of the diagnosis.
         charged: whether the restart after it counted against the budget.
         warm: whether its process was a warm standby; None if unknown.
@@ -76,7 +77,7 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
         evidence.step,
         resumed_at,
         evidence.first_step_done,
-        evidence.node,
+        evidence.node if not evidence.shared else None,
         diagnosis.kind,
         resumed_from=resumed_from,
         warm=evidence.warm,

@@ -376,7 +376,7 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
     node, rule = diagnosis.evidence.node, diagnosis.rule
     if node is None or nodes.only_one or diagnosis.evidence.cut or rule in OF_SCRIPT:  # for a cut, see `_in_all_cuts`
         return False
-    if diagnosis.evidence.hang_shared:
+    if diagnosis.evidence.shared:
         return False
     outage = diagnosis.evidence.first_step_done is False and rule in SPREAD_S and rule != NO_EVIDENCE
     if outage and rule not in NODE_OR_OUTAGE:
@@ -399,9 +399,9 @@ def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
 def of_a_node(diagnosis: Diagnosis) -> bool:
     """Return whether a bad node causes such failures, and an outage, a full disk or another worker's failure does not."""
     blame = diagnosis.evidence.hang_blame
-    hangs = diagnosis.rule == HANG_RULE and bool(blame) and blame[0] < WAITS and not diagnosis.evidence.hang_shared
-    known = len(diagnosis.evidence.differs) < 2  # of two replicas, either may be the bad one
-    return hangs or (diagnosis.kind in (HARDWARE, CRASH) and known) or diagnosis.rule in ILLEGAL_ACCESS
+    hangs = diagnosis.rule == HANG_RULE and bool(blame) and blame[0] < WAITS
+    known = len(diagnosis.evidence.differs) < 2 and not diagnosis.evidence.shared  # of two replicas, either may be the bad one
+    return known and (hangs or diagnosis.kind in (HARDWARE, CRASH) or diagnosis.rule in ILLEGAL_ACCESS)
 
 
 def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:

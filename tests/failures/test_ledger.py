@@ -396,6 +396,46 @@ def test_a_node_is_not_blamed_for_hangs_in_which_others_look_the_same():
     assert hangs_of(same, steps=(1, 1, 1)) == [HANG_RULE, HANG_RULE, "ceiling"]
 
 
+def at_once(hosts, **failure):
+    return {host: report(host, step=7, rank=place, order=place, resumed_at=0, **failure) for place, host in enumerate(hosts)}
+
+
+@pytest.mark.parametrize(
+    ("failure", "alone", "on_all"),
+    [
+        ({"type_": "FloatingPointError", "message": "loss is nan"}, ["numeric", "same-node"], ["numeric", "repeated"]),
+        ({"type_": "torch.OutOfMemoryError"}, ["device-memory", "same-node"], ["device-memory", "repeated"]),
+        ({"signal": "SIGSEGV"}, ["crash", "same-node"], ["crash", "repeated"]),
+        ({"signal": "SIGBUS"}, ["bus-error", "same-node"], ["bus-error", "bus-error", "ceiling"]),
+        ({"type_": "my.Error"}, ["no-evidence", "same-node"], ["no-evidence", "no-evidence", "ceiling"]),
+    ],
+)
+def test_a_node_is_to_blame_only_while_the_others_are_well(failure, alone, on_all):
+    """What fails on all nodes at once is named after that which reports first, as a rule the leader's."""
+
+    def rules(hosts, times):
+        found = again(at_once(hosts, **failure), times, Circumstances(NO_LIMIT, nodes=4, min_nodes=3))
+        return [verdict.decision.rule for verdict in found[1]]
+
+    assert rules("a", 2) == alone
+    assert rules("ab", len(on_all)) == on_all
+
+
+def test_a_failure_that_was_on_several_nodes_before_is_not_that_of_one():
+    segv = at_once("ab", signal="SIGSEGV")
+    rules = Circumstances(NO_LIMIT, nodes=4, min_nodes=3)
+    ledger, _ = judge(segv, Ledger(), rules, 1)
+    _, verdict = judge({"a": segv["a"]}, decode_ledger(encode_ledger(ledger)), rules, 2)
+    assert verdict.decision.rule == "repeated"
+
+
+def test_what_follows_from_an_unknown_loss_is_still_counted_by_its_place():
+    """All nodes report it, and the link of the first one may be bad."""
+    told = {"a": report("ha", **PEER, order=1, step=7, resumed_at=0), "b": report("hb", **PEER, order=2, step=7, resumed_at=0)}
+    _, verdicts = again(told, 2)
+    assert verdicts[1].decision.rule == "same-node"
+
+
 def test_the_ledger_is_bounded():
     ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Circumstances(NO_LIMIT))
     assert len(encode_ledger(ledger)) < 200_000

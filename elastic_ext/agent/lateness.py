@@ -158,12 +158,13 @@ class LatenessWatch(Companion):
         streaks: Mapping[tuple[str, int], Streak] = {}
         steps = [0, 0, 0]  # of the last samples
         while self._due.get():
+            seen = self._seen
             sample = self._own_sample()
             if sample is None or (step := sample.ranks[0].sample.step) == steps[-1]:
                 continue  # not all workers have written theirs
             steps = [*steps[1:], step]
             if self._node.rank > 0:
-                self._give(sample, step, forget=steps[0])
+                self._give(sample, step, seen, forget=steps[0])
                 continue
             nodes, clocks = self._gather(sample, step)
             found = lateness.compare(nodes, clocks)
@@ -192,8 +193,13 @@ class LatenessWatch(Companion):
             self._store = round_store.connect(*self._node.store_at)
         return self._store
 
-    def _give(self, sample: NodeSample, step: int, forget: int) -> None:
-        """Give this node's sample to the node of rank 0, and answer its questions about the time."""
+    def _give(self, sample: NodeSample, step: int, seen: Sequence[int], forget: int) -> None:
+        """Give this node's sample to the node of rank 0, and answer its questions about the time.
+
+        That node may sample more rarely than this one and not compare this step, so a newer sample of all workers ends the wait.
+
+        seen: how many samples each worker had written by this one.
+        """
         store, node = self._connected(), self._node.rank
         if forget:
             store.delete_key(round_store.late(forget, node))
@@ -204,7 +210,7 @@ class LatenessWatch(Companion):
                 if number:  # the answers count that come at once, and so not the first
                     store.wait([question], ANSWER)
                 else:
-                    self._await(store, question, time.monotonic() + WAIT_S + TURN_S * node)
+                    self._await(store, question, time.monotonic() + WAIT_S + TURN_S * node, seen)
                 asked = store.get(question)
             except (TimeoutError, DistStoreError):
                 return  # it does not compare this step, or no longer waits
@@ -252,16 +258,17 @@ class LatenessWatch(Companion):
                 store.delete_key(answer)
         return found
 
-    def _await(self, store: Store, key: str, by: float) -> None:
-        """Wait for a key. by: monotonic seconds. Raises TimeoutError; StoreSilent: the round is over.
+    def _await(self, store: Store, key: str, by: float, seen: Sequence[int] = ()) -> None:
+        """Wait for a key. by: monotonic seconds. seen: see `_give`. Raises TimeoutError; StoreSilent: the round is over.
 
         It looks again and again: each `wait` of a store that is not in time writes two warnings to stderr (torch 2.13).
         """
         while not store.check([key]):
+            is_newer = bool(seen) and all(now > then for now, then in zip(self._seen, seen, strict=True))
+            if is_newer or time.monotonic() >= by:  # before the wait: of many nodes without a sample only the first is waited for
+                raise TimeoutError(f"{key} did not come in time")
             if self._over.wait(LOOK_S):
                 raise StoreSilent
-            if time.monotonic() >= by:
-                raise TimeoutError(f"{key} did not come in time")
 
 
 def straggler(streak: Streak) -> Straggler:

@@ -45,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     how = drain.add_mutually_exclusive_group()
     how.add_argument("--now", action="store_true", help="do not wait for a checkpoint: the steps since the last one are repeated")
-    how.add_argument("--undo", action="store_true", help="withdraw a drain that has not begun, and let the host come back")
+    how.add_argument("--undo", action="store_true", help="withdraw a drain that has not begun, or let a repaired host come back")
     drain.set_defaults(run=run)
 
 

@@ -131,10 +131,13 @@ _positive = _quantity({"": 1.0}, "", "290")
 
 
 def _rate(text: str) -> float:
+    rate = text.strip().removesuffix("/s").removesuffix("/S")
     try:
-        return _bytes(text.strip().lower().removesuffix("/s"))
+        if rate.endswith(("Kb", "Mb", "Gb", "Tb", "Pb")):
+            raise argparse.ArgumentTypeError("bits")
+        return _bytes(rate)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r}: expected bytes per second, e.g. 40GB/s") from error
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}: expected bytes per second, e.g. 40GB/s; Gb are bits") from error
 
 
 def _number(least: int) -> Callable[[str], int]:

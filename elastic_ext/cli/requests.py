@@ -17,11 +17,14 @@ from elastic_ext.etcd import (
     Delete,
     EtcdClient,
     EtcdError,
+    Put,
     Snapshot,
     Unavailable,
     UnsupportedVersion,
+    unchanged,
 )
 from elastic_ext.etcd.values import Deleted, KeyValue
+from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable
@@ -191,10 +194,22 @@ class _Job(RunningJob):
                 return f"{host} stays in the job" + ("; nodes of it that have left may come back" if host in seen.refused else "")
 
     def _lift(self, host: str) -> str:
+        forgiven = "; its failures so far no longer count against it (bad-node)" if self._give_back(host) else ""
         deleted = self.client.txn([], [Delete(self.keys.refusal(run_ids.checked(host)))]).responses[0]
         if isinstance(deleted, Deleted) and deleted.deleted:
-            return f"{host} may come back"
-        return f"{host} was neither to leave nor refused: nothing to undo"
+            return f"{host} may come back{forgiven}"
+        return f"{host} was neither to leave nor refused{forgiven or ': nothing to undo'}"
+
+    def _give_back(self, host: str) -> bool:
+        """Note in the job's ledger that the host was given back; return whether that changes it. An unreadable one stays."""
+        while (found := self.client.get(self.keys.ledger).kv) is not None and (before := self.reader.ledger(found)) is not None:
+            after = given_back(before, host)
+            if after == before:
+                return False
+            put = Put(self.keys.ledger, encode_ledger(after), lease_id=found.lease_id)
+            if self.client.txn([unchanged(self.keys.ledger, found.mod_revision)], [put]).succeeded:  # else: a verdict meanwhile
+                return True
+        return False
 
 
 def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> DrainOutcome:

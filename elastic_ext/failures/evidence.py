@@ -106,9 +106,10 @@ class Precedent:
         cut: see Evidence.
         kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
-        of_nodes: number of nodes that ran, if a bad node causes such failures (`policy.of_a_node`); 0: it does not, or unknown.
+        of_nodes: number of nodes of its round, if a bad node causes such failures (`policy.of_a_node`); 0: not, or unknown.
         same_rank: whether it was the same rank.
         other_step: whether the job surely was at another step.
+        before_repair: whether its node has been given back since, see `ledger.given_back`.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -126,6 +127,7 @@ class Precedent:
     of_nodes: int = 0
     same_rank: bool = False
     other_step: bool = False
+    before_repair: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:
@@ -164,6 +166,7 @@ class Evidence:
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
+        shared: workers of other nodes have failed in the same way in the same round, so that no node is to blame.
         differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
@@ -189,6 +192,7 @@ class Evidence:
     hang: bool | None = None
     hang_reason: str = ""
     hang_blame: tuple[int, ...] = ()
+    shared: bool = False
     cut: tuple[str, ...] = ()
     cuts_apart: bool = False
     differs: tuple[str, ...] = ()

@@ -50,6 +50,7 @@ class Circumstances:
 
     Attributes:
         nodes: number of nodes present now, including those with a report and spares.
+        members: number of nodes of the round; 0: unknown.
         min_nodes: minimum number of nodes of the job.
         lost: the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
@@ -63,6 +64,7 @@ class Circumstances:
     max_restarts: int
     exit_codes: str = "design"
     nodes: int | None = None
+    members: int = 0
     min_nodes: int | None = None
     lost: tuple[Lost, ...] = ()
     charges: int | None = None
@@ -101,7 +103,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         cause.diagnosis,
         budget,
         precedents(now, ledger.failures, budget.charged),
-        policy.Nodes(circumstances.nodes, circumstances.min_nodes),
+        policy.Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members),
         circumstances.exit_codes,
         circumstances.backoff,
         circumstances.jitter,
@@ -114,7 +116,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
-    of_nodes = (circumstances.nodes or 0) if policy.of_a_node(cause.diagnosis) else 0
+    of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.of_a_node(cause.diagnosis) else 0
     now = replace(now, charged=decision.charged, of_nodes=of_nodes)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
@@ -227,7 +229,15 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return _of_lost(circumstances.lost, cause, report)
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
+    shared = not report.follows and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
+    cause = replace(cause, evidence=replace(cause.evidence, shared=shared))
     return _Cause(cause, report, node, report.host, cause.evidence.rank)
+
+
+def _alike(one: Diagnosis, other: Diagnosis) -> bool:
+    """Return whether workers of two nodes have failed in the same way: none of the two nodes explains it."""
+    hangs = one.evidence.hang_blame == other.evidence.hang_blame
+    return one.rule == other.rule and (hangs if one.rule == HANG_RULE else one.fingerprint == other.fingerprint)
 
 
 def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _Cause:

@@ -38,13 +38,14 @@ class PastFailure:
         steps: optimizer steps that the worker had done since it started; None if unknown.
         resumed_at: step of the checkpoint that the worker started from, 0 for the beginning; None if unknown.
         resumed_from: path or URL of that checkpoint; "" if there was none.
+        node: None if unknown, or if it was on several.
         kind: the kind of the diagnosis.
         charged: whether the restart after it counted against the budget.
         warm: whether its process was a warm standby; None if unknown.
         cut: see Evidence.
         gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
         rank: of the worker; -1: unknown.
-        of_nodes: see Precedent.
+        of_nodes, before_repair: see Precedent.
     """
 
     fingerprint: str
@@ -60,6 +61,7 @@ class PastFailure:
     gone_back_to: int | None = None
     rank: Rank = -1
     of_nodes: Count = 0
+    before_repair: bool = False
 
     @property
     def step(self) -> int | None:
@@ -75,7 +77,7 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
         evidence.step,
         resumed_at,
         evidence.first_step_done,
-        evidence.node,
+        evidence.node if not evidence.shared else None,
         diagnosis.kind,
         resumed_from=resumed_from,
         warm=evidence.warm,
@@ -107,6 +109,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             of_nodes=past.of_nodes,
             same_rank=past.rank == now.rank >= 0,
             other_step=None not in (past.step, now.step) and past.step != now.step,
+            before_repair=past.before_repair,
         )
         for number, past in enumerate(earlier)
     )
@@ -258,6 +261,16 @@ class Ledger:
     failures: tuple[PastFailure, ...] = ()
     charged: Annotated[int, Within(0, MAX_CHARGED)] = 0
     verdicts: tuple[JobVerdict, ...] = ()
+
+
+def given_back(ledger: Ledger, node: str) -> Ledger:
+    """Return the ledger after this node was repaired and given back: the rule `bad-node` counts its failures from now on.
+
+    Those before stay, as failures of the job: they say how many each other node may have by chance.
+    """
+    own = [bool(past.of_nodes) and past.node == node for past in ledger.failures]
+    failures = (replace(past, before_repair=past.before_repair or here) for past, here in zip(ledger.failures, own, strict=True))
+    return replace(ledger, failures=tuple(failures))
 
 
 # The JSON format.

@@ -171,12 +171,14 @@ class Nodes:
     """The nodes of the job. None means unknown.
 
     Attributes:
-        running: number of nodes that run now, including this one.
+        running: number of nodes that run or wait now, including this one.
         needed: minimum number of nodes of the job.
+        members: number of nodes of the round that has failed: a spare cannot fail. 0: as many as run.
     """
 
     running: int | None = None
     needed: int | None = None
+    members: int = 0
 
     @property
     def only_one(self) -> bool:
@@ -378,6 +380,8 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
     node, rule = diagnosis.evidence.node, diagnosis.rule
     if node is None or nodes.only_one or diagnosis.evidence.cut or rule in OF_SCRIPT:  # for a cut, see `_in_all_cuts`
         return False
+    if diagnosis.evidence.shared:
+        return False
     outage = diagnosis.evidence.first_step_done is False and rule in SPREAD_S and rule != NO_EVIDENCE
     if outage and rule not in NODE_OR_OUTAGE:
         return False
@@ -400,8 +404,8 @@ def of_a_node(diagnosis: Diagnosis) -> bool:
     """Return whether a bad node causes such failures, and an outage, a full disk or another worker's failure does not."""
     blame = diagnosis.evidence.hang_blame
     hangs = diagnosis.rule == HANG_RULE and bool(blame) and blame[0] < WAITS
-    known = len(diagnosis.evidence.differs) < 2  # of two replicas, either may be the bad one
-    return hangs or (diagnosis.kind in (HARDWARE, CRASH) and known) or diagnosis.rule in ILLEGAL_ACCESS
+    known = len(diagnosis.evidence.differs) < 2 and not diagnosis.evidence.shared  # of two replicas, either may be the bad one
+    return known and (hangs or diagnosis.kind in (HARDWARE, CRASH) or diagnosis.rule in ILLEGAL_ACCESS)
 
 
 def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:
@@ -411,14 +415,15 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
     were equal, the chance that one of them has `here` of the last `last` would be comb(last, here) / nodes ** (here - 1) at most,
     with the fewest nodes that ran at one of them. That is for each failure: of 100 on equal nodes one may have this verdict.
     """
-    node, fewest = diagnosis.evidence.node, nodes.running or 0
+    node, fewest = diagnosis.evidence.node, nodes.members or nodes.running or 0
     suspects = [earlier for earlier in past if earlier.of_nodes]
     wherever = any(earlier.same_rank and earlier.node != node for earlier in suspects)  # it fails wherever the rank runs
     if node is None or not of_a_node(diagnosis) or wherever:
         return ""
     here = 1
     for last, earlier in enumerate(reversed(suspects), 2):
-        here, fewest = here + (earlier.node == node), min(fewest, earlier.of_nodes)
+        here += earlier.node == node and not earlier.before_repair
+        fewest = min(fewest, earlier.of_nodes)
         if comb(last, here) < CHANCE * fewest ** (here - 1):
             return f"{here} of the last {last} failures of this sort were on {node}, too many for chance with {fewest} nodes"
     return ""

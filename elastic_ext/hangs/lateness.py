@@ -33,7 +33,9 @@ SHARE = 0.05  # of a step
 NAMED_WINDOWS = 3
 REPLACE_SHARE = 0.1  # of a step; a restart costs some steps, too
 FORGET_WINDOWS = 2  # without lateness, after which what was named is no longer
-FORGET_UNSEEN = 6  # comparisons that say nothing of it: its group is no longer used, or its node gives no samples
+# Comparisons that say nothing of it: its group is no longer used, its node gives no samples, or gives them more rarely. On a
+# processor that is ten times as slow as the others, samples are as much dearer (`recorder.COST`), and so up to 16 times as rare.
+FORGET_UNSEEN = 24
 LEAST_STEPS = 8  # in a window, to find out where lateness carries over
 CARRIED = 0.5  # of a change at one collective is seen at the next: all of it without a wait, none after one
 OUTLIER = 4.0  # times the usual distance from the middle

@@ -23,6 +23,7 @@ STORAGE_SHARE = 0.1  # assumed: of the time for which one job may keep the stora
 WAITING_SHARE = 1e-3  # of the time, for which spares are advised without a target
 RISK_30_DAYS = 1e-3  # that the budget ends a job in this time although every failure is one to restart for
 WINDOW_S = 3600
+MOST_RATE_S = 1.0  # failures of a job in a second; with more no job trains, and a rate was given for a time between failures, say
 ETCD_AWAY_S = 300.0  # an outage of etcd to plan for, where none is given
 
 DETECTION, VERDICT, ROUND, START, CONNECT, LOAD, SETUP = "detection", "verdict", "round", "start", "connect", "load", "setup"
@@ -79,9 +80,14 @@ class PlannedJob:
         return self.nodes / self.node_mtbf_s
 
     @property
+    def copies_gone(self) -> float:
+        """Share of the failures that take nodes after which no copy in memory is whole; with one node, all."""
+        return 1.0 if self.nodes == 1 else self.together
+
+    @property
     def disk_share(self) -> float:
         """Share of the failures after which the job resumes from disk."""
-        return (self.replaced + self.lost) * self.together if self.memory else 1.0
+        return (self.replaced + self.lost) * self.copies_gone if self.memory else 1.0
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ def classes_of(job: PlannedJob, saves: Saves, settings: Settings) -> tuple[Failu
     rest = 1 - job.replaced - job.lost - job.hangs
     kinds = (
         ("a worker ends", rest, 0.0, times.EXIT_S, in_place_s, False),
-        ("a worker ends, and its node leaves", job.replaced, job.together, times.EXIT_S, moved_s, True),
-        ("a node is lost", job.lost, job.together, silent_s, moved_s, True),
+        ("a worker ends, and its node leaves", job.replaced, job.copies_gone, times.EXIT_S, moved_s, True),
+        ("a node is lost", job.lost, job.copies_gone, silent_s, moved_s, True),
         ("a hang", job.hangs, 0.0, times.hang_limit_s(job.step_s, job.ranks), in_place_s, False),
     )
     found = []
@@ -180,9 +186,14 @@ def advise(job: PlannedJob, target: float | None = None, settings: Settings | No
         target: an ETTR that spares should make possible; None: as many as keep the time without a node below WAITING_SHARE.
 
     Raises:
-        UsageError: the shares of the failures are more than 1.
+        UsageError: the shares of the failures are more than 1, or the job fails more often than MOST_RATE_S.
     """
     settings = settings or Settings()
+    if job.rate_s > MOST_RATE_S:
+        raise UsageError(
+            f"{job.nodes:,} nodes with {job.node_mtbf_s:.3g} s between two failures of one have {job.rate_s:.3g} failures in a "
+            f"second: expected {MOST_RATE_S:g} at most; --mtbf-node-days is the time between two failures of one node, in days"
+        )
     if job.replaced + job.lost + job.hangs > 1 + 1e-9:
         raise UsageError(f"the shares of failures add up to {job.replaced + job.lost + job.hangs:.3g}: expected 1 at most")
     saves = saves_of(job)

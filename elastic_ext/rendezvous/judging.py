@@ -75,7 +75,8 @@ class RoundReports:
         texts: records of `failures.ledger`, by node id; none if the job is to end as too few nodes are left.
         orders: etcd's revision of each, by node id.
         lost: what became of members of the round that are gone, by id.
-        nodes: the current number of nodes.
+        nodes: the current number of nodes, spares included.
+        members: number of nodes of the round, lost ones included; 0: unknown.
         reaches: see `judgement.Circumstances`.
         needed: ids of nodes without which the job cannot go on: its store is there.
         ambiguous: names that several machines have in common.
@@ -91,6 +92,7 @@ class RoundReports:
     needed: frozenset[str] = frozenset()
     ambiguous: frozenset[str] = frozenset()
     charges: int = 0
+    members: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class AgentPolicy:
         given = {id_: report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
         rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)
+        rules = replace(rules, members=reports.members)
         if not given:
             kept, left = judgement.too_few_left(ledger_of(ledger_text), rules, reports.round)
             return Judgement(State.CLOSED, left.decision.reason, ledger.encode_verdict(left), ledger.encode_ledger(kept))

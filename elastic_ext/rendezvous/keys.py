@@ -25,7 +25,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     offers/SEAL/RANK  what the node of this rank could resume from on its own disk, as `checkpoints` wrote it. Lease: node.
                     Written by that node. Read by the node of rank 0.
     ledger          a failures.ledger.Ledger. Lease: its own, of leader.LEDGER_TTL_S: it outlives the job.
-                    Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
+                    Written by the leader with each verdict, and by `elastic-ext drain --undo` (`given_back`). Read by the leader
+                    and `elastic-ext explain`.
     goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of leader.LEDGER_TTL_S.
                     Written by these agents, all together about ten times a second. Read by rank 0's agent, by one that is new in
                     a running job, and by `elastic-ext status`.

@@ -210,6 +210,7 @@ class Leader:
             rounds.reaches(view),
             hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
             drains.ambiguous_hosts(view.nodes),
+            members=view.header.nodes,
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
             self._reload()

@@ -11,19 +11,23 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from elastic_ext.agent import lateness
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
-from elastic_ext.hangs.lateness import Late, Streak
+from elastic_ext.base import round_store
+from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, RankSample, Streak, WorkerSample
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, Job, ended
-from tests.until import until
+from tests.until import LIMIT_S, until
 
 JOB = SCRIPTS / "late_job.py"
 STATUS = [sys.executable, "-m", "elastic_ext.cli", "status"]
@@ -122,3 +126,39 @@ def test_a_comparison_that_outlasts_its_round_has_no_host_leave(tmp_path):
     over.set()
     thread.join(60)
     assert not asked.times
+
+
+def test_a_node_waits_for_no_question_about_a_sample_once_it_has_a_newer_one(tmp_path):
+    """The node of rank 0 may sample more rarely. The last of many nodes would wait so long that it missed what is compared."""
+    table, store, node = ProgressTable(str(tmp_path / "progress"), 2), HashStore(), 3000
+    files = {local_rank: str(tmp_path / f"stacks{local_rank}") for local_rank in range(2)}
+    workers = LocalWorkers(None, table, {0: 6000, 1: 6001}, {}, files)  # type: ignore[arg-type]
+    watch = LatenessWatch(OwnPlace("n", node, node + 1, ("", 0)), lambda found, named: None, Asked())
+    watch._store = store
+    watch.workers_started(workers)
+    try:
+        for count, step in ((1, 128), (2, 256)):
+            for local_rank, path in files.items():
+                Path(f"{path}.issued").write_text(json.dumps({"schema": 1, "step": step, "step_us": 60_000, "windows": []}))
+                with open(tmp_path / "progress", "r+b") as file:
+                    file.seek(local_rank * layout.ROW_BYTES + 8 * layout.SAMPLES)
+                    file.write(count.to_bytes(8, sys.byteorder))
+                watch.check(workers)
+            store.wait([round_store.late(step, node)], timedelta(seconds=LIMIT_S))
+    finally:
+        watch.workers_ended(workers)
+
+
+def test_nodes_without_a_sample_are_waited_for_together(monkeypatch):
+    """They may sample more rarely than the node of rank 0. A thousand of them would hold it up for a minute."""
+    monkeypatch.setattr(lateness, "WAIT_S", 0.0)
+    monkeypatch.setattr(lateness, "LOOK_S", LIMIT_S)
+    watch = LatenessWatch(OwnPlace("n0", 0, 1000, ("", 0)), lambda found, named: None, Asked())
+    watch._store = HashStore()
+    own = NodeSample("n0", "clock", (RankSample(0, WorkerSample(128, 60_000)),))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(watch._gather(own, 128)), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S / 2)
+    watch._over.set()
+    assert found == [([own], [Alignment()])]

@@ -21,6 +21,7 @@ from elastic_ext.cli import requests
 from elastic_ext.cli.main import main
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import EtcdClient, Put
+from elastic_ext.failures.ledger import Ledger, PastFailure, decode_ledger, encode_ledger
 from elastic_ext.rendezvous.connect import Unreachable
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.keys import JobKeys
@@ -306,3 +307,23 @@ def test_no_etcd_is_69_and_bad_settings_are_78(job, monkeypatch, tmp_path):
     job.server.process.send_signal(signal.SIGCONT)
     monkeypatch.setenv("ELASTIC_EXT_ETCD_CA", str(tmp_path / "missing"))
     said(job.drain("n1"), 78, "missing")
+
+
+def test_a_host_that_is_given_back_counts_as_repaired(server):
+    """The leader judges by the ledger in etcd, and writes it only as it has read it: so all agents know from then on."""
+    with EtcdClient(server.endpoint) as client:
+        lease = client.lease_grant(600).lease_id
+        failures = tuple(PastFailure("f", node=host, of_nodes=64) for host in ("n1", "n2", "n1"))
+        client.txn([], [Put(KEYS.ledger, encode_ledger(Ledger(failures, 2)), lease), Put(KEYS.refusal("n1"), "bad", lease)])
+        assert requests.undo(client, "job", "n1-12-abcdef") == (
+            "n1 may come back; its failures so far no longer count against it (bad-node)"
+        )
+        kept = client.get(KEYS.ledger).kv
+        ledger = decode_ledger(kept.value)
+        assert (kept.lease_id, [each.before_repair for each in ledger.failures]) == (lease, [True, False, True])
+        assert ledger.charged == 2
+        assert requests.undo(client, "job", "n1") == "n1 was neither to leave nor refused: nothing to undo"
+        assert client.get(KEYS.ledger).kv.mod_revision == kept.mod_revision
+        assert "neither to leave nor refused; its failures" in requests.undo(client, "job", "n2")  # its hour is over
+        client.txn([], [Put(KEYS.ledger, "{", lease), Put(KEYS.refusal("n1"), "bad", lease)])
+        assert requests.undo(client, "job", "n1") == "n1 may come back"

@@ -81,6 +81,7 @@ def test_what_is_given_counts(capsys):
         ("--state=1.2XB", "expected a number above 0 with its unit, e.g. 1.2TB"),
         ("--storage=40", None),
         ("--storage=quick", "expected bytes per second, e.g. 40GB/s"),
+        ("--storage=400Gb/s", "expected bytes per second, e.g. 40GB/s; Gb are bits"),
         ("--target=101%", "expected a share, e.g. 0.97 or 97%"),
         ("--spares=-1", "expected a whole number, 0 to"),
     ],

@@ -24,6 +24,7 @@ from elastic_ext.failures.ledger import (
     encode_ledger,
     encode_report,
     encode_verdict,
+    given_back,
 )
 from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
 from elastic_ext.failures.rules import HANG_RULE
@@ -284,13 +285,15 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
     assert second.keeps_ledger
 
 
-def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None):
+def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None, repaired=()):
     """Judge one failure after another, each on the node of a letter, each after further steps; return the rules.
 
-    nodes: that run, or a number of them for each failure.
+    nodes: that run, or a number of them for each failure. repaired: before these failures the node was given back.
     """
     ledger, found = Ledger(), []
     for number, host in enumerate(hosts):
+        if number in repaired:
+            ledger = given_back(ledger, host)
         running = nodes if isinstance(nodes, int) else nodes[number]
         rules = Circumstances(NO_LIMIT, nodes=running, min_nodes=running - spares)
         failure = {"rank": ord(host) if rank is None else rank, "step": 5, **failures[number % len(failures)]}
@@ -340,6 +343,97 @@ def test_other_failures_of_a_bad_node_count_as_well_and_it_stays_where_no_other_
 def test_a_node_is_not_blamed_for_a_rank_that_fails_on_other_nodes_too():
     assert with_progress("aaa", 2048, rank=7)[1:] == ["bad-node"] * 2
     assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "repaired", "leaves"),
+    [
+        ("aaaa", 64, (), True),
+        ("aaaa", 64, (3,), False),
+        ("aaaaa", 64, (3,), False),
+        ("aaaaaa", 64, (3,), True),  # it is as bad as before
+        ("aaaa", 64, (1, 2), False),
+        ("aabbb", 64, (4,), False),
+        ("aabb", 2048, (1,), True),  # b is no better for a's repair
+        ("abcdeaf", 2048, (6,), False),
+    ],
+)
+def test_a_node_that_was_repaired_and_given_back_begins_without_failures(hosts, nodes, repaired, leaves):
+    assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
+
+
+def test_who_is_given_back_leaves_the_other_failures_of_the_ledger_alone():
+    """They say how many each other node may have by chance, and which failure is the same as another."""
+    past = tuple(PastFailure("f", node=node, of_nodes=64 * counts) for node, counts in (("a", 1), ("a", 0), ("b", 1), (None, 1)))
+    after = given_back(Ledger(past, 3), "a")
+    assert [each.before_repair for each in after.failures] == [True, False, False, False]
+    assert given_back(after, "b").failures[0].before_repair
+    assert [dataclasses.replace(each, before_repair=False) for each in after.failures] == list(past)
+    assert (after.charged, given_back(after, "a"), given_back(after, "c")) == (3, after, after)
+
+
+def hangs_of(blames, nodes=64, steps=(1, 2, 3)):
+    """Judge hangs of two nodes with such a blame each, of which the first always reports first; return the rules."""
+    ledger, found = Ledger(), []
+    rules = Circumstances(NO_LIMIT, nodes=nodes + 1, members=nodes, min_nodes=nodes)
+    for number in steps:
+        hung = {"step": 5, "resumed_at": 10 * number, "hang": True, "hang_reason": "it waits"}
+        placed = enumerate(zip("ab", blames, strict=True))
+        reports = {host: report(host, rank=8 * place, order=place, hang_blame=blame, **hung) for place, (host, blame) in placed}
+        ledger, verdict = judge(reports, ledger, rules, number)
+        ledger = decode_ledger(encode_ledger(ledger))
+        assert verdict.node == "a"
+        found.append(verdict.decision.rule)
+    return found
+
+
+def test_a_node_is_not_blamed_for_hangs_in_which_others_look_the_same():
+    """As where all ranks wait in loss.item() for NCCL: that which reports first is named, often the leader's, and may be well."""
+    behind, same = ((1, 4, 0, 1), (1, 5, 0, 1)), ((1, 5, 0, 1),) * 2
+    assert hangs_of(behind) == [HANG_RULE, HANG_RULE, "bad-node"]
+    assert hangs_of(same) == [HANG_RULE] * 3
+    assert hangs_of(behind, steps=(1, 1)) == [HANG_RULE, "same-node"]
+    assert hangs_of(same, steps=(1, 1, 1)) == [HANG_RULE, HANG_RULE, "ceiling"]
+
+
+def at_once(hosts, **failure):
+    return {host: report(host, step=7, rank=place, order=place, resumed_at=0, **failure) for place, host in enumerate(hosts)}
+
+
+@pytest.mark.parametrize(
+    ("failure", "alone", "on_all"),
+    [
+        ({"type_": "FloatingPointError", "message": "loss is nan"}, ["numeric", "same-node"], ["numeric", "repeated"]),
+        ({"type_": "torch.OutOfMemoryError"}, ["device-memory", "same-node"], ["device-memory", "repeated"]),
+        ({"signal": "SIGSEGV"}, ["crash", "same-node"], ["crash", "repeated"]),
+        ({"signal": "SIGBUS"}, ["bus-error", "same-node"], ["bus-error", "bus-error", "ceiling"]),
+        ({"type_": "my.Error"}, ["no-evidence", "same-node"], ["no-evidence", "no-evidence", "ceiling"]),
+    ],
+)
+def test_a_node_is_to_blame_only_while_the_others_are_well(failure, alone, on_all):
+    """What fails on all nodes at once is named after that which reports first, as a rule the leader's."""
+
+    def rules(hosts, times):
+        found = again(at_once(hosts, **failure), times, Circumstances(NO_LIMIT, nodes=4, min_nodes=3))
+        return [verdict.decision.rule for verdict in found[1]]
+
+    assert rules("a", 2) == alone
+    assert rules("ab", len(on_all)) == on_all
+
+
+def test_a_failure_that_was_on_several_nodes_before_is_not_that_of_one():
+    segv = at_once("ab", signal="SIGSEGV")
+    rules = Circumstances(NO_LIMIT, nodes=4, min_nodes=3)
+    ledger, _ = judge(segv, Ledger(), rules, 1)
+    _, verdict = judge({"a": segv["a"]}, decode_ledger(encode_ledger(ledger)), rules, 2)
+    assert verdict.decision.rule == "repeated"
+
+
+def test_what_follows_from_an_unknown_loss_is_still_counted_by_its_place():
+    """All nodes report it, and the link of the first one may be bad."""
+    told = {"a": report("ha", **PEER, order=1, step=7, resumed_at=0), "b": report("hb", **PEER, order=2, step=7, resumed_at=0)}
+    _, verdicts = again(told, 2)
+    assert verdicts[1].decision.rule == "same-node"
 
 
 def test_the_ledger_is_bounded():

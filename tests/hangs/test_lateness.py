@@ -21,6 +21,7 @@ from elastic_ext.hangs.lateness import (
     compare,
     follow,
 )
+from elastic_ext.workers.bootstrap import recorder
 
 MS = 1000
 STEP_US = 60 * MS
@@ -267,3 +268,14 @@ def test_what_has_been_late_by_much_for_long_is_worth_a_restart(shares, expected
         streaks = follow(streaks, [] if share is None else [late(share * STEP_US)], now := count * 10.0)
     found = lateness.to_replace(lateness.named(streaks), now, 300.0)
     assert (found is not None) == expected
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.7, 6.0])
+def test_a_slow_host_is_named_although_it_samples_more_rarely(step_s):
+    """Its processor is ten times as slow, and so are its samples: most comparisons are without it."""
+    usual, slow = (recorder.steps_apart(int(step_s * 1e9), int(cost_s * 1e9)) for cost_s in (0.02, 0.2))
+    assert slow >= 8 * usual
+    streaks: Mapping = {}
+    for count in range(1, 3 * slow // usual + 1):
+        streaks = follow(streaks, [late(20 * MS)] if count % (slow // usual) == 0 else [], count * 10.0)
+    assert lateness.named(streaks)

@@ -83,3 +83,19 @@ def test_an_outage_of_etcd_costs_what_failures_in_it_wait():
 
     assert waits(JOB) != waits(replace(JOB, etcd_away_s=3600.0))
     assert "0 failures" in waits(replace(JOB, etcd_outages_s=0.0))
+
+
+def test_the_copies_of_a_single_node_go_with_it():
+    """It saves to disk as often as its losses ask for, not as if another node had its copies."""
+    alone = replace(JOB, nodes=1, state_bytes=1e11, node_mtbf_s=DAY_S)
+    one, two = saves_of(alone), saves_of(replace(alone, nodes=2, node_mtbf_s=2 * DAY_S, gpus_per_node=4))
+    assert one.disk_s < 0.5 * two.disk_s
+    taken = [each for each in classes_of(alone, one, SETTINGS) if each.replaces]
+    assert {each.every_s for each in taken} == {one.disk_s}
+
+
+def test_a_job_that_fails_all_the_time_is_refused():
+    """A rate in place of the time between failures. The sum for the budget would take for ever."""
+    with pytest.raises(UsageError, match="expected 1 at most; --mtbf-node-days"):
+        advise(replace(JOB, node_mtbf_s=1e-6))
+    advise(replace(JOB, node_mtbf_s=JOB.nodes * 1.01))

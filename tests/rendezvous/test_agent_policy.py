@@ -115,3 +115,16 @@ def test_how_long_a_lost_store_is_waited_for(
 def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float]], over: bool) -> None:
     silence = Silence(5.0)
     assert [silence.is_over(alive_until, now) for alive_until, now in looks][-1] is over
+
+
+@pytest.mark.parametrize(("nodes", "members", "rule"), [(12, 8, "bus-error"), (13, 12, "bad-node")])
+def test_spares_do_not_count_among_the_nodes_that_may_fail_by_chance(nodes: int, members: int, rule: str) -> None:
+    """Of 8 nodes one may have three failures in a row by chance, however many wait."""
+    policy, ledger = AgentPolicy(Settings(), members, lambda: None), ""
+    policy.max_restarts = 5
+    for number in (1, 2, 3):  # with progress in between
+        ill = classify(Evidence(rank=2, signal="SIGBUS", step=5, first_step_done=True, node="c"))
+        told = encode_report(Report("c", ill, resumed_at=10 * number))
+        found = policy.judge(RoundReports(number, {"c-1": told}, {"c-1": number}, {}, nodes, {}, members=members), ledger)
+        ledger = found.ledger
+    assert decode_verdict(found.verdict).decision.rule == rule

@@ -430,6 +430,30 @@ def slow_buffers(rank: int, world: int, args: dict) -> dict:
     return {"went_on": all(found), "buffers": len(found)}
 
 
+def left_out(rank: int, world: int, args: dict) -> dict:
+    """Rank 1 is not done with one copy when the next, the last one, is due, and leaves it out. Then all end together."""
+    training, ended, genuine = Training(rank, world), threading.Event(), pace.Schedule.choose
+    pace.HOLD_S = 0.0
+
+    def choose(schedule: pace.Schedule, *args: Any) -> None:
+        genuine(schedule, *args)
+        if rank == 1 and training.loader.step >= 3:
+            ended.wait(60)
+
+    pace.Schedule.choose = choose
+    checkpointer = training.checkpointer(args["directory"], memory_every=1, timeout=timedelta(seconds=args["timeout_s"]))
+    checkpointer.load()
+    for step in range(1, 5):
+        training.go_to(step)
+        checkpointer.snapshot(step)
+        if step < 3 or (step, rank) == (3, 0):
+            checkpointer._memory.wait()
+    ended.set()
+    checkpointer.close()
+    dist.barrier()
+    return {"next": checkpointer._memory._next}
+
+
 def at_copy(count: int, number: int) -> None:
     """Send this process a signal at the count-th of these moments in the life of a copy in memory."""
     seen = 0
@@ -698,6 +722,7 @@ TASKS = {
     "refused": refused,
     "together": together,
     "slow_buffers": slow_buffers,
+    "left_out": left_out,
     "late_generation": late_generation,
     "stale_prune": stale_prune,
     "unsharded_gradients": unsharded_gradients,

@@ -176,6 +176,7 @@ class Schedule:
     Attributes:
         every: how many steps from one copy to the next, now.
         first: whether the next attempt is the first one since the ranks have begun.
+        owes: step of the last copy that was due, if this rank has left it out: other ranks may wait in it for this one.
     """
 
     def __init__(self, asked: int | None, speaks: bool) -> None:
@@ -184,6 +185,7 @@ class Schedule:
         self._logged: int | None = None  # what the log has said
         self.every, _ = choose(asked, ())
         self.first = True
+        self.owes: int | None = None
 
     def send_limit_s(self, timing: Timing) -> float:
         """Return how long it may take to send a part to another node, in seconds.

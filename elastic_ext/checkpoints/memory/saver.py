@@ -62,7 +62,7 @@ def commit(
 
     exchange: called with all ranks' reports before the commit, if that is all right; sends parts to other nodes.
 
-    A rank that has left it out may be at a load, and meets the others here by `none_in_progress`.
+    A rank that has left it out may be at a load, and meets the others here by `none_in_progress`; or at its end, by `close`.
 
     When this returns, every rank knows whether the manifest is on every node. Raises RuntimeError if the ranks cannot
     communicate.
@@ -227,7 +227,7 @@ class MemorySaver:
         """
         self.wait()
         self._copying.pin(())
-        self._next, self._generation = None, generation
+        self._next, self._generation, self._schedule.owes = None, generation, None
         self._trouble.in_a_row = 0  # a rank that has left out a copy knows of no failure, and all must choose the same interval
         self._buffers.kept = kept  # even if what follows fails: `has_generation` may follow
         if generation is None and self._ranks.rank == 0:
@@ -296,8 +296,13 @@ class MemorySaver:
             self._attempt.join()
 
     def close(self) -> None:
-        """Wait as `wait` does, and let go of the buffers."""
+        """Wait as `wait` does, and let go of the buffers. A copy that this rank has left out and others have not fails."""
         self.wait()
+        if self._schedule.owes is not None and self._next is not None:
+            try:
+                self._ranks.all_gather(None)  # those that have not left it out are in `commit`, all others here
+            except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
+                logger.debug("the last copy in memory is left as it is: %s", error)
         self._copying.pin(())
 
     def _is_free(self, step: int, called: float) -> bool:
@@ -306,7 +311,7 @@ class MemorySaver:
         self._times.waited(time.monotonic() - called)
         if not over:
             # Another rank may have found it over, and copy this step. Then they find out that they are apart.
-            self._next = step + self._schedule.every
+            self._next, self._schedule.owes = step + self._schedule.every, step
         # Not if the ranks can no longer communicate, or have copied different steps and go on together later.
         return over and self._next is not None and step >= self._next
 
@@ -314,7 +319,7 @@ class MemorySaver:
         # After `begin` no rank has buffers, and this attempt only makes them. Until the next one is committed, parts of the copy
         # that was loaded may be on one node only.
         self._next = step + (1 if self._schedule.first else self._schedule.every)
-        self._schedule.first = False
+        self._schedule.first, self._schedule.owes = False, None
         name = directory_name(step, generation)
         began = time.monotonic()
         planned = buffer = failure = None
@@ -379,8 +384,12 @@ class MemorySaver:
             saves.report_copy_failed()
         self._schedule.choose([each.timing for each in outcome.reports], self._trouble.in_a_row)
         self._times.made_buffers = not outcome.committed and outcome.failure is None
+        makes_up = len(outcome.reports) < self._ranks.world
         if outcome.apart is not None:
-            self._next = outcome.apart + self._schedule.every
+            self._next = due = outcome.apart + self._schedule.every
+            makes_up = makes_up or (self._schedule.owes or 0) < due
+        if makes_up:  # what this rank has left out since, another one has brought into this attempt
+            self._schedule.owes = None
         if outcome.committed:
             self._buffers.committed(report.name)
             if self._mirror is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from statistics import median
 from typing import TypeVar
@@ -64,25 +64,16 @@ class TimelineEvent:
         }
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A line that is not an event. number: of the line, from 1."""
-
-    file: str
-    number: int
-    why: str
-
-
-def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[Fault]]:
-    """Return the events of a file, and its faults. The last line may be half written."""
+def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[str]]:
+    """Return the events of a file, and for each other line its number and what is wrong. The last line may be half written."""
     events: list[TimelineEvent] = []
-    faults: list[Fault] = []
+    faults: list[str] = []
     *whole, last = text.split("\n")  # not splitlines(): a JSON text may hold other line breaks
     for number, line in enumerate(whole, 1):
         try:
             events += [_event(line)] if line.strip() else []
         except ValueError as error:
-            faults.append(Fault(file, number, shown(str(error))))
+            faults.append(f"{file}:{number}: {shown(str(error))}")
     with contextlib.suppress(ValueError):  # its writer has not finished it
         events += [_event(last)] if last.strip() else []
     return events, faults
@@ -228,7 +219,7 @@ def aligned(events: Iterable[TimelineEvent]) -> Aligned:
 
 
 def _shifted(agent: Agent, by_s: float) -> Agent:
-    return Agent(agent.node, agent.pid, agent.events, tuple(at + by_s for at in agent.times))
+    return replace(agent, times=tuple(at + by_s for at in agent.times))
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import CheckpointPosition, Spent, seconds_of
 from elastic_ext.telemetry import families
+from elastic_ext.workers import progress_layout
+from elastic_ext.workers.progress import Progress
 
 WAITS_FOR_NODES_S = 2.0  # a thousand nodes that are all there form a round in 1.3 s: what takes longer waits for some
 ENOUGH = 3  # interruptions and saves, for an interval that is more than a guess: the error of a mean of 3 is still 60 %
@@ -30,55 +32,11 @@ _BEFORE_DECISION = ("stop", "verdict")  # the state of what was not settled is k
 
 
 @dataclass(frozen=True)
-class WorkerTime:
-    """The time of a worker's training thread.
-
-    Attributes:
-        began_at: monotonic seconds at which its accounts begin; 0: it has none yet.
-        spent: settled seconds, by state.
-        now_in: the state of what is not settled.
-        step_s: mean time from one step to the next; math.inf before the second.
-        finished: its script has ended well. failed_at: when it ended otherwise; 0: it did not.
-        saves: committed checkpoints. saved: the last of them, after that many of this worker's steps.
-        tokens, flops: as the script reports them.
-    """
-
-    began_at: float = 0.0
-    spent: Mapping[str, float] = field(default_factory=dict)
-    now_in: str = goodput.STARTUP
-    steps: int = 0
-    step_s: float = math.inf
-    finished: bool = False
-    failed_at: float = 0.0
-    saves: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    saved: CheckpointPosition | None = None
-
-    def settled(self, since: float, until: float) -> dict[str, float]:
-        """Return the settled seconds between two moments. What was settled before `since` is start-up, as far as there is any."""
-        if not self.began_at:
-            return {}
-        late_s = max(0.0, min(self.began_at, until) - since)  # the process began after the agent saw it run
-        found, early_s = {}, max(0.0, since - self.began_at)
-        for state, seconds in sorted(self.spent.items(), key=lambda item: item[0] != goodput.STARTUP):
-            dropped = min(seconds, early_s)
-            found[state], early_s = seconds - dropped, early_s - dropped
-        if any(found.values()):
-            found[goodput.STARTUP] = found.get(goodput.STARTUP, 0.0) + late_s
-        over_s = sum(found.values()) - (until - since)
-        for state in found if over_s > 0 else ():  # a worker has settled more after `until` was read
-            dropped = min(found[state], over_s)
-            found[state], over_s = found[state] - dropped, over_s - dropped
-        return found
-
-
-@dataclass(frozen=True)
 class Tail:
     """The end of a worker's time, which it did not settle itself.
 
     Attributes:
-        step_s: see `WorkerTime`.
+        step_s: its mean time from one step to the next; math.inf before the second.
         rest: the state of what is longer than a step, unless the verdict is a hang.
         share: of this worker in the node.
     """
@@ -135,7 +93,7 @@ class TimeLedger:
         positions = goodput.newest_positions((*others.positions, *counts.positions))
         self._counts = replace(counts, reached=max(counts.reached, others.reached), positions=positions)
 
-    def enter(self, state: str, now: float, workers: Sequence[WorkerTime] | None = None) -> None:
+    def enter(self, state: str, now: float, workers: Sequence[Progress] | None = None) -> None:
         """Note what the agent does from now on.
 
         Args:
@@ -158,7 +116,7 @@ class TimeLedger:
             self._add(tail.states(hung), tail.share)
         self._tails = []
 
-    def at(self, now: float, workers: Sequence[WorkerTime] | None = None) -> Look:
+    def at(self, now: float, workers: Sequence[Progress] | None = None) -> Look:
         """Return the ledger as of now. workers: see `enter`."""
         now = max(now, self._since)
         by_state, counts = dict(self._by_state), self._counts
@@ -186,27 +144,28 @@ class TimeLedger:
             return {state: seconds}
         return {state: min(seconds, WAITS_FOR_NODES_S), goodput.WAITING: max(0.0, seconds - WAITS_FOR_NODES_S)}
 
-    def _end_round(self, now: float, workers: Sequence[WorkerTime] | None, rest: str) -> None:
+    def _end_round(self, now: float, workers: Sequence[Progress] | None, rest: str) -> None:
         """rest: see `Tail`."""
         ran_s = now - self._since
-        well = rest != goodput.DETECTION and all(each.finished for each in workers or ())
+        well = rest != goodput.DETECTION and all(each.phase == "exit" and not each.ends_with for each in workers or ())
         if not workers:
             self._add({goodput.PRODUCTIVE: ran_s})
         for each in workers or ():
-            settled, share = each.settled(self._since, now), 1 / len(workers or ())
+            settled, share = _settled(each, self._since, now), 1 / len(workers or ())
             self._add(settled, share)
             left_s = max(0.0, ran_s - sum(settled.values()))
-            if each.failed_at:  # from then on the process only ends
-                ending_s = min(left_s, max(0.0, now - each.failed_at))
+            if each.ended_ns:  # it failed: from then on the process only ends
+                ending_s = min(left_s, max(0.0, now - each.ended_ns / 1e9))
                 self._add({goodput.STOPPING: ending_s}, share)
                 left_s -= ending_s
-            self._tails.append(Tail(each.now_in, left_s, each.step_s, rest, share))
+            step_s = math.inf if each.step_s is None else each.step_s
+            self._tails.append(Tail(each.account, left_s, step_s, rest, share))
         counts = self._counted(workers or ())
         self._counts = replace(counts, starts=counts.starts + 1, interruptions=counts.interruptions + (not well))
         self._tokens += sum(each.tokens for each in workers or ())
         self._flops += sum(each.flops for each in workers or ())
 
-    def _counted(self, workers: Sequence[WorkerTime]) -> Spent:
+    def _counted(self, workers: Sequence[Progress]) -> Spent:
         """Return the counts with what these workers have done."""
         if not workers:
             return self._counts
@@ -214,8 +173,10 @@ class TimeLedger:
         reached = self._resumed_at + steps if self._resumed_at is not None else 0
         saves = max(each.saves for each in workers)
         before, counts = self._resumed_at, self._counts
-        saved = [each.saved for each in workers if each.saved is not None] if before is not None else []
-        positions = (*counts.positions, *(CheckpointPosition(each.step, (before or 0) + each.at) for each in saved))
+        positions = list(counts.positions)
+        for each in workers if before is not None else ():
+            if each.saved_step is not None:
+                positions.append(CheckpointPosition(each.saved_step, (before or 0) + each.saved_after))
         return replace(
             counts,
             saves=counts.saves + saves,
@@ -243,11 +204,34 @@ def position_of(step: int, known: Sequence[CheckpointPosition]) -> int:
     return round(step * nearest.at / nearest.step)
 
 
-def _mean(workers: Sequence[WorkerTime] | None, since: float, until: float) -> dict[str, float]:
+def _settled(worker: Progress, since: float, until: float) -> dict[str, float]:
+    """Return the seconds that a worker has settled between two moments, by state.
+
+    What was settled before `since` is start-up, as far as there is any.
+    """
+    began_at = worker.began_ns / 1e9
+    if not began_at:
+        return {}
+    late_s = max(0.0, min(began_at, until) - since)  # the process began after the agent saw it run
+    found, early_s = {}, max(0.0, since - began_at)
+    spent = zip(progress_layout.ACCOUNTS, worker.spent_ns, strict=True)
+    for state, ns in sorted(spent, key=lambda item: item[0] != goodput.STARTUP):
+        dropped = min(ns / 1e9, early_s)
+        found[state], early_s = ns / 1e9 - dropped, early_s - dropped
+    if any(found.values()):
+        found[goodput.STARTUP] += late_s
+    over_s = sum(found.values()) - (until - since)
+    for state in found if over_s > 0 else ():  # a worker has settled more after `until` was read
+        dropped = min(found[state], over_s)
+        found[state], over_s = found[state] - dropped, over_s - dropped
+    return found
+
+
+def _mean(workers: Sequence[Progress] | None, since: float, until: float) -> dict[str, float]:
     """Return the workers' settled seconds by state, each worker having the same share of the node."""
     mean: dict[str, float] = {}
     for each in workers or ():
-        for state, seconds in each.settled(since, until).items():
+        for state, seconds in _settled(each, since, until).items():
             mean[state] = mean.get(state, 0.0) + seconds / len(workers or ())
     return mean
 

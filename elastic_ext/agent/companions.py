@@ -32,7 +32,7 @@ from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.status.trainjob import TrainerStatus, Training, TrainJobState, status_of
+from elastic_ext.status.trainjob import Training, TrainJobState, body_of
 from elastic_ext.status.trainjob_posts import Poster, Target, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import WorkerLogs
@@ -86,7 +86,7 @@ class TrainJobReports(Companion):
         self._gauges: Mapping[str, float] = {}  # of rank 0
         self._begun = False  # this round's first step was posted
         self._done = False
-        self._poster = Poster(target, interval_s, self.status)
+        self._poster = Poster(target, interval_s, self.body)
 
     def workers_started(self, workers: LocalWorkers) -> None:
         slots = [local_rank for local_rank, rank in workers.ranks.items() if rank == 0]
@@ -124,15 +124,15 @@ class TrainJobReports(Companion):
     def flush(self, limit_s: float) -> None:
         self._poster.close(limit_s)
 
-    def status(self) -> TrainerStatus | None:
-        """Return the status to post; None if this agent has nothing to post. Any thread may call this."""
+    def body(self) -> bytes | None:
+        """Return the status to post now; None if this agent has nothing to post. Any thread may call this."""
         with self._lock:
             now = self._read()
             self._last = now or self._last
             self._gauges = self._read_gauges() or self._gauges  # none between two rounds, nor before the script sets them
             trains = now is not None and self._workers is not None and not self._workers.processes.stopped
             state = TrainJobState.DONE if self._done else TrainJobState.TRAINING if trains else TrainJobState.STOPPED
-            return status_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
+            return body_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
 
     def _read(self) -> Training | None:
         """Return how far rank 0 is, if it trains on this node. The caller holds the lock."""

@@ -50,33 +50,8 @@ class Training:
     restarts: int
 
 
-@dataclass(frozen=True)
-class TrainerStatus:
-    """One status. Names and values are those of the format; None is left out.
-
-    Attributes:
-        observed: when this was so, Unix time in seconds.
-        percentage: 0 to 100.
-        remaining_s: seconds until the job ends.
-        metrics: names and values, texts of 1 to 64 characters, 256 at most.
-    """
-
-    observed: float
-    percentage: int | None
-    remaining_s: int | None
-    metrics: tuple[tuple[str, str], ...]
-
-    def body(self) -> bytes:
-        """Return the body of the request: JSON."""
-        optional = {"progressPercentage": self.percentage, "estimatedRemainingSeconds": self.remaining_s}
-        status: dict[str, object] = {key: value for key, value in optional.items() if value is not None}
-        status["metrics"] = [{"name": name, "value": value} for name, value in self.metrics]
-        status["lastUpdatedTime"] = datetime.fromtimestamp(self.observed, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return json.dumps({"trainerStatus": status}).encode()
-
-
-def status_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> TrainerStatus:
-    """Return the status to post.
+def body_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> bytes:
+    """Return the body of a post: JSON. What is unknown is left out.
 
     Args:
         now: Unix time in seconds.
@@ -90,7 +65,13 @@ def status_of(training: Training, state: TrainJobState, now: float, gauges: Mapp
     metrics = {"current_step": training.step, **total, **step_s, "restarts": training.restarts}
     fitting = {name: f"{value:.6g}" for name, value in gauges.items() if name not in metrics and len(name) <= MAX_TEXT}
     shown = *((name, str(value)) for name, value in metrics.items()), *itertools.islice(fitting.items(), MAX_GAUGES)
-    return TrainerStatus(now, _percentage(training, state), _remaining_s(training, state), shown)
+    known = {"progressPercentage": _percentage(training, state), "estimatedRemainingSeconds": _remaining_s(training, state)}
+    status = {
+        **{name: value for name, value in known.items() if value is not None},
+        "metrics": [{"name": name, "value": value} for name, value in shown],
+        "lastUpdatedTime": datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+    return json.dumps({"trainerStatus": status}).encode()
 
 
 def _percentage(training: Training, state: TrainJobState) -> int | None:

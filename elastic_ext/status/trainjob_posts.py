@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from elastic_ext.base.printable import printable
-from elastic_ext.status.trainjob import TrainerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +85,11 @@ class Poster:
     A change waits until GAP_S (or the interval, if that is shorter) after the last post, or until the next try if posts fail.
 
     Args:
-        status: called on the thread of the poster before each post; None: there is nothing to post.
+        body: called on the thread of the poster; returns what to post now, None: nothing.
     """
 
-    def __init__(self, target: Target, interval_s: float, status: Callable[[], TrainerStatus | None]) -> None:
-        self._target, self._interval_s, self._status = target, interval_s, status
+    def __init__(self, target: Target, interval_s: float, body: Callable[[], bytes | None]) -> None:
+        self._target, self._interval_s, self._body = target, interval_s, body
         self._news = threading.Condition()
         self._changed = self._closed = False
         self._ended = threading.Event()
@@ -148,11 +147,11 @@ class Poster:
             return post
 
     def _post(self) -> None:
-        status = self._status()
-        if status is None:
+        body = self._body()
+        if body is None:
             return
         try:
-            self._request.send(self._target, status.body())
+            self._request.send(self._target, body)
         except PostFailed as failed:
             if self._request.aborted:
                 return

@@ -10,18 +10,8 @@ from enum import Enum
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import counted
 from elastic_ext.base.records import RecordError
-from elastic_ext.etcd import (
-    AuthError,
-    Batch,
-    ConfigError,
-    Delete,
-    EtcdClient,
-    EtcdError,
-    Snapshot,
-    Unavailable,
-    UnsupportedVersion,
-)
-from elastic_ext.etcd.values import Deleted, KeyValue
+from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdClient, EtcdError, Snapshot, Unavailable, UnsupportedVersion
+from elastic_ext.etcd.values import Delete, Deleted, KeyValue
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable

@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
 
 from elastic_ext.base import names
 from elastic_ext.base import settings as settings_module
@@ -61,13 +60,7 @@ class Inputs:
 
 
 CheckFunction = Callable[[Inputs], list[Finding]]
-
-
-class ProbeAnswer(TypedDict, total=False):
-    """One answer of the probe: either `found`, or `error` on one line."""
-
-    found: str
-    error: str
+ProbeAnswer = Mapping[str, str]  # of `doctor_probe`: either `found` or `error`
 
 
 def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:

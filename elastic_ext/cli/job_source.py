@@ -49,8 +49,9 @@ class _SamePage(urllib.request.HTTPRedirectHandler):
 class AgentUrl:
     """One agent."""
 
-    def __init__(self, url: str, ca: str | None, cert: str | None, user: str | None, password_file: str | None) -> None:
-        """ca: file of an authority. cert: file of a certificate and its key. Raises UsageError."""
+    def __init__(self, args: argparse.Namespace) -> None:
+        """args: see `add_arguments`. Raises UsageError."""
+        url, ca, cert, user = args.url, args.ca, args.cert, args.user
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--url: expected a URL such as http://localhost:9401, got {url}")
         if user is not None and not url.startswith("https://"):
@@ -63,7 +64,7 @@ class AgentUrl:
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             raise UsageError(f"{cert or ca}: expected PEM: {error}") from error
         if user is not None:
-            login = base64.b64encode(f"{user}:{_password(user, password_file)}".encode()).decode()
+            login = base64.b64encode(f"{user}:{_password(user, args.password_file)}".encode()).decode()
             self._headers["Authorization"] = f"Basic {login}"
         # No proxy: an agent's port is inside the cluster, and a proxy would see the password.
         self._opener = urllib.request.build_opener(
@@ -180,14 +181,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def check_web(args: argparse.Namespace, command: str) -> None:
     """Raise UsageError if what only an agent may ask for is given without one."""
-    if not args.url and any(_web(args)):
+    if not args.url and any((args.ca, args.cert, args.user, args.password_file)):
         raise UsageError(
             f"{command}: --ca, --cert, --user and --password-file belong to --url; etcd's are settings, as for torchrun"
         )
-
-
-def _web(args: argparse.Namespace) -> tuple[str | None, str | None, str | None, str | None]:
-    return args.ca, args.cert, args.user, args.password_file
 
 
 def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
@@ -196,7 +193,7 @@ def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
     if bool(args.url) == any(of_etcd) or any(of_etcd) != all(of_etcd):
         raise UsageError(f"{command}: expected a job with --rdzv-endpoint and --rdzv-id, or --url of an agent")
     check_web(args, command)
-    return AgentUrl(args.url, *_web(args)) if args.url else None
+    return AgentUrl(args) if args.url else None
 
 
 @contextmanager

@@ -64,10 +64,10 @@ def settle_s(node_id: str, nodes: int) -> float:
 
 
 class JobView:
-    """Works from construction to `close`. `document` is for the server's thread, `node` and `close` for the agent's loop."""
+    """Works from construction to `close`, which is for the agent's loop; `document` is for the server's thread."""
 
-    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
-        self._handler = handler
+    def __init__(self, handler: Rendezvous, node: OwnNode) -> None:
+        self._handler, self._node = handler, node
         self._ages = ReportAges()
         self._changed = threading.Condition()
         self._status = JobStatus.nothing(handler.get_run_id(), "the rendezvous has not answered yet")
@@ -75,7 +75,7 @@ class JobView:
         self._answer: tuple[float, bytes] | None = None
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
-        self.node = OwnNode(handler, metrics, self._on_state)
+        node.on_state = self._on_state
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
         try:
             self._thread.start()
@@ -108,7 +108,7 @@ class JobView:
             status, fault, read_at = self._status, self._fault, self._read_at
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
-        backend, own = self._handler.get_backend(), self.node.now(now)
+        backend, own = self._handler.get_backend(), self._node.now(now)
         built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
         self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
@@ -137,8 +137,9 @@ class JobView:
                 self._changed.wait_for(lambda: self._closing or self._wanted or self._new_state, max(0.0, due - time.monotonic()))
                 closing, wanted, new_state = self._closing, self._wanted, self._new_state
                 self._new_state = False
+            settled_s = settle_s(self._handler.node_id, self._node.place.nodes)
             if new_state:
-                due = min(due, time.monotonic() + self._settle_s())
+                due = min(due, time.monotonic() + settled_s)
             if closing:
                 self._report(last=True)
                 if wanted:
@@ -148,14 +149,11 @@ class JobView:
                 self._read_job()
             if time.monotonic() >= due:
                 written = self._report(last=False)
-                due = time.monotonic() + (REPORT_S if written else self._settle_s())
-
-    def _settle_s(self) -> float:
-        return settle_s(self._handler.node_id, self.node.place.nodes)
+                due = time.monotonic() + (REPORT_S if written else settled_s)
 
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
-        report = self.node.now(time.monotonic()).report
+        report = self._node.now(time.monotonic()).report
         shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
         try:
             self._handler.show(status_records.encode_report(shown), last)
@@ -266,15 +264,18 @@ class Points:
 
 
 class OwnNode:
-    """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing."""
+    """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing.
 
-    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
-        """on_state: called by the loop when its state has changed; it must return at once."""
+    Attributes:
+        on_state: called by the loop when its state has changed; it must return at once.
+    """
+
+    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self.place = NodePlace()
+        self.on_state: Callable[[], None] = lambda: None
         self._stragglers: tuple[Straggler, ...] = ()
         self._uncompared = ""
         self._handler, self._metrics = handler, metrics
-        self._on_state = on_state
         self._history, self._points = RoundHistory(), Points()
         self._lock = threading.Lock()
         self._last: tuple[float, NodeReport] | None = None  # the last report with steps or a checkpoint, and when
@@ -283,7 +284,7 @@ class OwnNode:
     def _entered(self, state: str, at: float) -> None:
         with self._lock:
             self._history.entered(state, self._handler.round, at)
-        self._on_state()
+        self.on_state()
 
     def round_ended(self, why: str) -> None:
         """Note why the round is over."""
@@ -295,14 +296,14 @@ class OwnNode:
         with self._lock:
             before, self._stragglers = self._stragglers, stragglers
         if [each.who for each in before] != [each.who for each in stragglers]:
-            self._on_state()
+            self.on_state()
 
     def uncompared(self, why: str) -> None:
         """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
         with self._lock:
             before, self._uncompared = self._uncompared, cut(why, status_records.MAX_WHY)
         if before != self._uncompared:
-            self._on_state()
+            self.on_state()
 
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
@@ -395,6 +396,7 @@ class Observation(Companion):
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
+        self._node = OwnNode(handler, metrics)
         self._scripts: ScriptMetrics | None = None
         self._job: JobView | None = None
         self._serving: Serving | None = None
@@ -403,7 +405,7 @@ class Observation(Companion):
             self._file = TextFile(settings.metrics_file, metrics.registry, {**metrics.labels, "pid": str(os.getpid())})
         if not settings.metrics:
             return
-        self._job = job = JobView(handler, metrics)
+        self._job = job = JobView(handler, self._node)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
         try:
             self._serving = Serving(shown, settings, metrics.labels, wakeup)
@@ -440,34 +442,29 @@ class Observation(Companion):
     def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
         """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
         self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
-        if self._job is not None:
-            self._job.node.late(tuple(stragglers))
+        self._node.late(tuple(stragglers))
 
     def uncompared(self, workers: int | None, why: str) -> None:
         """Show of how many workers here no replicas are compared, and why; None: no worker runs."""
         self._metrics.uncompared(workers)
-        if self._job is not None:
-            self._job.node.uncompared(why)
+        self._node.uncompared(why)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.late((), None)
-        if self._job is not None:
-            self._job.node.now(time.monotonic())  # how far they came: their progress table can still be read
+        self._node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:
             self._scripts.round_ended()
 
     def joined(self, group: WorkerGroup, round_: int, resumed_at: int | None) -> None:
         """Show this node's place in the round that it has joined. resumed_at: step that it starts from; None if unknown."""
         self._metrics.round_started(round_, group.workers[0].world_size)
-        if self._job is not None:
-            first, workers = group.workers[0], group.spec.local_world_size
-            sizes = group.group_world_size, first.world_size
-            self._job.node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
+        first, workers = group.workers[0], group.spec.local_world_size
+        sizes = group.group_world_size, first.world_size
+        self._node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
 
     def round_ended(self, why: str) -> None:
         """Show why a round is over."""
-        if self._job is not None:
-            self._job.node.round_ended(why)
+        self._node.round_ended(why)
 
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""

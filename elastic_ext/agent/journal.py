@@ -158,10 +158,8 @@ class Journal(Companion):
 
     def of_etcd(self, outage: OutageChange) -> None:
         """Report that etcd does not answer, or does so again. Any thread may call this."""
-        if outage.over:
-            self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
-        else:
-            self.events.emit("etcd_unavailable", endpoint=outage.endpoint, seconds=outage.seconds)
+        name = "etcd_available" if outage.over else "etcd_unavailable"
+        self.events.emit(name, endpoint=outage.endpoint, seconds=outage.seconds)
 
     def round_over(self, over: RoundEnd) -> None:
         """Report that the workers of this node must stop, though none of them has failed."""
@@ -177,27 +175,21 @@ class Journal(Companion):
         """Report each rank or host that is late from now on, or no longer, also in the log. Any thread may call this."""
         now = {(each.node, each.rank): each for each in stragglers}
         before, self._reported.late = self._reported.late, now
-        for key, each in now.items():
-            if key not in before:
-                logger.warning("elastic_ext: %s", shown(each.text))
-                self._straggles(each, True)
-        for key, each in before.items():
-            if key not in now:
-                logger.warning("elastic_ext: %s is late no longer", shown(each.who))
-                self._straggles(each, False)
-
-    def _straggles(self, of: Straggler, late: bool) -> None:
-        self.events.emit(
-            "straggler",
-            late=late,
-            host=of.node,
-            rank=of.rank if of.rank >= 0 else None,
-            seconds=of.late_s,
-            p90_seconds=of.p90_s,
-            step_seconds=of.step_s,
-            share=of.share,
-            error_seconds=of.error_s,
-        )
+        changed = [(each, True) for key, each in now.items() if key not in before]
+        changed += [(each, False) for key, each in before.items() if key not in now]
+        for each, late in changed:
+            logger.warning("elastic_ext: %s", shown(each.text if late else f"{each.who} is late no longer"))
+            self.events.emit(
+                "straggler",
+                late=late,
+                host=each.node,
+                rank=each.rank if each.rank >= 0 else None,
+                seconds=each.late_s,
+                p90_seconds=each.p90_s,
+                step_seconds=each.step_s,
+                share=each.share,
+                error_seconds=each.error_s,
+            )
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Report a failure on this node and of the verdict; return the text for the log. See `verdicts.failure_text`."""

@@ -31,6 +31,7 @@ from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.agreement import Resumption
+from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers.standby.modules import StandbySpec
 
@@ -227,7 +228,7 @@ def unfit(ended: CommandEnd, timeout_s: float) -> str | None:
     if ended.code is None:
         return f"the health check had not ended after {timeout_s:g} s (health_timeout)"
     if ended.code < 0:
-        return f"the health check was ended by {_signal_name(-ended.code)}"
+        return f"the health check was ended by {exit_status(ended.code)[1]}"
     if ended.code:
         return f"the health check ended with exit code {ended.code}"
     return None
@@ -308,10 +309,3 @@ def _log_command(level: int, what: str, ended: CommandEnd) -> None:
     logger.log(level, "%s: %s", what, "no end in time" if ended.code is None else f"exit code {ended.code}")
     for line in ended.output.splitlines():
         logger.log(level, "  %s", redacted(line))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -21,7 +21,6 @@ from elastic_ext.agent.hangs import HangHandling, show_stragglers
 from elastic_ext.agent.integrity import ReplicaWatch
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
-from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import EndedRound
 from elastic_ext.base import log_records, names
@@ -37,7 +36,6 @@ from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
@@ -186,10 +184,6 @@ class RunningRound:
             integrity.read(self.workers),
             next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
         )
-
-    def progress_rows(self) -> list[WorkerProgress]:
-        """Return the workers' progress for the metrics. Any thread may call this."""
-        return progress_rows(self.workers.read_progress(), self.workers.ranks)
 
     def close(self) -> None:
         """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""

@@ -65,10 +65,8 @@ def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedW
         exitcode = _failed_with(ended, local_rank, exit_, error_file)
         if exitcode is None:
             continue
-        if local_rank in ended.hung:
-            evidence = _of_hang(ended, local_rank)
-        else:
-            evidence = _of_exit(ended, local_rank, exitcode, exit_, error_file)
+        hung = local_rank in ended.hung
+        evidence = _of_hang(ended, local_rank) if hung else _of_exit(ended, local_rank, exitcode, exit_, error_file)
         failed.append(FailedWorker(local_rank, pid, exitcode, error_file, classify(evidence, rules)))
     return failed
 
@@ -361,10 +359,12 @@ class Verdicts:
 
     def publish_leaving(self, error: SignalException | NodeDrained, host: HostProbe) -> None:
         """Publish the verdict of what has this agent leave a job that goes on."""
-        if isinstance(error, NodeDrained):
-            self._publish_drain(error)
-        else:
+        if not isinstance(error, NodeDrained):
             self._publish_signal(error, host)
+            return
+        verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
+        code = self._publish(verdict, verdict.decision)
+        logger.warning("elastic_ext: %s; exit code %s", error, code)  # in place of a traceback
 
     def _publish_signal(self, error: SignalException, host: HostProbe) -> None:
         """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
@@ -376,12 +376,6 @@ class Verdicts:
         if diagnosis.tier == STOP_REQUESTED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
             self._publish(self._job_verdict(decision), decision)
-
-    def _publish_drain(self, error: NodeDrained) -> None:
-        """Publish that an operator has drained this node, and log it: its one line in place of a traceback."""
-        verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
-        code = self._publish(verdict, verdict.decision)
-        logger.warning("elastic_ext: %s; exit code %s", error, code)
 
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""

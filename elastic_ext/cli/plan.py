@@ -161,11 +161,5 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], object], str, str], ...] = (
     ("--replaced", "replaced", _share, "SHARE", "failures after which a node leaves; default: 69%%, as in Llama 3's training"),
     ("--lost", "lost", _share, "SHARE", "failures that take a node at once; default: 7.6%%, as in Llama 3's training"),
     ("--hangs", "hangs", _share, "SHARE", "failures that are hangs; default: 9.9%%, as ByteRobust reports"),
-    (
-        "--etcd-away",
-        "etcd_away_s",
-        _seconds,
-        "TIME",
-        "how long etcd is away, once in 30 days; default: 5 min, assumed",
-    ),
+    ("--etcd-away", "etcd_away_s", _seconds, "TIME", "how long etcd is away, once in 30 days; default: 5 min, assumed"),
 )

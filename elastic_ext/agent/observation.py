@@ -37,7 +37,7 @@ from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status, status_records
 from elastic_ext.status.job_status import Own, ReportAges, Sources
-from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler
+from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler, age_s
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
 from elastic_ext.telemetry.collectors import EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
@@ -201,7 +201,7 @@ def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, 
     report = NodeReport(
         name=name,
         state=metrics.state.name,
-        state_s=_age(now, metrics.state.since) or 0.0,
+        state_s=age_s(now, metrics.state.since),
         node_rank=place.node_rank,
         base_rank=place.base_rank,
         workers=place.workers,
@@ -220,9 +220,9 @@ def _with_progress(report: NodeReport, rows: Sequence[Progress], resumed_at: int
         report,
         step=(resumed_at if slowest.steps_before is None else slowest.steps_before) + slowest.steps,
         steps_per_s=round((slowest.steps - 1) / slowest.stepping_s, 3) if slowest.stepping_s > 0 else None,
-        last_step_s=_age(now, min(last_steps) / 1e9) if last_steps else None,
+        last_step_s=age_s(now, min(last_steps) / 1e9) if last_steps else None,
         saved_step=saved.saved_step if saved is not None else None,
-        saved_s=_age(now, saved.saved_ns / 1e9) if saved is not None else None,
+        saved_s=age_s(now, saved.saved_ns / 1e9) if saved is not None else None,
     )
 
 
@@ -234,10 +234,6 @@ def after(before: NodeReport, report: NodeReport, later_s: float) -> NodeReport:
     if report.saved_step is None and before.saved_step is not None:
         report = replace(report, saved_step=before.saved_step, saved_s=(before.saved_s or 0.0) + later_s)
     return report
-
-
-def _age(now: float, at: float | None) -> float | None:
-    return None if at is None else round(max(0.0, now - at), 3)
 
 
 class Points:
@@ -260,7 +256,7 @@ class Points:
             self._every_s *= 2
 
     def ages(self, now: float) -> tuple[GoodputPoint, ...]:
-        return tuple(GoodputPoint(_age(now, at) or 0.0, goodput) for at, goodput in tuple(self._points))
+        return tuple(GoodputPoint(age_s(now, at), goodput) for at, goodput in tuple(self._points))
 
 
 class OwnNode:

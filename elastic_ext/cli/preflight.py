@@ -101,17 +101,12 @@ def _task(settings: Settings, alone: bool, variables: Mapping[str, str]) -> Task
     """Return what to measure. Alone, as an agent's health check, a node does not answer for a storage that all nodes share."""
     disks = {"TMPDIR": tempfile.gettempdir()}
     if settings.local_dir is not None and "://" not in settings.local_dir:
-        disks["local_dir"] = _existing(settings.local_dir)
+        path = Path(settings.local_dir)
+        disks["local_dir"] = str(next((each for each in (path, *path.parents) if each.is_dir()), path))
     storage = settings.checkpoint_dir or ""
     if alone or ("://" not in storage and not os.path.isdir(storage)):
         storage = ""
     return Task(disks, storage, bool(variables), variables.get("NODE", ""))
-
-
-def _existing(directory: str) -> str:
-    """Return a directory, or the nearest one above it that exists."""
-    path = Path(directory)
-    return str(next((each for each in (path, *path.parents) if each.is_dir()), path))
 
 
 def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], Finding | None]:

@@ -169,16 +169,11 @@ def of_metrics(registry: CollectorRegistry) -> Pages:
     return {METRICS: scrape}
 
 
-def _pair(parameter: str) -> tuple[str, str]:
-    name, _, value = parameter.partition("=")
-    return name, value
-
-
 def _known_format(accept: str) -> str:
     """Return the first format in an Accept that there is, in one of a few wordings; "" for the plain text."""
     for each in accept.split(","):
         kind, *parameters = (part.strip() for part in each.split(";"))
-        given = dict(_pair(parameter) for parameter in parameters)
+        given = {name: value for name, _, value in (each.partition("=") for each in parameters)}
         if (kind, given.get("version", "")) in _FORMATS:
             escaping = given.get("escaping", "")
             return f"{kind}; version=1.0.0" + (f"; escaping={escaping}" if escaping in _ESCAPINGS else "")

@@ -153,12 +153,12 @@ class RoundHistory:
     def spans(self, now: float) -> tuple[RoundSpan, ...]:
         """Return the rounds, oldest first, with ages at `now`."""
         return tuple(
-            RoundSpan(each.round, _age(now, each.began), _age(now, each.ended) if each.ended is not None else None, each.why)
+            RoundSpan(each.round, age_s(now, each.began), age_s(now, each.ended) if each.ended is not None else None, each.why)
             for each in self._rounds
         )
 
 
-def _age(now: float, at: float) -> float:
+def age_s(now: float, at: float) -> float:
     return round(max(0.0, now - at), 3)
 
 

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -243,10 +243,8 @@ class _Request:
     def _cut(self) -> None:
         """End the connection for the thread that waits for it. The caller holds the lock."""
         if self._socket is not None:
-            try:
+            with suppress(OSError):  # it is over
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # not that of SSLSocket: the other thread uses its state
-            except OSError:
-                pass  # it is over
 
 
 def _token(path: str) -> str:

@@ -8,6 +8,7 @@ beside failures, and known label values from 0 on, so that increase() sees the f
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
@@ -94,6 +96,12 @@ def _per_worker(found: Mapping[str, Family]) -> dict[str, Family]:
     }
 
 
+def cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Return counts by bucket as Prometheus expects them: (upper bound, observations at or below it)."""
+    below = zip((*bounds, math.inf), itertools.accumulate(counts), strict=True)
+    return [(floatToGoString(bound), float(count)) for bound, count in below]  # type: ignore[no-untyped-call]
+
+
 class HistogramCounts:
     """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
 
@@ -112,12 +120,8 @@ class HistogramCounts:
         return made
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
-        shown, below = [], 0
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
-            below += count
-            shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
-        return shown
+        """See `cumulative`."""
+        return cumulative(self._bounds, self._counts)
 
 
 @dataclass(frozen=True)

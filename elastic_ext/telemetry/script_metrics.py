@@ -16,15 +16,16 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import metric_files as layout
 from elastic_ext.base.metric_files import COUNTER, GAUGE, HISTOGRAM, Definition
+from elastic_ext.telemetry.families import cumulative
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,8 @@ class ScriptMetrics(Collector):
                 for key, values in process.values.items():
                     if self._known.definitions[key[0]].kind != GAUGE:
                         self._ended[key] = added(self._ended.get(key), values)
-                _remove(process.path)
+                with suppress(OSError):  # it is gone with the directory
+                    os.unlink(process.path)
 
     def _read(self, process: _Process) -> None:
         for raw, read in layout.records(_content(process.path)):
@@ -250,13 +252,6 @@ def _content(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass  # it is gone with the directory
-
-
 def _family(definition: Definition) -> Metric:
     if definition.kind == GAUGE:
         return GaugeMetricFamily(definition.name, definition.help, labels=(*definition.labels, *layout.PER_WORKER))
@@ -266,10 +261,6 @@ def _family(definition: Definition) -> Metric:
 
 def _add(family: Metric, definition: Definition, labels: tuple[str, ...], values: Values) -> None:
     if isinstance(family, HistogramMetricFamily):
-        shown, below = [], 0.0
-        for bound, count in zip((*definition.bounds, math.inf), values, strict=False):
-            below += count
-            shown.append((floatToGoString(bound), below))  # type: ignore[no-untyped-call]
-        family.add_metric(labels, shown, values[-1])
+        family.add_metric(labels, cumulative(definition.bounds, values[:-1]), values[-1])
     elif isinstance(family, (CounterMetricFamily, GaugeMetricFamily)):
         family.add_metric(labels, values[0])

@@ -7,13 +7,20 @@ descriptor to wait for, evidence of a failure); the code that needs that calls t
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from elastic_ext.base.records import RecordError
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Progress, ProgressTable
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 END_S = 3.0  # how long the end of an agent waits for its receivers (files and pipes, servers, etcd), all of them together
 HURRIED_S = 1.0  # the same where a signal ends the agent: the platform will kill it
@@ -46,6 +53,20 @@ class LocalWorkers:
     def running_pids(self) -> dict[int, int]:
         """Return the pids of the workers that have not ended, by local rank."""
         return {local_rank: self.processes.pids[local_rank] for local_rank in self.processes.running}
+
+
+def read_file_of_worker(path: str | None, decode: Callable[[bytes, str], Value], most: int = -1) -> Value | None:
+    """Return what a worker has written to its file; None if the file is not there, or cannot be read. most: bytes of it."""
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return decode(file.read(most), path)
+    except FileNotFoundError:
+        return None
+    except (OSError, RecordError) as error:
+        logger.debug("cannot read %s: %s", path, error)
+        return None
 
 
 class Companion:

@@ -48,17 +48,6 @@ HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
 _LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
 
 
-def reporting(
-    settings: Settings, environ: Mapping[str, str], restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
-) -> list[TrainJobReports]:
-    """Return the companion that reports to Kubeflow Trainer, if it asks for reports.
-
-    restarts: see Training. gauges: what the script of rank 0 shows of itself, if it is on this node.
-    """
-    target = target_of(environ) if settings.trainjob_interval > 0 else None
-    return [TrainJobReports(target, settings.trainjob_interval, restarts, gauges)] if target is not None else []
-
-
 def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
     """Return how far the training is; None if it has not begun, or if the script posts its status itself.
 
@@ -73,11 +62,12 @@ def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Trai
 
 
 class TrainJobReports(Companion):
-    """Posts while rank 0 is on this node."""
+    """Posts to Kubeflow Trainer while rank 0 is on this node."""
 
     def __init__(
         self, target: Target, interval_s: float, restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
     ) -> None:
+        """restarts: see Training. gauges: what the script of rank 0 shows of itself, if it is on this node."""
         self._restarts, self._read_gauges = restarts, gauges
         self._lock = threading.Lock()
         self._workers: LocalWorkers | None = None  # of this round, if rank 0 is among them
@@ -297,15 +287,18 @@ class JobCompanions:
         self.round_companions = self._beside_workers(settings, handler)
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
-        return [
+        companions = [
             OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
             OnStart(self.host.round_started),  # earlier events have nothing to do with this round
             self.warm_starts,
             self.observation,
             self.journal,
             *([CopierUpdates(self.copier)] if self.copier is not None else []),
-            *reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]
+        interval_s = settings.trainjob_interval
+        if interval_s > 0 and (target := target_of(os.environ)) is not None:
+            companions.append(TrainJobReports(target, interval_s, lambda: handler.round - 1, lambda: self.observation.gauges(0)))
+        return companions
 
     def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
         """Show and report which ranks and hosts are late. Any thread may call this."""

@@ -304,11 +304,10 @@ def plan_drain(seen: DrainFacts) -> DrainPlan:
 class Published:
     """The newest complete checkpoint in `checkpoint_dir`, and what else lies there."""
 
-    path: str = ""  # "": there is none
+    path: str = ""  # "": no checkpoint is there
     step: int | None = None  # None if unknown
-    version: float | None = (
-        None  # distinguishes it from others of the same path: some scripts write each checkpoint to the same file
-    )
+    # distinguishes it from others of the same path: some scripts write each checkpoint to the same file
+    version: float | None = None
     # path and version of all that may be checkpoints, but for those that are incomplete or damaged
     lies_there: frozenset[tuple[str, float | None]] = frozenset()
 
@@ -324,12 +323,9 @@ def published(settings: Settings) -> Published:
     versions = {entry.path: None if entry.is_dir else entry.mtime for entry in entries}
     passed_over = {each.path for each in choice.passed_over}
     lies_there = frozenset(each for each in versions.items() if each[0] not in passed_over)
-    newest = choice.resume
-    return (
-        Published(lies_there=lies_there)
-        if newest is None
-        else Published(newest.path, newest.step, versions.get(newest.path), lies_there)
-    )
+    if (newest := choice.resume) is None:
+        return Published(lies_there=lies_there)
+    return Published(newest.path, newest.step, versions.get(newest.path), lies_there)
 
 
 def is_new(first: Published, newest: Published, goal: int | None) -> bool:

@@ -103,7 +103,14 @@ class Goodput:
         """
         self._nodes = nodes
         if self._share is not None and self._thread is None:
-            self._begin_to_share()  # not before: the first node of a job deletes what an ended one left under its run id
+            # Not before: the first node of a job deletes what an ended one left under its run id.
+            thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:  # a limit on threads
+                logger.warning("goodput is not shared with the job: %s", error)
+                self._share = None
         if self._thread is not None:
             self._first.wait(FIRST_SHARE_S)
             self._first.set()  # only the first round waits
@@ -135,16 +142,6 @@ class Goodput:
     def share_with(self, share: Callable[[Spent], Shared]) -> None:
         """Share from the first round on. share: adds what was spent since its last call; returns the sum of the job."""
         self._share = share
-
-    def _begin_to_share(self) -> None:
-        thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # a limit on threads
-            logger.warning("goodput is not shared with the job: %s", error)
-            self._share = None
-        else:
-            self._thread = thread
 
     def end(self) -> None:
         """Share for the last time. Returns at once."""

@@ -29,7 +29,7 @@ from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.cli.findings import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
+from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.failures import commands, kubernetes, slurm, user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
 from elastic_ext.rendezvous import address

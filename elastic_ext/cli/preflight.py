@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from elastic_ext.base import isolated, names
 from elastic_ext.base.settings import Settings
+from elastic_ext.cli import FAIL, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.doctor import PROBE_S, check_settings
-from elastic_ext.cli.findings import FAIL, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.preflight_figures import Figure, judged
 from elastic_ext.failures import slurm
 

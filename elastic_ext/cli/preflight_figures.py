@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ext.cli.findings import FAIL, OK, WARN, Finding
+from elastic_ext.cli import FAIL, OK, WARN, Finding
 
 PROCESS, MATMUL, COPY, BANDWIDTH, LATENCY = "process", "matmul", "copy", "bandwidth", "latency"
 DISK, STORAGE = "disk", "storage"

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.cli import preflight_figures
-from elastic_ext.cli.findings import one_line
+from elastic_ext.cli import one_line, preflight_figures
 from elastic_ext.cli.preflight_figures import Figure, outliers, tournament
 from elastic_ext.rendezvous import address
 

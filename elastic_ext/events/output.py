@@ -110,7 +110,9 @@ class EventFile:
         try:
             written = os.write(descriptor, whole)
         except BlockingIOError:  # a pipe whose reader is slow
-            _await_room(descriptor)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
             written = os.write(descriptor, whole)
         except OSError:
             self.close()
@@ -144,12 +146,6 @@ class EventFile:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:
             return False
-
-
-def _await_room(descriptor: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    poll.poll()
 
 
 class Events:

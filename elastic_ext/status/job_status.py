@@ -113,7 +113,8 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     final = last if last is not None and (left or last.round == header.round) else None
     state, reason = _state(status, final, nodes, left), header.reason
     of_round = [each for each in nodes if each.node_rank >= 0]
-    saved = max((each for each in nodes if each.saved_step is not None), key=_newest_save, default=None)
+    saves = [each for each in nodes if each.saved_step is not None]
+    saved = max(saves, key=lambda each: (each.saved_step or 0, -(each.saved_s or 0.0)), default=None)
     return Job(
         run_id=shown(status.run_id),
         backend=sources.backend,
@@ -130,10 +131,6 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         saved_step=saved.saved_step if saved is not None else None,
         saved_s=saved.saved_s if saved is not None else None,
     )
-
-
-def _newest_save(node: NodeStatus) -> tuple[int, float]:
-    return node.saved_step or 0, -(node.saved_s or 0.0)
 
 
 def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], left: bool) -> str:

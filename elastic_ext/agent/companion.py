@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 END_S = 3.0  # how long the end of an agent waits for its receivers (files and pipes, servers, etcd), all of them together
 HURRIED_S = 1.0  # the same where a signal ends the agent: the platform will kill it
-LEAST_S = 0.2  # for each, even if another one has used up the time: who works needs a moment
+LEAST_S = 0.2  # for each, even if another one has used up the time: its work needs a moment
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Companion:
         """Called after an event, or when a check is due, while the workers keep running."""
 
     def next_check_s(self) -> float:
-        """Return the seconds until `check` is due although there is no event."""
+        """Return the seconds until `check` is due even without an event."""
         return math.inf
 
     def workers_ended(self, workers: LocalWorkers) -> None:

@@ -133,7 +133,7 @@ class TrainJobReports(Companion):
 
 
 class WarmStarts(Companion):
-    """The standby pool of this agent, or the reason why it has none."""
+    """The standby pool of this agent, or the reason why it has no pool."""
 
     def __init__(self, pool: StandbyPool | None, cold: ColdReason, logs: WorkerLogs, metrics: AgentMetrics) -> None:
         """cold: the reason to count for each worker that is started without a pool."""

@@ -139,7 +139,7 @@ class HangHandling(Companion):
         if assessment.stalled or stalled_before:
             self._handler.part.report_stall(assessment.stalled)
         if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):
-            # While a rank of another node does its own part, the others wait for it. That is no news for users.
+            # While a rank of another node does its own part, the others wait for it. That is not news for users.
             level = logging.INFO if assessment.waiting or (self._waiting and not assessment.stalled) else logging.WARNING
             logger.log(level, "elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
         self._waiting = assessment.waiting

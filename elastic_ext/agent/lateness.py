@@ -63,7 +63,7 @@ class StoreSilent(Exception):
 
 
 def this_clock() -> str:
-    """Return what tells the monotonic clock of this process from others: the boot, and the namespace of clocks; "" if unknown."""
+    """Return what identifies this process's monotonic clock: the boot, and the namespace of clocks; "" if unknown."""
     try:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError as error:
@@ -130,7 +130,7 @@ class LatenessWatch(Companion):
                 try:
                     thread.start()
                 except RuntimeError as error:  # a limit on threads
-                    logger.warning("nothing says whether a rank is late: %s", error)
+                    logger.warning("it is unknown whether a rank is late: %s", error)
                 self._thread = thread
             raise_again(received)
 
@@ -150,9 +150,9 @@ class LatenessWatch(Companion):
             pass  # the round is over
         except (RuntimeError, ValueError) as error:
             log = logger.debug if self._over.is_set() else logger.warning
-            log("nothing says any more whether a rank is late: the store of the round does not answer: %s", error)
+            log("it is no longer known whether a rank is late: the store of the round does not answer: %s", error)
         except Exception:  # the top of a thread
-            logger.exception("nothing says any more whether a rank is late")
+            logger.exception("it is no longer known whether a rank is late")
 
     def _serve(self) -> None:
         streaks: Mapping[tuple[str, int], Streak] = {}

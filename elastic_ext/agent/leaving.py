@@ -382,7 +382,7 @@ class _UnderWay:
     """One drain of this node in one round."""
 
     drain: Drain
-    directory: Directory | None  # reads `checkpoint_dir`; None: there is none, or it need not be read any more
+    directory: Directory | None  # reads `checkpoint_dir`; None: it is not set, or need not be read any longer
     reported: int  # checkpoints that the workers had reported when it began
     before: int  # number of the job's last save on demand then
     goal: int | None = None  # step of the first checkpoint in `local_dir` since: later ones do not move it

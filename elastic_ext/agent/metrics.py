@@ -172,7 +172,7 @@ class Goodput:
                 logger.log(logging.DEBUG if failed else logging.INFO, "goodput was not shared, and will be later: %s", error)
                 failed = True
             except Exception:  # the top of a thread
-                logger.exception("goodput is not shared with the job any more")
+                logger.exception("goodput is no longer shared with the job")
                 return
             finally:
                 self._first.set()

@@ -50,7 +50,7 @@ REPORT_S = 15.0  # between two reports of a node whose state does not change: 34
 SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it several times, and its own writes come first
 CHANGES_PER_S = 100.0  # reports of a change that all nodes make at once; 5 s for 512 nodes
 CACHED_S = 1.0  # many viewers cost one read of the job in this time
-ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
+ANSWER_S = 0.2  # that the HTTP server waits for a read; the next request gets what comes later
 POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles
 STANDBYS = "elastic_ext_standbys"
@@ -126,7 +126,7 @@ class JobView:
         except Exception:  # the top of a thread
             logger.exception("status: the thread has failed, and the status of other nodes is no longer shown")
             with self._changed:
-                self._fault = self._fault or "the thread that reads of them has failed: see the agent's log"
+                self._fault = self._fault or "the thread that reads them has failed: see the agent's log"
                 self._wanted = False
                 self._changed.notify_all()
 
@@ -163,7 +163,7 @@ class JobView:
         return True
 
     def _read_job(self) -> None:
-        """Read of the job, for those who wait in `document`."""
+        """Read the job's status, for the callers that wait in `document`."""
         now = time.monotonic()
         status, fault = self._status, ""
         try:
@@ -506,7 +506,7 @@ class Observation(Companion):
     def show_last(self, left_s: float) -> None:
         """Leave what the agent has counted last. It may be called again if there is more.
 
-        left_s: for `metrics_file` to be written, and beside that for the job to hear of it.
+        left_s: for `metrics_file` to be written, and beside that to be reported to the job.
         """
         by = time.monotonic() + left_s
         self._metrics.enter(families.ENDED)

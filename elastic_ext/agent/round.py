@@ -72,7 +72,7 @@ class RunningRound:
         resume: the checkpoint that they resume from.
         hangs: None if hang detection is off.
         saves: None if workers cannot be asked to save.
-        differs: the round is over because replicas are not equal any more; `RoundWatch` sets it.
+        differs: the round is over because replicas are no longer equal; `RoundWatch` sets it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RunningRound:
         return self.hangs is not None and self.hangs.stalled
 
     def next_check_s(self) -> float:
-        """Return the seconds until the next check is due although there is no event; infinity: none is."""
+        """Return the seconds until the next check is due even without an event; infinity: none is due."""
         return min(companion.next_check_s() for companion in self._companions)
 
     def failed_since(self) -> float | None:
@@ -408,7 +408,7 @@ class RoundStart:
         hangs = saves = None
         if settings.bootstrap and progress is not None:
             saves = SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
-        # Without the bootstrap, workers never report progress, and that is no sign of a hang.
+        # Without the bootstrap, workers never report progress, which is not a sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
             quiet = QuietWatch(progress, ranks, settings.hang_timeout)

@@ -50,7 +50,7 @@ class Supervisor(TorchAgent):
     It holds the state of the job: rendezvous, settings, rules, metrics, companions. State that lives for one round only is in a
     `RunningRound`, which `RoundStart` makes and `RoundWatch` watches. Between two rounds there is no `RunningRound`.
 
-    Invariants: the restart count that workers see only grows and is no budget; a membership change is never charged; whenever
+    Invariants: the restart count that workers see only grows and is not a budget; a membership change is never charged; whenever
     the agent gives up, its result is FAILED.
     """
 

@@ -161,7 +161,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
             try:
                 store = connect(rdzv_endpoint, of_store)
             except UsageError as error:
-                logger.debug("%s is no store with this secret: %s", rdzv_endpoint, error)
+                logger.debug("%s is not a store with this secret: %s", rdzv_endpoint, error)
         yield stack.enter_context(store if store is not None else connect(rdzv_endpoint, known))
 
 

@@ -28,7 +28,7 @@ from elastic_ext.failures import slurm
 PROBE = str(Path(__file__).with_name("preflight_probe.py"))
 VARIABLE = "ELASTIC_EXT_PREFLIGHT"
 ALONE_S, TOGETHER_S = 40.0, 110.0  # for the child once it has imported torch; a healthy node takes some seconds
-END_S = 0.5  # for the child to end by itself, and then on SIGTERM
+END_S = 0.5  # for the child to end on its own, and then on SIGTERM
 FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports that the kernel gives out
 
 

@@ -232,7 +232,7 @@ def _devices() -> list[str]:
 
 
 def _best_s(run: Callable[[], object], for_s: float, sync: Callable[[], object]) -> float:
-    """Return the shortest time of several runs, in seconds. Best, because whatever else runs here only makes it longer."""
+    """Return the shortest time of several runs, in seconds. The best one, because other load can only make it longer."""
     run()
     sync()
     best, began = float("inf"), time.monotonic()
@@ -336,7 +336,7 @@ def _disk_figure(node: str, setting: str, directory: str) -> Figure:
                 if written >= 32 * DISK_BYTES:
                     break
     except OSError as error:
-        # A full disk is no fault of the node: saves go to checkpoint_dir then.
+        # A full disk is not the fault of the node: saves go to checkpoint_dir then.
         return Figure(preflight_figures.DISK, (node,), directory, setting, None, one_line(error), error.errno not in _FULL)
     return Figure(preflight_figures.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
 

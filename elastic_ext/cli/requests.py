@@ -86,7 +86,7 @@ def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
     here = [id_ for id_ in asked.nodes if id_ in seen.nodes]
     if here:
         withdrawn = [id_ for id_ in here if drains.of_node(header, id_) is None]
-        gone = "somebody has withdrawn the drain; the node stays in the job"
+        gone = "the drain was withdrawn; the node stays in the job"
         return DrainOutcome(Ending.LATE, gone) if withdrawn else None
     if header.state is not State.RUNNING or (asked.ran and header.round == asked.round):
         return None
@@ -250,7 +250,7 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValu
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """step: of the complete checkpoint; None if there is none, and then the reason says why."""
+    """step: of the complete checkpoint; None if none is complete, and the reason says why."""
 
     step: int | None
     reason: str

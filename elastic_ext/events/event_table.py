@@ -29,7 +29,7 @@ class Field:
 
     Attributes:
         type: as in JSON Schema; "array of T" and "object of T" hold values of type T.
-        optional: it may be null: unknown, or there is none. Every field of an event is always there.
+        optional: it may be null, which means unknown or absent. Every field of an event is always there.
     """
 
     name: str
@@ -55,7 +55,7 @@ COMMON = (
     Field("schema", INTEGER, f"version of this table: {SCHEMA}"),
     Field("event", TEXT, "name of the event"),
     Field("time", TEXT, "when it happened, by this host's clock: RFC 3339, UTC, with microseconds"),
-    Field("monotonic", NUMBER, "the same by a clock that nobody sets; only the difference of two events of one host counts", "s"),
+    Field("monotonic", NUMBER, "the same by a clock that is never set; only differences between events of one host count", "s"),
     Field("run_id", TEXT, "run id of the job"),
     Field("node", TEXT, "name of the node"),
     Field("pid", INTEGER, "process id of the agent"),
@@ -77,12 +77,12 @@ EVENTS: dict[str, EventType] = {
     ),
     "node_refused": _event("The job refuses this node for now.", _REASON),
     "node_drained": _event(
-        "This node leaves the job because an operator has told it to.",
+        "This node leaves the job because an operator has drained it.",
         _REASON,
         Field(
             "step",
             INTEGER,
-            "step of the checkpoint that was saved before; null: unknown, or none was",
+            "step of the checkpoint that was saved before; null: unknown, or none was saved",
             "steps",
             optional=True,
         ),
@@ -152,7 +152,7 @@ EVENTS: dict[str, EventType] = {
         Field(
             "cause",
             TEXT,
-            "`stalled`: the job hangs; `differs`: replicas are not equal any more; `broken`: another node failed, left or "
+            "`stalled`: the job hangs; `differs`: replicas are no longer equal; `broken`: another node failed, left or "
             "joined; `cut_off`: this node may be taken for dead; `closed`: the job is over",
         ),
         _REASON,
@@ -210,11 +210,11 @@ EVENTS: dict[str, EventType] = {
         Field("seconds", NUMBER, "how long they ran", _SECONDS),
     ),
     "preemption_noticed": _event(
-        "A signal from the platform has told the agent to end.",
+        "A signal from the platform asks the agent to end.",
         Field("signal", TEXT, "name of the signal"),
         Field("grace", NUMBER, "time until the platform kills it", _SECONDS),
     ),
-    "interrupted": _event("A signal from the user has told the agent to end.", Field("signal", TEXT, "name of the signal")),
+    "interrupted": _event("A signal from the user asks the agent to end.", Field("signal", TEXT, "name of the signal")),
     "events_dropped": _event(
         "Events before this one were dropped: they could not be written, or came too fast.",
         Field("count", INTEGER, "how many"),

@@ -117,7 +117,7 @@ class RecoveryTrace:
     def given_up(self, now: float) -> PastRecovery | None:
         """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.
 
-        What has no cause is no recovery, but the end of a job that is done or was told to end.
+        Without a cause it is not a recovery, but the end of a job that is done or was stopped.
         """
         if not self._current or self._first_cause is None:
             return None

@@ -2,7 +2,7 @@
 
 The file, `metrics_web_config`, has the format of Prometheus' exporter-toolkit:
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md says what the keys mean. What this server
-does not know is an error, never ignored: somebody relies on it.
+does not know is an error, never ignored: users rely on it.
 
 Passwords are checked against bcrypt hashes on a thread of its own: each check takes 50 to 1,000 ms of CPU time. Strangers may
 send wrong ones as fast as they like: the checks take a bounded share of a core, few wait, and the address that has sent the
@@ -151,7 +151,7 @@ class Gate:
             changed = load(self._path)
             if self.asks and not changed.asks:  # half of a file that is being written looks like this
                 raise UsageError(
-                    f"metrics_web_config {self._path}: it asks for no password any more; that takes a start of the agent"
+                    f"metrics_web_config {self._path}: it no longer asks for a password; that takes a start of the agent"
                 )
             if (changed.context is not None) != self.tls:
                 raise UsageError(f"metrics_web_config {self._path}: TLS is turned on or off by the next start of the agent only")
@@ -327,7 +327,7 @@ def _users(section: object) -> Iterator[tuple[str, bytes]]:
             raise _Wrong(f"basic_auth_users has {user!r}, expected a name without a colon; quote it")
         found = _HASH.fullmatch(hashed) if isinstance(hashed, str) else None
         if found is None:
-            raise _Wrong(f"basic_auth_users.{user} is no bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`")
+            raise _Wrong(f"basic_auth_users.{user} is not a bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`")
         if not 4 <= int(found["cost"]) <= MAX_COST:
             raise _Wrong(f"basic_auth_users.{user} has bcrypt's cost {found['cost']}, expected 4 to {MAX_COST}")
         yield user, hashed.encode()
@@ -386,7 +386,7 @@ def superfluous(waiting: Sequence[Login], wrong: Mapping[str, int]) -> Login | N
 
 
 class Verified:
-    """The passwords that were right, as keyed digests; one per user. Comparing takes the same time whatever differs."""
+    """The passwords that were right, as keyed digests; one per user. Comparing always takes the same time."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -427,7 +427,7 @@ class Checks:
         """Queue a login; its result, or that of another one which had to go, comes from `results`.
 
         Raises:
-            RuntimeError: there can be no more threads.
+            RuntimeError: no thread can be started.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elastic_ext-metrics-logins", daemon=True)

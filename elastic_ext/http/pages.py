@@ -242,7 +242,7 @@ class LastScrape:
         self._wakeup: Wakeup | None = None
 
     def noting(self, pages: Pages) -> Pages:
-        """Return these pages; who gets the metrics is noted."""
+        """Return these pages, and note each scrape of the metrics."""
         make = pages[METRICS]
 
         def scrape(accept: str) -> Page:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_CLIENTS = 16  # connections at once; each scraper needs one
 CLIENT_TIMEOUT_S = 10.0  # from connect to the last byte; the default scrape_timeout of Prometheus
-CPU_SHARE = 0.15  # of a core, for new connections, whatever strangers send; those who come meanwhile wait in the backlog
+CPU_SHARE = 0.15  # of a core, for all connections; new ones wait in the backlog meanwhile
 CPU_BURST_S = 0.5
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
 

@@ -40,7 +40,7 @@ class Sources:
     """What a document is made of.
 
     Attributes:
-        read_s: age of `status`; None: it holds nothing yet. fault: why there is no newer one; "".
+        read_s: age of `status`; None: nothing was read yet. fault: why nothing newer was read; "".
         seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
     """
 
@@ -137,7 +137,7 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
     """Return the state of the job.
 
     Args:
-        final: the verdict on the round of the header or, without a header, the last; None if there is none.
+        final: the verdict on the round of the header or, without a header, the last; None without a verdict.
         left: header and nodes are gone: their leases have run out.
     """
     state = status.header.state
@@ -270,7 +270,7 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[S
         has = "has" if silent == 1 else "have"
         found.append(Unknown("state", f"{counted(silent, 'node')} {has} reported nothing yet"))
     if not nodes:
-        found.append(Unknown("nodes", "no agent is in the job any more, and their last reports have expired"))
+        found.append(Unknown("nodes", "no agent is left in the job, and the last reports have expired"))
     if not rounds and not nodes:
         found.append(Unknown("rounds", "only agents know when a round began"))
     if not spent:

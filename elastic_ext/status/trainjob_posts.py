@@ -65,7 +65,7 @@ def target_of(environ: Mapping[str, str]) -> Target | None:
     except ValueError:
         parts, host, port = urlsplit(""), None, 0
     if parts.scheme != "https" or not host:
-        logger.warning("no TrainJob status: %s is no https URL; expected one, because the token goes there", URL)
+        logger.warning("no TrainJob status: %s is not an https URL; expected one, because the token goes there", URL)
         return None
     if not environ.get(TOKEN_FILE):
         logger.warning("no TrainJob status: %s is set, but %s is not; expected the path of the token", URL, TOKEN_FILE)

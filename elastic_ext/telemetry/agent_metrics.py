@@ -49,7 +49,7 @@ class WorkerProgress:
 
 
 class UnixClock:
-    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, until somebody sets the clock."""
+    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, unless the clock is set."""
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - time.monotonic()
@@ -424,7 +424,7 @@ class GpuQuery:
         self._thread: threading.Thread | None = None
 
     def answer(self) -> Sequence[str]:
-        """Return the answer; () as long as there is none. The first call asks. For one thread."""
+        """Return the answer; () until it comes. The first call asks. For one thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="elastic_ext-gpus", daemon=True)
             try:

@@ -1,4 +1,4 @@
-"""Metrics of what an agent hears from others: verdicts and hangs of the job, calls of etcd, the goodput of all hosts."""
+"""Metrics of what an agent learns from others: verdicts and hangs of the job, calls of etcd, the goodput of all hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class VerdictMetrics(FamilyCollector):
             self._counts["elastic_ext_hangs"][()] += 1
 
     def decided(self, round_: int, decision: str, kind: str, host: str) -> None:
-        """Count a verdict once, however often this agent hears of it.
+        """Count a verdict once, however often it is reported.
 
         Args:
             round_: the round that it ended.

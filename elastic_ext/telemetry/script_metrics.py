@@ -104,7 +104,7 @@ class ScriptMetrics(Collector):
         return {"metrics": os.path.join(self._directory, f"{round}.{local_rank}.{rank}")}
 
     def round_ended(self) -> None:
-        """Show no gauges, whatever still runs, and keep what the others hold. The workers have ended."""
+        """Show no gauges, even if a process still runs; keep counters and histograms. The workers have ended."""
         with self._lock:
             self._round = NO_ROUND
             self._look()
@@ -229,7 +229,7 @@ class _Known:
 
 
 def _named(directory: str, name: str) -> _Process | None:
-    """Return the process whose file has this name; None if it is none of ours."""
+    """Return the process whose file has this name; None if the name is not one of ours."""
     parts = name.split(".")
     if len(parts) != 6 or not all(each.isdecimal() and len(each) < 20 for each in parts[:5]):
         return None
@@ -238,7 +238,7 @@ def _named(directory: str, name: str) -> _Process | None:
 
 
 def _content(path: str) -> bytes:
-    """Return what is in a file, up to a limit; nothing if it is no file."""
+    """Return what is in a file, up to a limit; nothing if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

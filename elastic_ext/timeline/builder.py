@@ -172,7 +172,7 @@ class Track:
 
 @dataclass(frozen=True)
 class _Report:
-    """What an agent says of the end of a round."""
+    """An agent's report of the end of a round."""
 
     agent: int
     at: float
@@ -278,7 +278,7 @@ class Ends:
         if event.name in _SIGNALS:
             code = self._job.agents[best.agent].events[-1].whole("exit_code")
             left = f"left with exit code {code}" if code is not None else "leaves"
-            return best.agent, None, _SIGNALS[event.name], left, f"its agent was told to end by {event.text('signal')}"
+            return best.agent, None, _SIGNALS[event.name], left, f"its agent received {event.text('signal')}"
         if lost:
             return lost[0], None, NODE_LOST, goes_on, reason + self._and_others(lost[1:])
         return None, None, HANG if event.name == "hang" else model.MEMBERSHIP, goes_on, reason
@@ -338,7 +338,7 @@ class Ends:
                 yield first, Interruption(at, None, agent.node, None, agent.events[-1].round, kind, "", why)
 
     def _own_end(self, index: int, agent: Agent, explained: Set[tuple[int, int]]) -> tuple[str, str] | None:
-        """Return kind and reason of an agent's end that is its own; None if there is none."""
+        """Return kind and reason if an agent ended for a reason of its own; else None."""
         last = agent.events[-1]
         away = next((event for event in agent.events if event.name in SENT_AWAY), None)
         if away is not None:

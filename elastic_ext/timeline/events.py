@@ -93,7 +93,7 @@ def _event(line: str) -> TimelineEvent:
         raise ValueError(f"expected schema {SCHEMA}, found {str(found.get('schema'))[:20]}: another version wrote it")
     monotonic = found.get("monotonic")
     if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < LONGEST_S:
-        raise ValueError("monotonic is missing, or no number of seconds")
+        raise ValueError("monotonic is missing, or not a number of seconds")
     return TimelineEvent(
         name=_text(found, "event"),
         at=_unix(_text(found, "time")),
@@ -109,14 +109,14 @@ def _event(line: str) -> TimelineEvent:
 def _text(found: Mapping[str, object], name: str) -> str:
     value = found.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name} is missing, or no text")
+        raise ValueError(f"{name} is missing, or not text")
     return shown(value)
 
 
 def _count(found: Mapping[str, object], name: str) -> int:
     value = found.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise ValueError(f"{name} is missing, or no number from 0 on")
+        raise ValueError(f"{name} is missing, or not a number from 0 on")
     return value
 
 

@@ -86,7 +86,7 @@ def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
         ("tls_server_config: {cert_file: server.crt, key_file: locked.key}", "the key without a password"),
         ("basic_auth_users: [alice]", "basic_auth_users is list, expected names"),
         ("basic_auth_users: {1: x}", "basic_auth_users has 1, expected a name without a colon; quote it"),
-        ("basic_auth_users: {alice: secret}", "basic_auth_users.alice is no bcrypt hash"),
+        ("basic_auth_users: {alice: secret}", "basic_auth_users.alice is not a bcrypt hash"),
         (f"basic_auth_users: {{alice: {HASH.replace('10', '15', 1)}}}", "cost 15, expected 4 to 14"),
         (f"basic_auth_users: {{a: {HASH}, a: {HASH}}}", "'a' is there twice"),
     ],

@@ -210,9 +210,9 @@ def test_what_is_no_token_is_not_sent_and_not_shown(trainer, token, caplog, cont
     ("changes", "said"),
     [
         ({"URL": ""}, ""),
-        ({"URL": "http://127.0.0.1:1/status"}, "is no https URL"),
-        ({"URL": "https://[::1/status"}, "is no https URL"),
-        ({"URL": "https://host:port/status"}, "is no https URL"),
+        ({"URL": "http://127.0.0.1:1/status"}, "is not an https URL"),
+        ({"URL": "https://[::1/status"}, "is not an https URL"),
+        ({"URL": "https://host:port/status"}, "is not an https URL"),
         ({"TOKEN": ""}, "KUBEFLOW_TRAINER_SERVER_TOKEN is not"),
     ],
 )

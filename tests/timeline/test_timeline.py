@@ -200,7 +200,7 @@ def test_a_job_that_begins_again_has_its_first_round_twice():
         ("preemption", pytest.approx(20), "left with exit code 75"),
         ("preemption", pytest.approx(45), "left with exit code 75"),
     ]
-    assert made.interruptions[0].reason == "its agent was told to end by SIGTERM; likewise b"
+    assert made.interruptions[0].reason == "its agent received SIGTERM; likewise b"
     assert len(made.rows) == 2
     assert (GONE, 22.0, 25.0) in states(made.rows[0])
     assert made.restarts.startswith("1 restart")

@@ -240,10 +240,7 @@ class Journal(Companion):
         )
 
     def must_leave(self, received: Signals, grace_s: float) -> float:
-        """Report that a signal ends this agent; return the monotonic time by which it must have ended.
-
-        grace_s: seconds until then.
-        """
+        """Report that a signal ends this agent; return the monotonic time, grace_s from now, by which it must have ended."""
         if received in exits.USER_SIGNALS:
             self.events.emit("interrupted", signal=received.name)
         else:

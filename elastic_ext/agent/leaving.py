@@ -143,11 +143,7 @@ class SavesOnDemand(Companion):
 
         The end of the round ends the wait; so does the exception of a signal of the user.
 
-        Args:
-            signal_name: name of the signal that this agent got.
-            grace_s: seconds until this agent is killed.
-            stop_s: seconds of these that stopping the workers may take.
-            wakeup, wake_pipe: readable when the job or a worker of this node has news.
+        grace_s, stop_s: see `plan_save`. wakeup, wake_pipe: readable when the job or a worker of this node has news.
 
         Returns the seconds waited; None if the job was not asked.
         """

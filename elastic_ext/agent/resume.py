@@ -266,13 +266,9 @@ def place_of(group: WorkerGroup) -> NodeInRound:
 
 
 def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: MemoryCopies) -> ResumePoint:
-    """Return the checkpoint that this round resumes from; it is the same on every node.
+    """Return the checkpoint that this round resumes from; it is the same on every node. copies: this node's copies in memory.
 
-    copies: this node's copies in memory.
-
-    Raises:
-        RoundOver: the round ended before all of its nodes knew the choice.
-        Others: see `agreement.agree`.
+    Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `agreement.agree`.
     """
     pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:

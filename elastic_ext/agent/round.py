@@ -87,10 +87,7 @@ class RunningRound:
     ) -> None:
         """Notify all companions that the workers have started.
 
-        Args:
-            ending: knows which workers are about to end with an error.
-            warm: local ranks of the workers that were warm standbys.
-            others: companions that live longer than this round.
+        ending: the workers that are about to end with an error. warm: local ranks of those that were warm standbys.
         """
         self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
         self.differs = False

@@ -178,11 +178,7 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
 
     The decision and the cause come first. On a stop, torch prints the traceback in its own text, which comes last.
 
-    Args:
-        cause, others: the workers that failed on this node.
-        verdict: the verdict of the job.
-        decision: the decision for this node.
-        node: id of this node.
+    cause, others: the workers that failed on this node, whose id is `node`. decision: for this node.
     """
     if verdict.shown_by not in ("", node):
         return line_elsewhere(verdict, decision, node, cause.diagnosis)
@@ -203,10 +199,7 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
 def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Diagnosis | None = None) -> str:
     """Return the one line for the log of a node that carries out the verdict on another one's failure.
 
-    Args:
-        decision: the decision for this node.
-        node: id of this node.
-        here: what failed on this node, if anything did; what only follows from another failure is not worth a word.
+    decision: for this node. here: what failed on it, if anything did; a failure that follows from another one is left out.
     """
     line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
     if here is not None and here.kind != CASCADE:
@@ -341,13 +334,7 @@ class Verdicts:
             raise
 
     def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
-        """Publish the verdict and return the result of the agent.
-
-        Args:
-            verdict: the verdict of the job.
-            decision: the decision for this node.
-            failures: torch's record of the failures, by global rank.
-        """
+        """Publish the verdict and return the result of the agent. decision: for this node. failures: torch's, by global rank."""
         return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, self._publish(verdict, decision)))
 
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:

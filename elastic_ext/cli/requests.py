@@ -259,9 +259,7 @@ class SaveOutcome:
 def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> SaveOutcome | None:
     """Return the outcome of the request in `requested`; None while it is under way.
 
-    Args:
-        header: the current one; None if it is gone, and the job with it.
-        nodes: all current nodes.
+    header: the current one; None if it is gone, and the job with it. nodes: all current ones.
     """
     for node in nodes:
         # A node's record is about its current round; a node that waits for a later round has left this one.

@@ -249,11 +249,7 @@ class EventTime:
 def record(name: str, source: Source, at: EventTime, own: Mapping[str, Value]) -> dict[str, Value]:
     """Return the record of an event. Texts are cut, on one line and without credentials.
 
-    Args:
-        own: the event's own fields, all of them.
-
-    Raises:
-        ValueError: the table knows no such event, or it has other fields.
+    own: the event's own fields, all of them. Raises ValueError: the table has no such event, or it has other fields.
     """
     event = EVENTS.get(name)
     if event is None:

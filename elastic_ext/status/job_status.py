@@ -136,9 +136,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
 def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], left: bool) -> str:
     """Return the state of the job.
 
-    Args:
-        final: the verdict on the round of the header or, without a header, the last; None without a verdict.
-        left: header and nodes are gone: their leases have run out.
+    final: the verdict on the round of the header or, without a header, the last one, if any. left: header and nodes are gone.
     """
     state = status.header.state
     if state is State.DONE:

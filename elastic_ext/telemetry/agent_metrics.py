@@ -65,9 +65,7 @@ class AgentMetrics(FamilyCollector):
     """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
 
     Args:
-        version: version of this package.
-        torch: torch's version; this module does not import torch.
-        run_id: run id of the job.
+        version, torch: versions of this package and of torch, which this module does not import.
         node: this node's name; default: its host name.
         cold_reasons: all reasons for a cold start.
         gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
@@ -175,12 +173,7 @@ class AgentMetrics(FamilyCollector):
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
     def worker_started(self, how: str, reason: str) -> None:
-        """Count a start of a worker.
-
-        Args:
-            how: "warm" or "cold".
-            reason: reason of a cold start, from a fixed set, because each one creates a permanent time series.
-        """
+        """Count a start of a worker. how: "warm" or "cold". reason: of a cold start, one of `cold_reasons`: each is a series."""
         self._add("worker_starts", _label(how), _label(reason))
 
     def standbys(self, count: int, used_bytes: int) -> None:
@@ -475,9 +468,7 @@ def gpus_by_local_rank(workers: int, host: Sequence[str], environ: Mapping[str, 
     leaves it: indices, or UUIDs that may be cut short (CUDA's programming guide). CUDA numbers GPUs of different speed in
     another order than the PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
 
-    Args:
-        host: UUIDs of all GPUs of this host; see `gpu_uuids`.
-        environ: of the workers.
+    host: as of `gpu_uuids`. environ: of the workers.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = list(host) if visible is None else [_named(each.strip(), host) for each in visible.split(",")]

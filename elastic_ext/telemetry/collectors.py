@@ -141,11 +141,7 @@ class EtcdHealth(FamilyCollector):
     table = families.ETCD
 
     def __init__(self, outage_s: float = math.inf, on_outage: Callable[[OutageChange], None] = lambda outage: None) -> None:
-        """
-        Args:
-            outage_s: for how long calls have to fail before that is an outage.
-            on_outage: called once it has lasted so long, and at its end, on the thread of a call.
-        """
+        """outage_s: how long an outage lasts before on_outage is called, and again at its end, on the thread of a call."""
         self.lease_until: Callable[[], float | None] = lambda: None
         self._outages, self._on_outage = OutageWatch(outage_s), on_outage
         self._clock = UnixClock()

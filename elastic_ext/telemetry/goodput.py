@@ -80,10 +80,7 @@ class TimeLedger:
         self._tokens, self._flops = 0, 0.0
 
     def resume(self, step: int | None) -> int:
-        """Note where the next round starts; return how many of its optimizer steps are not new.
-
-        step: of the checkpoint; None if it is not known.
-        """
+        """Note the step at which the next round starts, if known; return how many of its optimizer steps are not new."""
         self._resumed_at = position_of(step, self._counts.positions) if step is not None else None
         return max(0, int(self._counts.reached) - self._resumed_at) if self._resumed_at is not None else 0
 
@@ -94,12 +91,7 @@ class TimeLedger:
         self._counts = replace(counts, reached=max(counts.reached, others.reached), positions=positions)
 
     def enter(self, state: str, now: float, workers: Sequence[Progress] | None = None) -> None:
-        """Note what the agent does from now on.
-
-        Args:
-            state: one of families.STATES.
-            workers: those that run; None if nothing is known about them.
-        """
+        """Note what the agent does from now on: one of families.STATES. workers: those that run; None if unknown."""
         now = max(now, self._since)
         if self._state == families.RUNNING:
             # A signal ends the workers without a state of its own.

@@ -29,22 +29,15 @@ LEAST_S = 0.2  # for each, even if another one has used up the time: its work ne
 
 @dataclass(frozen=True)
 class LocalWorkers:
-    """The workers of this node in one round. All mappings are by local rank.
-
-    Attributes:
-        processes: their processes.
-        progress: the progress table; None if there was no room for it, so that their progress is unknown.
-        ranks: their global ranks.
-        resumed_at: step of the checkpoint that they resume from; 0: the beginning; None: unknown.
-        error_files, stacks_files: paths to which they write their error files and their stacks.
-    """
+    """The workers of this node in one round. All mappings are by local rank."""
 
     processes: WorkerProcesses
-    progress: ProgressTable | None
-    ranks: Mapping[int, int]
+    progress: ProgressTable | None  # None if there was no room for it, so that their progress is unknown
+    ranks: Mapping[int, int]  # global ranks
+    # error_files, stacks_files: paths to which they write their error files and their stacks
     error_files: Mapping[int, str]
     stacks_files: Mapping[int, str]
-    resumed_at: int | None = None
+    resumed_at: int | None = None  # step of the checkpoint that they resume from; 0: the beginning; None: unknown
 
     def read_progress(self) -> list[Progress]:
         """Return the progress of all workers, by local rank; an empty list without a progress table."""

@@ -46,17 +46,11 @@ FIRST = "start"  # cause of the first round of an agent
 
 @dataclass
 class _Reported:
-    """What was last reported, since only changes are.
+    """What was last reported, since only changes are."""
 
-    Attributes:
-        members: nodes and workers of the last round.
-        saved_step: of this round.
-        late: stragglers of this round, by host and rank.
-    """
-
-    members: tuple[int, int] | None = None
-    saved_step: int | None = None
-    late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)
+    members: tuple[int, int] | None = None  # nodes and workers of the last round
+    saved_step: int | None = None  # of this round
+    late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)  # stragglers of this round, by host and rank
 
 
 class Journal(Companion):

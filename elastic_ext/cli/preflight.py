@@ -34,19 +34,12 @@ FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports th
 
 @dataclass(frozen=True)
 class Task:
-    """What the child measures, as JSON in the variable VARIABLE.
+    """What the child measures, as JSON in the variable VARIABLE."""
 
-    Attributes:
-        disks: directories to write to, by the setting that names them.
-        storage: checkpoint_dir; "" to leave it out.
-        together: whether this is one of several processes that measure the network between their nodes.
-        node: what the processes of this node, and no others, have in common; "": the host's name.
-    """
-
-    disks: Mapping[str, str]
-    storage: str
-    together: bool
-    node: str = ""
+    disks: Mapping[str, str]  # directories to write to, by the setting that names them
+    storage: str  # checkpoint_dir; "" to leave it out
+    together: bool  # whether this is one of several processes that measure the network between their nodes
+    node: str = ""  # what the processes of this node, and no others, have in common; "": the host's name
 
 
 def party(environ: Mapping[str, str]) -> dict[str, str]:

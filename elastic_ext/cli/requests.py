@@ -44,34 +44,21 @@ class DrainOutcome:
 
 @dataclass(frozen=True)
 class DrainAsked:
-    """What was asked for.
+    """What was asked for."""
 
-    Attributes:
-        host: of the nodes.
-        nodes: their ids.
-        round: that ran or had ended then.
-        ran: one of the nodes was in that round, which therefore has to end.
-    """
-
-    host: str
-    nodes: tuple[str, ...]
-    round: int
-    ran: bool
+    host: str  # of the nodes
+    nodes: tuple[str, ...]  # their ids
+    round: int  # that ran or had ended then
+    ran: bool  # one of the nodes was in that round, which therefore has to end
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The job as it is seen now.
+    """The job as it is seen now."""
 
-    Attributes:
-        header: None if it is gone, and the job with it.
-        nodes: ids of all current nodes.
-        done: drains of these nodes that the leader has released, by now or before.
-    """
-
-    header: Header | None
-    nodes: frozenset[str]
-    done: tuple[Drain, ...] = ()
+    header: Header | None  # None if it is gone, and the job with it
+    nodes: frozenset[str]  # ids of all current nodes
+    done: tuple[Drain, ...] = ()  # drains of these nodes that the leader has released, by now or before
 
 
 def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:

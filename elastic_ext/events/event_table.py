@@ -25,18 +25,13 @@ ANY = "object"
 
 @dataclass(frozen=True)
 class Field:
-    """A field of an event.
-
-    Attributes:
-        type: as in JSON Schema; "array of T" and "object of T" hold values of type T.
-        optional: it may be null, which means unknown or absent. Every field of an event is always there.
-    """
+    """A field of an event."""
 
     name: str
-    type: str
+    type: str  # as in JSON Schema; "array of T" and "object of T" hold values of type T
     meaning: str
     unit: str = ""
-    optional: bool = False
+    optional: bool = False  # it may be null: unknown or absent; every field of an event is always there
 
 
 @dataclass(frozen=True)

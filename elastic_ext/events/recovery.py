@@ -33,19 +33,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class PastRecovery:
-    """A recovery that is over, or was given up.
+    """A recovery that is over, or was given up."""
 
-    Attributes:
-        cause: what ended the training; later failures of the same recovery are not named.
-        round: the round that ended with it.
-        phases: in order, without gaps; a name may come several times.
-        recovered: whether all workers of this node have made a step; None: they ran again, but a step is not known.
-    """
-
-    cause: Cause
-    round: int
-    phases: tuple[RecoveryPhase, ...]
-    recovered: bool | None
+    cause: Cause  # what ended the training; later failures of the same recovery are not named
+    round: int  # the round that ended with it
+    phases: tuple[RecoveryPhase, ...]  # in order, without gaps; a name may come several times
+    recovered: bool | None  # whether all workers of this node have made a step; None: they ran again, but a step is not known
 
     @property
     def begin(self) -> float:

@@ -186,18 +186,12 @@ _OPEN = {  # by TLS, and whether strangers are kept out
 
 @dataclass(frozen=True)
 class WebConfig:
-    """What the files held.
+    """What the files held."""
 
-    Attributes:
-        users: bcrypt hashes by name; empty: no password is asked for.
-        context: what the server shows and demands; None: plain HTTP.
-        files: the file itself and those that it names. stamps: of them when they were read.
-    """
-
-    users: Mapping[str, bytes]
-    context: ssl.SSLContext | None
-    files: tuple[str, ...]
-    stamps: _Stamps
+    users: Mapping[str, bytes]  # bcrypt hashes by name; empty: no password is asked for
+    context: ssl.SSLContext | None  # what the server shows and demands; None: plain HTTP
+    files: tuple[str, ...]  # the file itself and those that it names
+    stamps: _Stamps  # of them when they were read
 
     @property
     def asks(self) -> bool:
@@ -352,20 +346,14 @@ def _refuse_twice(node: object) -> None:
 
 @dataclass(eq=False, frozen=True)
 class Login:
-    """A user and password to be checked.
+    """A user and password to be checked."""
 
-    Attributes:
-        client: whose login it is.
-        hashed: of this user, or of another one: the time of a check must not reveal which users exist.
-        exists: whether the user does.
-    """
-
-    client: object
+    client: object  # whose login it is
     address: str
     user: str
     password: bytes
-    hashed: bytes
-    exists: bool
+    hashed: bytes  # of this user, or of another one: the time of a check must not reveal which users exist
+    exists: bool  # whether the user does
 
 
 def first(waiting: Sequence[Login], wrong: Mapping[str, int]) -> Login:

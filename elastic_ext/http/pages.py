@@ -49,15 +49,11 @@ _PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "
 
 @dataclass(frozen=True)
 class Request:
-    """A whole request, read from bytes that anyone may have sent.
+    """A whole request, read from bytes that anyone may have sent."""
 
-    Attributes:
-        line: its first line. path: without the query.
-        accept, authorization: the values of headers, or "".
-    """
-
-    line: str
-    path: str
+    line: str  # its first line
+    path: str  # without the query
+    # accept, authorization: the values of headers, or ""
     accept: str
     authorization: str
 

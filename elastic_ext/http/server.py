@@ -137,24 +137,16 @@ class _Stage(IntEnum):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, dropped at `deadline` (time.monotonic()).
-
-    Attributes:
-        address: of the peer.
-        heard: whether it has sent anything.
-        asked: its request, once that is whole.
-        unsent: the rest of the answer; None before there is one.
-        sent: see Page.
-    """
+    """One connection, dropped at `deadline` (time.monotonic())."""
 
     connection: socket.socket
-    address: str
+    address: str  # of the peer
     deadline: float
-    heard: bool = False
+    heard: bool = False  # whether it has sent anything
     received: bytearray = field(default_factory=bytearray)
-    asked: Request | None = None
-    unsent: memoryview | None = None
-    sent: Callable[[], None] = lambda: None
+    asked: Request | None = None  # its request, once that is whole
+    unsent: memoryview | None = None  # the rest of the answer; None before there is one
+    sent: Callable[[], None] = lambda: None  # see Page
 
     @property
     def stage(self) -> _Stage:

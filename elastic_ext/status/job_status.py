@@ -37,19 +37,15 @@ class Own:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a document is made of.
-
-    Attributes:
-        read_s: age of `status`; None: nothing was read yet. fault: why nothing newer was read; "".
-        seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
-    """
+    """What a document is made of."""
 
     status: JobStatus
     backend: str
     own: Own | None = None  # None for a reader that is not a node of the job
+    # returns for how long the reader has known a node's report as it is now; None if it reads only once
     seen_s: Callable[[str], float | None] = lambda id_: None
-    read_s: float | None = 0.0
-    fault: str = ""
+    read_s: float | None = 0.0  # age of `status`; None: nothing was read yet
+    fault: str = ""  # why nothing newer was read; ""
 
 
 def build(sources: Sources) -> Document:

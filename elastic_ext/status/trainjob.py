@@ -35,19 +35,12 @@ class TrainJobState(Enum):
 
 @dataclass(frozen=True)
 class Training:
-    """How far the training is.
+    """How far the training is."""
 
-    Attributes:
-        step: optimizer steps done since the beginning of the job.
-        total: of the whole job; None: unknown.
-        step_s: seconds per step in this round; None: unknown.
-        restarts: how often the workers of the job were started again.
-    """
-
-    step: int
-    total: int | None
-    step_s: float | None
-    restarts: int
+    step: int  # optimizer steps done since the beginning of the job
+    total: int | None  # of the whole job; None: unknown
+    step_s: float | None  # seconds per step in this round; None: unknown
+    restarts: int  # how often the workers of the job were started again
 
 
 def body_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> bytes:

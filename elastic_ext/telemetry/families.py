@@ -53,18 +53,13 @@ ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
 
 @dataclass(frozen=True)
 class Family:
-    """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it.
-
-    Attributes:
-        known: label values that are shown as 0 before anything happens.
-        most: how many series one agent has, for people.
-    """
+    """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it."""
 
     kind: type[Metric]
     help: str
     labels: Labels
-    known: tuple[Labels, ...]
-    most: str
+    known: tuple[Labels, ...]  # label values that are shown as 0 before anything happens
+    most: str  # how many series one agent has, for people
     unit: str
 
     @classmethod

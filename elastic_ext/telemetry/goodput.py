@@ -33,19 +33,13 @@ _BEFORE_DECISION = ("stop", "verdict")  # the state of what was not settled is k
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a worker's time, which it did not settle itself.
-
-    Attributes:
-        step_s: its mean time from one step to the next; math.inf before the second.
-        rest: the state of what is longer than a step, unless the verdict is a hang.
-        share: of this worker in the node.
-    """
+    """The end of a worker's time, which it did not settle itself."""
 
     now_in: str
     seconds: float
-    step_s: float
-    rest: str
-    share: float
+    step_s: float  # its mean time from one step to the next; math.inf before the second
+    rest: str  # the state of what is longer than a step, unless the verdict is a hang
+    share: float  # of this worker in the node
 
     def states(self, hung: bool) -> dict[str, float]:
         """Return how it counts. hung: the job's verdict is a hang."""
@@ -230,20 +224,13 @@ def _mean(workers: Sequence[Progress] | None, since: float, until: float) -> dic
 
 @dataclass(frozen=True)
 class Interval:
-    """The advised time between two checkpoints.
+    """The advised time between two checkpoints."""
 
-    Attributes:
-        seconds: None while too little is known.
-        reason: why, or what is missing.
-        stall_s: mean stall of a save. restart_s: mean time from an interruption to the next step. between_s: mean time in which
-            the job runs between two interruptions.
-    """
-
-    seconds: float | None
-    reason: str
-    stall_s: float = 0.0
-    restart_s: float = 0.0
-    between_s: float = 0.0
+    seconds: float | None  # None while too little is known
+    reason: str  # why, or what is missing
+    stall_s: float = 0.0  # mean stall of a save
+    restart_s: float = 0.0  # mean time from an interruption to the next step
+    between_s: float = 0.0  # mean time in which the job runs between two interruptions
 
 
 def advised_interval(spent: Spent, hosts: int) -> Interval:

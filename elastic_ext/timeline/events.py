@@ -160,24 +160,16 @@ class Round:
 
 @dataclass(frozen=True)
 class Aligned:
-    """The agents of a job on one clock. Times are seconds since the first event, at Unix time `began`.
-
-    Attributes:
-        round_of: the index of a round, by index of the agent and number of the round.
-        nodes: how many were aligned with others.
-        largest: the largest correction of a node, against the median clock of those that it shares rounds with.
-        residual: by how much the starts of one round differ after that, at most.
-        alone: nodes that share no round with another one; their own clocks count.
-    """
+    """The agents of a job on one clock. Times are seconds since the first event, at Unix time `began`."""
 
     began: float
     agents: tuple[Agent, ...]
     rounds: tuple[Round, ...]
-    round_of: Mapping[tuple[int, int], int]
-    nodes: int
-    largest: float
-    residual: float
-    alone: tuple[str, ...]
+    round_of: Mapping[tuple[int, int], int]  # the index of a round, by index of the agent and number of the round
+    nodes: int  # how many were aligned with others
+    largest: float  # the largest correction of a node, against the median clock of those that it shares rounds with
+    residual: float  # by how much the starts of one round differ after that, at most
+    alone: tuple[str, ...]  # nodes that share no round with another one; their own clocks count
 
     def all(self, *names: str) -> Iterator[tuple[int, TimelineEvent, float]]:
         """Yield index of the agent, event and time of all events of these names."""

@@ -99,19 +99,13 @@ def _written(path: str, since: float) -> bool:
 
 
 class HangHandling(Companion):
-    """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall.
-
-    Attributes:
-        hung: the workers that the others waited for, by local rank; set by `examine`.
-        reach: the hosts that did not answer them then.
-        collectives: those in which the workers waited then.
-    """
+    """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall."""
 
     def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
-        self.hung: Mapping[int, Stuck] = {}
-        self.reach = NOTHING_KNOWN
-        self.collectives: tuple[Collective, ...] = ()
+        self.hung: Mapping[int, Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
+        self.reach = NOTHING_KNOWN  # the hosts that did not answer them then
+        self.collectives: tuple[Collective, ...] = ()  # those in which the workers waited then
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
         self._reported: cuts.Reach | None = None  # what the other nodes know of the quiet workers
         self._waiting = False  # this node claims a stall by the limit of a wait only

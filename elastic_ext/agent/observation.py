@@ -260,15 +260,11 @@ class Points:
 
 
 class OwnNode:
-    """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing.
-
-    Attributes:
-        on_state: called by the loop when its state has changed; it must return at once.
-    """
+    """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing."""
 
     def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self.place = NodePlace()
-        self.on_state: Callable[[], None] = lambda: None
+        self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
         self._stragglers: tuple[Straggler, ...] = ()
         self._uncompared = ""
         self._handler, self._metrics = handler, metrics
@@ -325,26 +321,21 @@ def check(settings: Settings) -> None:
 
 
 class Serving:
-    """The server of one agent, and the file by which Prometheus finds it.
-
-    Attributes:
-        url: address of the metrics; None if they are not served.
-        lingers: whether `close` waits for a last scrape.
-    """
+    """The server of one agent, and the file by which Prometheus finds it."""
 
     def __init__(self, shown: Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup) -> None:
         """labels: of the target for Prometheus. wakeup: signals wake it."""
         self._linger_s, self._wakeup = settings.metrics_linger, wakeup
         self._last_scrape = LastScrape()
         self._unannounce: Callable[[], None] = lambda: None
-        self.lingers = False
+        self.lingers = False  # whether `close` waits for a last scrape
         # The user must see a port that the kernel chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
         guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
         self._server = MetricsServer(
             self._last_scrape.noting(shown), settings.metrics_host, settings.metrics_port, announce, guard
         )
-        self.url = self._server.url
+        self.url = self._server.url  # address of the metrics; None if they are not served
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
             self._unannounce = server.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)

@@ -142,9 +142,6 @@ class ResumePoint(Companion):
     """The checkpoint that one round resumes from.
 
     A checkpoint in the local tier is pinned until the workers have loaded it, so that the copier cannot prune it before.
-
-    Attributes:
-        checkpoint: the chosen checkpoint, and why it was chosen.
     """
 
     def __init__(
@@ -156,7 +153,7 @@ class ResumePoint(Companion):
         memory: Mapping[str, str] | None = None,
     ) -> None:
         """copies: this node's copies in memory. memory: the environment variables about them."""
-        self.checkpoint = checkpoint
+        self.checkpoint = checkpoint  # the chosen checkpoint, and why it was chosen
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin

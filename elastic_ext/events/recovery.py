@@ -61,14 +61,10 @@ def _seconds(phases: Iterable[RecoveryPhase]) -> dict[str, float]:
 
 
 class RecoveryTrace:
-    """The recovery that is under way, if any. Times are monotonic seconds, and never go back.
-
-    Attributes:
-        cause: of what stopped the workers last; the next round began with it.
-    """
+    """The recovery that is under way, if any. Times are monotonic seconds, and never go back."""
 
     def __init__(self) -> None:
-        self.cause: Cause | None = None
+        self.cause: Cause | None = None  # of what stopped the workers last; the next round began with it
         self._first_cause: Cause | None = None  # of this recovery
         self._phases: list[RecoveryPhase] = []  # those that are over
         self._current = ""  # the phase that runs; "" outside a recovery

@@ -74,17 +74,13 @@ class Verdict(Enum):
 
 
 class Gate:
-    """Decides about connections and requests. All on the server's thread, but for the checks of passwords.
-
-    Attributes:
-        tls: whether connections are encrypted; this does not change.
-    """
+    """Decides about connections and requests. All on the server's thread, but for the checks of passwords."""
 
     def __init__(self, path: str) -> None:
         """Raises UsageError if the files are wrong."""
         self._path = path
         self._loaded = load(path)
-        self.tls = self._loaded.context is not None
+        self.tls = self._loaded.context is not None  # whether connections are encrypted; this does not change
         self._retry_at = 0.0  # time.monotonic()
         self._problem = ""  # the last one shown
         self._verified = Verified()

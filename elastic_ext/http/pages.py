@@ -226,14 +226,10 @@ def of_agent(
 
 
 class LastScrape:
-    """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended.
-
-    Attributes:
-        ended_at: since when the metrics are the last ones (time.monotonic()); None: they are not yet.
-    """
+    """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended."""
 
     def __init__(self) -> None:
-        self.ended_at: float | None = None
+        self.ended_at: float | None = None  # since when the metrics are the last ones (time.monotonic()); None: they are not yet
         self._seen = threading.Event()
         self._wakeup: Wakeup | None = None
 

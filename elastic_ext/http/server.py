@@ -62,19 +62,14 @@ class MetricsServer:
         port: the port; 0 takes any free one.
         announce: log level of the line with the address.
         gate: TLS and passwords; None: anyone may read. Belongs to the server from now on.
-
-    Attributes:
-        port: the port that the server listens on; None if it serves nothing.
-        url: URL of the server on this machine; None if it serves nothing.
-        endpoint: address and port that it is bound to; None if it serves nothing.
     """
 
     def __init__(
         self, pages: Pages, host: str = LOOPBACK, port: int = 0, announce: int = logging.INFO, gate: Gate | None = None
     ) -> None:
-        self.port: int | None = None
-        self.url: str | None = None
-        self.endpoint: tuple[str, int] | None = None
+        self.port: int | None = None  # the port that the server listens on; None if it serves nothing
+        self.url: str | None = None  # URL of the server on this machine; None if it serves nothing
+        self.endpoint: tuple[str, int] | None = None  # address and port that it is bound to; None if it serves nothing
         self._server = _bind(pages, host, port, gate)
         if self._server is None:
             if gate is not None:

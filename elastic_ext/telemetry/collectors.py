@@ -132,17 +132,13 @@ class OutageWatch:
 
 
 class EtcdHealth(FamilyCollector):
-    """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself.
-
-    Attributes:
-        lease_until: until when etcd certainly keeps this node; monotonic.
-    """
+    """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself."""
 
     table = families.ETCD
 
     def __init__(self, outage_s: float = math.inf, on_outage: Callable[[OutageChange], None] = lambda outage: None) -> None:
         """outage_s: how long an outage lasts before on_outage is called, and again at its end, on the thread of a call."""
-        self.lease_until: Callable[[], float | None] = lambda: None
+        self.lease_until: Callable[[], float | None] = lambda: None  # until when etcd certainly keeps this node; monotonic
         self._outages, self._on_outage = OutageWatch(outage_s), on_outage
         self._clock = UnixClock()
         self._lock = threading.Lock()

@@ -66,19 +66,13 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
 
 
 class Track:
-    """What an agent did.
-
-    Attributes:
-        changes: when it entered which state; the last one lasts until something else ends it.
-        stopped: when the workers of a round were about to be stopped, by number of the round.
-        ended: whether the agent has reported its end.
-    """
+    """What an agent did."""
 
     def __init__(self, agent: Agent, first_state: str) -> None:
         """first_state: of workers before their first step."""
-        self.changes: list[tuple[float, str]] = []
-        self.stopped: dict[int, float] = {}
-        self.ended = False
+        self.changes: list[tuple[float, str]] = []  # when it entered which state; the last one lasts until something else ends it
+        self.stopped: dict[int, float] = {}  # when the workers of a round were about to be stopped, by number of the round
+        self.ended = False  # whether the agent has reported its end
         self._first_state = first_state
         self._floor = -float("inf")  # no state that is reported later began before this
         self._started: float | None = None  # when these workers ran

@@ -40,8 +40,7 @@ class FlightRecorder:
     versions call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This class never opens it;
     `python -m torch.distributed.flight_recorder.fr_trace` reads it.
 
-    Attributes:
-        variables: additions to the workers' environment; without those that the user has set.
+    variables: additions to the workers' environment; without those that the user has set.
     """
 
     def __init__(self, run_dir: str, environ: Mapping[str, str]) -> None:

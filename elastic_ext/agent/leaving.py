@@ -341,8 +341,7 @@ def is_new(first: Published, newest: Published, goal: int | None) -> bool:
 class Directory:
     """Reads `checkpoint_dir` from a thread of its own, since a storage may hang.
 
-    Attributes:
-        first, newest: what it held at the first reading and at the last one; None before the first.
+    first, newest: what it held at the first reading and at the last one; None before the first.
     """
 
     def __init__(self, read: Callable[[], Published], on_read: Callable[[], None]) -> None:

@@ -356,9 +356,7 @@ class Serving:
 class Observation(Companion):
     """Shows what happens, from construction to `close`.
 
-    Attributes:
-        goodput: where the time goes.
-        url: address of the metrics; None if they are not served.
+    goodput: where the time goes. url: address of the metrics; None if they are not served.
     """
 
     def __init__(

@@ -360,9 +360,7 @@ def run(args: argparse.Namespace) -> int:
 def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[Finding]:
     """Run all checks, within PROBE_S. Never raises.
 
-    Args:
-        rdzv_conf: as torchrun's option.
-        endpoint: etcd's endpoint; "" to not check etcd.
+    rdzv_conf: as torchrun's option. endpoint: etcd's endpoint; "" to not check etcd.
     """
     read: list[Settings] = []
     first = _RunningCheck("settings", lambda: [check_settings(rdzv_conf, environ, read)], SETTINGS_S).result()

@@ -105,8 +105,7 @@ def _task(settings: Settings, alone: bool, variables: Mapping[str, str]) -> Task
 def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], Finding | None]:
     """Run the child; return its figures, and why it failed, if it did.
 
-    Args:
-        limit_s: seconds from its first line, which comes once torch is imported.
+    limit_s: seconds from its first line, which comes once torch is imported.
     """
     figures: list[Figure] = []
     doing, ended = "importing torch", False

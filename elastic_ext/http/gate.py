@@ -389,8 +389,7 @@ class Verified:
 class Checks:
     """The thread and its queue. Its results make `fileno()` readable. The thread starts with the first login.
 
-    Args:
-        check: whether a password has a hash: bcrypt.checkpw, which does not hold the GIL meanwhile.
+    check: whether a password has a hash: bcrypt.checkpw, which does not hold the GIL meanwhile.
     """
 
     def __init__(self, check: Callable[[bytes, bytes], bool]) -> None:

@@ -93,9 +93,7 @@ def basic_login(authorization: str) -> tuple[str, bytes] | None:
 class CpuBudget:
     """Credit in CPU seconds that grows with time and shrinks with use. It may become negative: work is paid for afterwards.
 
-    Args:
-        share: of one core, in the long run.
-        burst_s: CPU seconds that may be used at once after a quiet time.
+    share: of one core, in the long run. burst_s: CPU seconds that may be used at once after a quiet time.
     """
 
     def __init__(self, share: float, burst_s: float) -> None:

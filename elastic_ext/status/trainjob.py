@@ -46,9 +46,7 @@ class Training:
 def body_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> bytes:
     """Return the body of a post: JSON. What is unknown is left out.
 
-    Args:
-        now: Unix time in seconds.
-        gauges: what the script shows of itself, by name, e.g. its loss. The first MAX_GAUGES are posted.
+    now: Unix time in seconds. gauges: what the script shows of itself, by name, e.g. its loss. The first MAX_GAUGES are posted.
 
     The percentage stays below 100 until the job has ended well. So it does with Hugging Face's callback, whose names of metrics
     these are. The time that is left does not count restarts that are still to come.

@@ -84,8 +84,7 @@ class Poster:
 
     A change waits until GAP_S (or the interval, if that is shorter) after the last post, or until the next try if posts fail.
 
-    Args:
-        body: called on the thread of the poster; returns what to post now, None: nothing.
+    body: called on the thread of the poster; returns what to post now, None: nothing.
     """
 
     def __init__(self, target: Target, interval_s: float, body: Callable[[], bytes | None]) -> None:

@@ -71,8 +71,7 @@ class AgentMetrics(FamilyCollector):
         gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
 
-    Attributes:
-        progress: as given. state: what the agent does.
+    progress: as given. state: what the agent does.
     """
 
     table: ClassVar = {**families.JOB, **families.OTHERS, **families.WORKERS}

@@ -287,7 +287,7 @@ class JobCompanions:
         self.round_companions = self._beside_workers(settings, handler)
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
-        companions = [
+        companions: list[Companion] = [
             OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
             OnStart(self.host.round_started),  # earlier events have nothing to do with this round
             self.warm_starts,

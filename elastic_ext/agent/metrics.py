@@ -120,8 +120,8 @@ class Goodput:
         if table is not None:
             table.repeat(repeated)
 
-    def _workers(self) -> Sequence[Progress] | None:
-        return self._table.read_all() if self._table is not None else None
+    def _workers(self) -> Sequence[Progress]:
+        return self._table.read_all() if self._table is not None else ()
 
     # What others see.
 

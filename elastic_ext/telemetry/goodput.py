@@ -84,8 +84,8 @@ class TimeLedger:
         positions = goodput.newest_positions((*others.positions, *counts.positions))
         self._counts = replace(counts, reached=max(counts.reached, others.reached), positions=positions)
 
-    def enter(self, state: str, now: float, workers: Sequence[Progress] | None = None) -> None:
-        """Note what the agent does from now on: one of families.STATES. workers: those that run; None if unknown."""
+    def enter(self, state: str, now: float, workers: Sequence[Progress] = ()) -> None:
+        """Note what the agent does from now on: one of families.STATES. workers: those that run, if known."""
         now = max(now, self._since)
         if self._state == families.RUNNING:
             # A signal ends the workers without a state of its own.
@@ -102,7 +102,7 @@ class TimeLedger:
             self._add(tail.states(hung), tail.share)
         self._tails = []
 
-    def at(self, now: float, workers: Sequence[Progress] | None = None) -> Look:
+    def at(self, now: float, workers: Sequence[Progress] = ()) -> Look:
         """Return the ledger as of now. workers: see `enter`."""
         now = max(now, self._since)
         by_state, counts = dict(self._by_state), self._counts
@@ -111,9 +111,9 @@ class TimeLedger:
         if self._state == families.RUNNING:
             settled = _mean(workers, self._since, now)
             unsettled_s += max(0.0, now - self._since - sum(settled.values()))
-            counts = self._counted(workers or ())
+            counts = self._counted(workers)
             self._counts = replace(self._counts, positions=counts.positions)  # the workers show only their last one
-            tokens, flops = tokens + sum(each.tokens for each in workers or ()), flops + sum(each.flops for each in workers or ())
+            tokens, flops = tokens + sum(each.tokens for each in workers), flops + sum(each.flops for each in workers)
         else:
             settled = self._own(now)
         for state, seconds in settled.items():
@@ -130,14 +130,14 @@ class TimeLedger:
             return {state: seconds}
         return {state: min(seconds, WAITS_FOR_NODES_S), goodput.WAITING: max(0.0, seconds - WAITS_FOR_NODES_S)}
 
-    def _end_round(self, now: float, workers: Sequence[Progress] | None, rest: str) -> None:
+    def _end_round(self, now: float, workers: Sequence[Progress], rest: str) -> None:
         """rest: see `Tail`."""
         ran_s = now - self._since
-        well = rest != goodput.DETECTION and all(each.phase == "exit" and not each.ends_with for each in workers or ())
+        well = rest != goodput.DETECTION and all(each.phase == "exit" and not each.ends_with for each in workers)
         if not workers:
             self._add({goodput.PRODUCTIVE: ran_s})
-        for each in workers or ():
-            settled, share = _settled(each, self._since, now), 1 / len(workers or ())
+        for each in workers:
+            settled, share = _settled(each, self._since, now), 1 / len(workers)
             self._add(settled, share)
             left_s = max(0.0, ran_s - sum(settled.values()))
             if each.ended_ns:  # it failed: from then on the process only ends
@@ -146,10 +146,10 @@ class TimeLedger:
                 left_s -= ending_s
             step_s = math.inf if each.step_s is None else each.step_s
             self._tails.append(Tail(each.account, left_s, step_s, rest, share))
-        counts = self._counted(workers or ())
+        counts = self._counted(workers)
         self._counts = replace(counts, starts=counts.starts + 1, interruptions=counts.interruptions + (not well))
-        self._tokens += sum(each.tokens for each in workers or ())
-        self._flops += sum(each.flops for each in workers or ())
+        self._tokens += sum(each.tokens for each in workers)
+        self._flops += sum(each.flops for each in workers)
 
     def _counted(self, workers: Sequence[Progress]) -> Spent:
         """Return the counts with what these workers have done."""
@@ -213,12 +213,12 @@ def _settled(worker: Progress, since: float, until: float) -> dict[str, float]:
     return found
 
 
-def _mean(workers: Sequence[Progress] | None, since: float, until: float) -> dict[str, float]:
+def _mean(workers: Sequence[Progress], since: float, until: float) -> dict[str, float]:
     """Return the workers' settled seconds by state, each worker having the same share of the node."""
     mean: dict[str, float] = {}
-    for each in workers or ():
+    for each in workers:
         for state, seconds in _settled(each, since, until).items():
-            mean[state] = mean.get(state, 0.0) + seconds / len(workers or ())
+            mean[state] = mean.get(state, 0.0) + seconds / len(workers)
     return mean
 
 

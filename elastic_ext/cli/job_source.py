@@ -87,24 +87,17 @@ class AgentUrl:
         return records.read(Document, answer, self._url, status_records.SCHEMA)
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
-        try:
-            answers.put(self._fetch())
-        except UsageError as error:
-            answers.put(error)
-
-    def _fetch(self) -> bytes:
-        """Return what the agent answers. Raises UsageError."""
+        """Put what the agent answers, or why it does not."""
         try:
             request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                text: bytes = answer.read(MAX_BYTES + 1)
-                return text
+                answers.put(answer.read(MAX_BYTES + 1))
         except urllib.error.HTTPError as error:
             hint = {401: ": --user NAME", 404: ": is this an agent of elastic_ext, with metrics on?"}.get(error.code, "")
-            raise UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}") from error
+            answers.put(UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}"))
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise UsageError(f"the agent at {self._url}: {reason}") from error
+            answers.put(UsageError(f"the agent at {self._url}: {reason}"))
 
 
 def _password(user: str, file: str | None) -> str:

@@ -162,12 +162,12 @@ class EtcdHealth(FamilyCollector):
     def values(self) -> Values:
         with self._lock:
             calls, outcomes, reconnects = self._calls.copy(), dict(self._outcomes), self._reconnects
-        yield families.ETCD_CALL, (), calls
+        yield "elastic_ext_etcd_call_seconds", (), calls
         for outcome, count in outcomes.items():
-            yield families.ETCD_CALLS, (outcome,), count
-        yield families.ETCD_RECONNECTS, (), reconnects
+            yield "elastic_ext_etcd_calls", (outcome,), count
+        yield "elastic_ext_etcd_reconnects", (), reconnects
         until = self.lease_until()
-        yield families.ETCD_LEASE, (), self._clock.at(until) if until is not None else None
+        yield "elastic_ext_etcd_lease_expiry_timestamp_seconds", (), self._clock.at(until) if until is not None else None
 
 
 class GoodputCollector(FamilyCollector):

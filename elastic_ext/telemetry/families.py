@@ -276,24 +276,20 @@ LATENESS = {
     ),
 }
 # With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
-ETCD_CALL = "elastic_ext_etcd_call_seconds"
-ETCD_CALLS = "elastic_ext_etcd_calls"
-ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
-ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
 ETCD = {
-    ETCD_CALL: histogram(
+    "elastic_ext_etcd_call_seconds": histogram(
         "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not."
     ),
-    ETCD_CALLS: counter(
+    "elastic_ext_etcd_calls": counter(
         "Attempts to call etcd, or the store of ext_c10d over several nodes: answered (ok), or not (failed).",
         "outcome",
         known=_known(OK, FAILED),
     ),
-    ETCD_RECONNECTS: counter(
+    "elastic_ext_etcd_reconnects": counter(
         "How often the connection for watches, to etcd or the store of ext_c10d over several nodes, was lost and opened again.",
         known=ZERO,
     ),
-    ETCD_LEASE: gauge(
+    "elastic_ext_etcd_lease_expiry_timestamp_seconds": gauge(
         "Time until which this node's lease in etcd, or in the store of ext_c10d over several nodes, certainly holds; absent "
         "while it has none."
     ),

@@ -152,8 +152,10 @@ class Journal(Companion):
 
     def of_etcd(self, outage: OutageChange) -> None:
         """Report that etcd does not answer, or does so again. Any thread may call this."""
-        name = "etcd_available" if outage.over else "etcd_unavailable"
-        self.events.emit(name, endpoint=outage.endpoint, seconds=outage.seconds)
+        if outage.over:
+            self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
+        else:
+            self.events.emit("etcd_unavailable", endpoint=outage.endpoint, seconds=outage.seconds)
 
     def round_over(self, over: RoundEnd) -> None:
         """Report that the workers of this node must stop, though none of them has failed."""

@@ -191,8 +191,9 @@ class Job:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A node. Ages in seconds; None where unknown. For fields without a comment see NodeReport."""
+    """A node. Ages in seconds; None where unknown."""
 
+    # Where nothing is said here, see NodeReport.
     id: str  # unique within the job
     name: str  # of its host
     state: str  # of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report

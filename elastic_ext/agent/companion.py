@@ -7,37 +7,37 @@ descriptor to wait for, evidence of a failure); the code that needs that calls t
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from elastic_ext.base.records import RecordError
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Progress, ProgressTable
 
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
 END_S = 3.0  # how long the end of an agent waits for its receivers (files and pipes, servers, etcd), all of them together
 HURRIED_S = 1.0  # the same where a signal ends the agent: the platform will kill it
-LEAST_S = 0.2  # for each, even if another one has used up the time: who works needs a moment
+LEAST_S = 0.2  # for each, even if another one has used up the time: its work needs a moment
 
 
 @dataclass(frozen=True)
 class LocalWorkers:
-    """The workers of this node in one round. All mappings are by local rank.
-
-    Attributes:
-        processes: their processes.
-        progress: the progress table; None if there was no room for it, so that their progress is unknown.
-        ranks: their global ranks.
-        resumed_at: step of the checkpoint that they resume from; 0: the beginning; None: unknown.
-        error_files, stacks_files: paths to which they write their error files and their stacks.
-    """
+    """The workers of this node in one round. All mappings are by local rank."""
 
     processes: WorkerProcesses
-    progress: ProgressTable | None
-    ranks: Mapping[int, int]
+    progress: ProgressTable | None  # None if there was no room for it, so that their progress is unknown
+    ranks: Mapping[int, int]  # global ranks
+    # error_files, stacks_files: paths to which they write their error files and their stacks
     error_files: Mapping[int, str]
     stacks_files: Mapping[int, str]
-    resumed_at: int | None = None
+    resumed_at: int | None = None  # step of the checkpoint that they resume from; 0: the beginning; None: unknown
 
     def read_progress(self) -> list[Progress]:
         """Return the progress of all workers, by local rank; an empty list without a progress table."""
@@ -46,6 +46,20 @@ class LocalWorkers:
     def running_pids(self) -> dict[int, int]:
         """Return the pids of the workers that have not ended, by local rank."""
         return {local_rank: self.processes.pids[local_rank] for local_rank in self.processes.running}
+
+
+def read_file_of_worker(path: str | None, decode: Callable[[bytes, str], Value], most: int = -1) -> Value | None:
+    """Return what a worker has written to its file; None if the file is not there, or cannot be read. most: bytes of it."""
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return decode(file.read(most), path)
+    except FileNotFoundError:
+        return None
+    except (OSError, RecordError) as error:
+        logger.debug("cannot read %s: %s", path, error)
+        return None
 
 
 class Companion:
@@ -58,7 +72,7 @@ class Companion:
         """Called after an event, or when a check is due, while the workers keep running."""
 
     def next_check_s(self) -> float:
-        """Return the seconds until `check` is due although there is no event."""
+        """Return the seconds until `check` is due even without an event."""
         return math.inf
 
     def workers_ended(self, workers: LocalWorkers) -> None:

@@ -32,7 +32,7 @@ from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.status.trainjob import TrainerStatus, Training, TrainJobState, status_of
+from elastic_ext.status.trainjob import Training, TrainJobState, body_of
 from elastic_ext.status.trainjob_posts import Poster, Target, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import WorkerLogs
@@ -46,17 +46,6 @@ logger = logging.getLogger(__name__)
 
 HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
 _LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
-
-
-def reporting(
-    settings: Settings, environ: Mapping[str, str], restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
-) -> list[TrainJobReports]:
-    """Return the companion that reports to Kubeflow Trainer, if it asks for reports.
-
-    restarts: see Training. gauges: what the script of rank 0 shows of itself, if it is on this node.
-    """
-    target = target_of(environ) if settings.trainjob_interval > 0 else None
-    return [TrainJobReports(target, settings.trainjob_interval, restarts, gauges)] if target is not None else []
 
 
 def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
@@ -73,11 +62,12 @@ def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Trai
 
 
 class TrainJobReports(Companion):
-    """Posts while rank 0 is on this node."""
+    """Posts to Kubeflow Trainer while rank 0 is on this node."""
 
     def __init__(
         self, target: Target, interval_s: float, restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
     ) -> None:
+        """restarts: see Training. gauges: what the script of rank 0 shows of itself, if it is on this node."""
         self._restarts, self._read_gauges = restarts, gauges
         self._lock = threading.Lock()
         self._workers: LocalWorkers | None = None  # of this round, if rank 0 is among them
@@ -86,7 +76,7 @@ class TrainJobReports(Companion):
         self._gauges: Mapping[str, float] = {}  # of rank 0
         self._begun = False  # this round's first step was posted
         self._done = False
-        self._poster = Poster(target, interval_s, self.status)
+        self._poster = Poster(target, interval_s, self.body)
 
     def workers_started(self, workers: LocalWorkers) -> None:
         slots = [local_rank for local_rank, rank in workers.ranks.items() if rank == 0]
@@ -124,15 +114,15 @@ class TrainJobReports(Companion):
     def flush(self, limit_s: float) -> None:
         self._poster.close(limit_s)
 
-    def status(self) -> TrainerStatus | None:
-        """Return the status to post; None if this agent has nothing to post. Any thread may call this."""
+    def body(self) -> bytes | None:
+        """Return the status to post now; None if this agent has nothing to post. Any thread may call this."""
         with self._lock:
             now = self._read()
             self._last = now or self._last
             self._gauges = self._read_gauges() or self._gauges  # none between two rounds, nor before the script sets them
             trains = now is not None and self._workers is not None and not self._workers.processes.stopped
             state = TrainJobState.DONE if self._done else TrainJobState.TRAINING if trains else TrainJobState.STOPPED
-            return status_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
+            return body_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
 
     def _read(self) -> Training | None:
         """Return how far rank 0 is, if it trains on this node. The caller holds the lock."""
@@ -143,7 +133,7 @@ class TrainJobReports(Companion):
 
 
 class WarmStarts(Companion):
-    """The standby pool of this agent, or the reason why it has none."""
+    """The standby pool of this agent, or the reason why it has no pool."""
 
     def __init__(self, pool: StandbyPool | None, cold: ColdReason, logs: WorkerLogs, metrics: AgentMetrics) -> None:
         """cold: the reason to count for each worker that is started without a pool."""
@@ -297,15 +287,18 @@ class JobCompanions:
         self.round_companions = self._beside_workers(settings, handler)
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
-        return [
+        companions: list[Companion] = [
             OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
             OnStart(self.host.round_started),  # earlier events have nothing to do with this round
             self.warm_starts,
             self.observation,
             self.journal,
             *([CopierUpdates(self.copier)] if self.copier is not None else []),
-            *reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]
+        interval_s = settings.trainjob_interval
+        if interval_s > 0 and (target := target_of(os.environ)) is not None:
+            companions.append(TrainJobReports(target, interval_s, lambda: handler.round - 1, lambda: self.observation.gauges(0)))
+        return companions
 
     def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
         """Show and report which ranks and hosts are late. Any thread may call this."""

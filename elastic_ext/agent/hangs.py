@@ -40,8 +40,7 @@ class FlightRecorder:
     versions call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This class never opens it;
     `python -m torch.distributed.flight_recorder.fr_trace` reads it.
 
-    Attributes:
-        variables: additions to the workers' environment; without those that the user has set.
+    variables: additions to the workers' environment; without those that the user has set.
     """
 
     def __init__(self, run_dir: str, environ: Mapping[str, str]) -> None:
@@ -99,19 +98,13 @@ def _written(path: str, since: float) -> bool:
 
 
 class HangHandling(Companion):
-    """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall.
-
-    Attributes:
-        hung: the workers that the others waited for, by local rank; set by `examine`.
-        reach: the hosts that did not answer them then.
-        collectives: those in which the workers waited then.
-    """
+    """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall."""
 
     def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
-        self.hung: Mapping[int, Stuck] = {}
-        self.reach = NOTHING_KNOWN
-        self.collectives: tuple[Collective, ...] = ()
+        self.hung: Mapping[int, Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
+        self.reach = NOTHING_KNOWN  # the hosts that did not answer them then
+        self.collectives: tuple[Collective, ...] = ()  # those in which the workers waited then
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
         self._reported: cuts.Reach | None = None  # what the other nodes know of the quiet workers
         self._waiting = False  # this node claims a stall by the limit of a wait only
@@ -139,7 +132,7 @@ class HangHandling(Companion):
         if assessment.stalled or stalled_before:
             self._handler.part.report_stall(assessment.stalled)
         if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):
-            # While a rank of another node does its own part, the others wait for it. That is no news for users.
+            # While a rank of another node does its own part, the others wait for it. That is not news for users.
             level = logging.INFO if assessment.waiting or (self._waiting and not assessment.stalled) else logging.WARNING
             logger.log(level, "elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
         self._waiting = assessment.waiting

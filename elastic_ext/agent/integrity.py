@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.base.printable import ranks_in_words
-from elastic_ext.base.records import RecordError
 from elastic_ext.failures import replicas
 from elastic_ext.failures.replicas import Hashed, WorkerHashes
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -35,7 +34,8 @@ def read(workers: LocalWorkers) -> tuple[Hashed, ...]:
 
 def _read(workers: LocalWorkers) -> dict[int, WorkerHashes]:
     """Return what each worker has written so far, by rank."""
-    return {rank: found for path, rank in _files(workers) if (found := _of_file(path)) is not None}
+    found = {rank: read_file_of_worker(path, replicas.decode) for path, rank in _files(workers)}
+    return {rank: hashes for rank, hashes in found.items() if hashes is not None}
 
 
 def _together(found: Mapping[int, WorkerHashes]) -> tuple[Hashed, ...]:
@@ -51,17 +51,6 @@ def _files(workers: LocalWorkers) -> list[tuple[str, int]]:
     progress = workers.progress.path if workers.progress is not None else None
     paths = ((worker_env.hashes_path(progress, local_rank), rank) for local_rank, rank in workers.ranks.items())
     return [(path, rank) for path, rank in paths if path is not None]
-
-
-def _of_file(path: str) -> WorkerHashes | None:
-    try:
-        with open(path, "rb") as file:
-            return replicas.decode(file.read(), path)
-    except FileNotFoundError:
-        return None
-    except (OSError, RecordError) as error:
-        logger.debug("the hashes in %s cannot be read: %s", path, error)
-        return None
 
 
 class ReplicaWatch(Companion):

@@ -46,17 +46,11 @@ FIRST = "start"  # cause of the first round of an agent
 
 @dataclass
 class _Reported:
-    """What was last reported, since only changes are.
+    """What was last reported, since only changes are."""
 
-    Attributes:
-        members: nodes and workers of the last round.
-        saved_step: of this round.
-        late: stragglers of this round, by host and rank.
-    """
-
-    members: tuple[int, int] | None = None
-    saved_step: int | None = None
-    late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)
+    members: tuple[int, int] | None = None  # nodes and workers of the last round
+    saved_step: int | None = None  # of this round
+    late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)  # stragglers of this round, by host and rank
 
 
 class Journal(Companion):
@@ -177,27 +171,21 @@ class Journal(Companion):
         """Report each rank or host that is late from now on, or no longer, also in the log. Any thread may call this."""
         now = {(each.node, each.rank): each for each in stragglers}
         before, self._reported.late = self._reported.late, now
-        for key, each in now.items():
-            if key not in before:
-                logger.warning("elastic_ext: %s", shown(each.text))
-                self._straggles(each, True)
-        for key, each in before.items():
-            if key not in now:
-                logger.warning("elastic_ext: %s is late no longer", shown(each.who))
-                self._straggles(each, False)
-
-    def _straggles(self, of: Straggler, late: bool) -> None:
-        self.events.emit(
-            "straggler",
-            late=late,
-            host=of.node,
-            rank=of.rank if of.rank >= 0 else None,
-            seconds=of.late_s,
-            p90_seconds=of.p90_s,
-            step_seconds=of.step_s,
-            share=of.share,
-            error_seconds=of.error_s,
-        )
+        changed = [(each, True) for key, each in now.items() if key not in before]
+        changed += [(each, False) for key, each in before.items() if key not in now]
+        for each, late in changed:
+            logger.warning("elastic_ext: %s", shown(each.text if late else f"{each.who} is late no longer"))
+            self.events.emit(
+                "straggler",
+                late=late,
+                host=each.node,
+                rank=each.rank if each.rank >= 0 else None,
+                seconds=each.late_s,
+                p90_seconds=each.p90_s,
+                step_seconds=each.step_s,
+                share=each.share,
+                error_seconds=each.error_s,
+            )
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Report a failure on this node and of the verdict; return the text for the log. See `verdicts.failure_text`."""
@@ -248,10 +236,7 @@ class Journal(Companion):
         )
 
     def must_leave(self, received: Signals, grace_s: float) -> float:
-        """Report that a signal ends this agent; return the monotonic time by which it must have ended.
-
-        grace_s: seconds until then.
-        """
+        """Report that a signal ends this agent; return the monotonic time, grace_s from now, by which it must have ended."""
         if received in exits.USER_SIGNALS:
             self.events.emit("interrupted", signal=received.name)
         else:

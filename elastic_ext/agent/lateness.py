@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.base import round_store
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.held_signals import held, raise_again
@@ -27,7 +27,7 @@ from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.round_store import Store
 from elastic_ext.hangs import lateness
-from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak, WorkerSample
+from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
 from elastic_ext.rendezvous.run_id import machine
@@ -63,7 +63,7 @@ class StoreSilent(Exception):
 
 
 def this_clock() -> str:
-    """Return what tells the monotonic clock of this process from others: the boot, and the namespace of clocks; "" if unknown."""
+    """Return what identifies this process's monotonic clock: the boot, and the namespace of clocks; "" if unknown."""
     try:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError as error:
@@ -130,7 +130,7 @@ class LatenessWatch(Companion):
                 try:
                     thread.start()
                 except RuntimeError as error:  # a limit on threads
-                    logger.warning("nothing says whether a rank is late: %s", error)
+                    logger.warning("it is unknown whether a rank is late: %s", error)
                 self._thread = thread
             raise_again(received)
 
@@ -150,9 +150,9 @@ class LatenessWatch(Companion):
             pass  # the round is over
         except (RuntimeError, ValueError) as error:
             log = logger.debug if self._over.is_set() else logger.warning
-            log("nothing says any more whether a rank is late: the store of the round does not answer: %s", error)
+            log("it is no longer known whether a rank is late: the store of the round does not answer: %s", error)
         except Exception:  # the top of a thread
-            logger.exception("nothing says any more whether a rank is late")
+            logger.exception("it is no longer known whether a rank is late")
 
     def _serve(self) -> None:
         streaks: Mapping[tuple[str, int], Streak] = {}
@@ -181,7 +181,8 @@ class LatenessWatch(Companion):
         assert self._workers is not None
         found = []
         for local_rank, rank in self._workers.ranks.items():
-            sample = _read_sample(self._workers.stacks_files.get(local_rank))
+            path = worker_env.issued_path(self._workers.stacks_files.get(local_rank))
+            sample = read_file_of_worker(path, lateness.decode_worker, MAX_SAMPLE)
             if sample is None:
                 return None
             found.append(RankSample(rank, sample))
@@ -284,17 +285,3 @@ def straggler(streak: Streak) -> Straggler:
         round(max(0.0, late.share), 4),
         round(error_s, 6),
     )
-
-
-def _read_sample(stacks_file: str | None) -> WorkerSample | None:
-    path = worker_env.issued_path(stacks_file)
-    if path is None:
-        return None
-    try:
-        with open(path, "rb") as file:
-            return lateness.decode_worker(file.read(MAX_SAMPLE), path)
-    except FileNotFoundError:
-        return None
-    except (OSError, RecordError) as error:
-        logger.debug("cannot read %s: %s", path, error)
-        return None

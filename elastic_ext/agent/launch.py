@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.agreement import Resumption
+from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers.standby.modules import StandbySpec
 
@@ -83,15 +85,21 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     Raises UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
     """
     if settings.checkpoint_dir:
-        _check_checkpoint_dir(settings.checkpoint_dir, settings.checkpoint_pattern)
+        try:
+            listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern))
+        except OSError as error:  # the storage does not answer yet; it must by the first round
+            logger.warning("checkpoint_dir %s cannot be listed now: %s", settings.checkpoint_dir, error)
     spec = copy.copy(spec)
     if settings.max_restarts is not None:
         spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
-    _check_command(spec.entrypoint)
+    if isinstance(spec.entrypoint, str) and shutil.which(spec.entrypoint) is None:
+        raise UsageError(f"the command {spec.entrypoint!r} was not found or cannot be executed; nothing was started")
     program = python_program(spec.entrypoint, spec.args)
     if program is None:
         return spec
-    _check_script(program)
+    # The worker looks up a module on its own sys.path; "${...}" is one of torch's macros.
+    if not program.is_module and "${" not in program.program and not os.path.exists(program.program):
+        raise UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
     if settings.bootstrap:
         module = ("-m",) if program.is_module else ()
         spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
@@ -194,26 +202,6 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
     )
 
 
-def _check_checkpoint_dir(directory: str, pattern: str) -> None:
-    try:
-        listing.newest_complete(directory, listing.Wanted(pattern=pattern))
-    except OSError as error:  # the storage does not answer yet; it must by the first round
-        logger.warning("checkpoint_dir %s cannot be listed now: %s", directory, error)
-
-
-def _check_command(entrypoint: Callable[..., Any] | str | None) -> None:
-    if isinstance(entrypoint, str) and shutil.which(entrypoint) is None:
-        raise UsageError(f"the command {entrypoint!r} was not found or cannot be executed; nothing was started")
-
-
-def _check_script(program: PythonProgram) -> None:
-    # The worker looks up a module on its own sys.path; "${...}" is one of torch's macros.
-    if program.is_module or "${" in program.program:
-        return
-    if not os.path.exists(program.program):
-        raise UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
-
-
 @dataclass(frozen=True)
 class CommandEnd:
     """The end of a command. code: as in subprocess; None if it ran out of time. output: the end of what it printed."""
@@ -227,7 +215,7 @@ def unfit(ended: CommandEnd, timeout_s: float) -> str | None:
     if ended.code is None:
         return f"the health check had not ended after {timeout_s:g} s (health_timeout)"
     if ended.code < 0:
-        return f"the health check was ended by {_signal_name(-ended.code)}"
+        return f"the health check was ended by {exit_status(ended.code)[1]}"
     if ended.code:
         return f"the health check ended with exit code {ended.code}"
     return None
@@ -286,32 +274,18 @@ def run_command(command: str, timeout_s: float, environ: Mapping[str, str]) -> C
             return CommandEnd(127, f"cannot start a shell: {error}")
         code = None
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
         finally:
             if code is None:
-                _kill_command(process)
+                with suppress(OSError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(KILL_S)
         output.seek(max(0, os.fstat(output.fileno()).st_size - OUTPUT_BYTES))
         return CommandEnd(code, output.read().decode(errors="replace").strip())
-
-
-def _kill_command(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(KILL_S)
-    except (OSError, subprocess.TimeoutExpired):
-        pass
 
 
 def _log_command(level: int, what: str, ended: CommandEnd) -> None:
     logger.log(level, "%s: %s", what, "no end in time" if ended.code is None else f"exit code {ended.code}")
     for line in ended.output.splitlines():
         logger.log(level, "  %s", redacted(line))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -143,11 +143,7 @@ class SavesOnDemand(Companion):
 
         The end of the round ends the wait; so does the exception of a signal of the user.
 
-        Args:
-            signal_name: name of the signal that this agent got.
-            grace_s: seconds until this agent is killed.
-            stop_s: seconds of these that stopping the workers may take.
-            wakeup, wake_pipe: readable when the job or a worker of this node has news.
+        grace_s, stop_s: see `plan_save`. wakeup, wake_pipe: readable when the job or a worker of this node has news.
 
         Returns the seconds waited; None if the job was not asked.
         """
@@ -304,11 +300,10 @@ def plan_drain(seen: DrainFacts) -> DrainPlan:
 class Published:
     """The newest complete checkpoint in `checkpoint_dir`, and what else lies there."""
 
-    path: str = ""  # "": there is none
+    path: str = ""  # "": no checkpoint is there
     step: int | None = None  # None if unknown
-    version: float | None = (
-        None  # distinguishes it from others of the same path: some scripts write each checkpoint to the same file
-    )
+    # distinguishes it from others of the same path: some scripts write each checkpoint to the same file
+    version: float | None = None
     # path and version of all that may be checkpoints, but for those that are incomplete or damaged
     lies_there: frozenset[tuple[str, float | None]] = frozenset()
 
@@ -324,12 +319,9 @@ def published(settings: Settings) -> Published:
     versions = {entry.path: None if entry.is_dir else entry.mtime for entry in entries}
     passed_over = {each.path for each in choice.passed_over}
     lies_there = frozenset(each for each in versions.items() if each[0] not in passed_over)
-    newest = choice.resume
-    return (
-        Published(lies_there=lies_there)
-        if newest is None
-        else Published(newest.path, newest.step, versions.get(newest.path), lies_there)
-    )
+    if (newest := choice.resume) is None:
+        return Published(lies_there=lies_there)
+    return Published(newest.path, newest.step, versions.get(newest.path), lies_there)
 
 
 def is_new(first: Published, newest: Published, goal: int | None) -> bool:
@@ -349,8 +341,7 @@ def is_new(first: Published, newest: Published, goal: int | None) -> bool:
 class Directory:
     """Reads `checkpoint_dir` from a thread of its own, since a storage may hang.
 
-    Attributes:
-        first, newest: what it held at the first reading and at the last one; None before the first.
+    first, newest: what it held at the first reading and at the last one; None before the first.
     """
 
     def __init__(self, read: Callable[[], Published], on_read: Callable[[], None]) -> None:
@@ -386,7 +377,7 @@ class _UnderWay:
     """One drain of this node in one round."""
 
     drain: Drain
-    directory: Directory | None  # reads `checkpoint_dir`; None: there is none, or it need not be read any more
+    directory: Directory | None  # reads `checkpoint_dir`; None: it is not set, or need not be read any longer
     reported: int  # checkpoints that the workers had reported when it began
     before: int  # number of the job's last save on demand then
     goal: int | None = None  # step of the first checkpoint in `local_dir` since: later ones do not move it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import random
 import threading
@@ -17,14 +16,13 @@ import torch
 import elastic_ext
 from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import CheckpointPosition, Shared, Spent
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
 from elastic_ext.telemetry.collectors import GoodputCollector, goodput_status
-from elastic_ext.telemetry.goodput import Look, TimeLedger, WorkerTime
-from elastic_ext.workers import progress_layout
+from elastic_ext.telemetry.goodput import Look, TimeLedger
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.standby.rules import ColdReason
 
@@ -40,26 +38,6 @@ FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of
 def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int]) -> list[WorkerProgress]:
     """Return a row for each worker that reports its progress. workers, ranks: progress and global ranks, by local rank."""
     return [WorkerProgress(local_rank, ranks[local_rank], row) for local_rank, row in enumerate(workers) if row.pid]
-
-
-def worker_time(progress: Progress) -> WorkerTime:
-    """Return a row of the progress table as the ledger wants it."""
-    if not progress.pid:
-        return WorkerTime()
-    seconds = {state: ns / 1e9 for state, ns in zip(progress_layout.ACCOUNTS, progress.spent_ns, strict=True)}
-    return WorkerTime(
-        began_at=progress.began_ns / 1e9,
-        spent=seconds,
-        now_in=progress.account,
-        steps=progress.steps,
-        step_s=math.inf if progress.step_s is None else progress.step_s,
-        finished=progress.phase == "exit" and not progress.ends_with,
-        failed_at=progress.ended_ns / 1e9,
-        saves=progress.saves,
-        saved=CheckpointPosition(progress.saved_step, progress.saved_after) if progress.saved_step is not None else None,
-        tokens=progress.tokens,
-        flops=progress.flops,
-    )
 
 
 def share_every_s(nodes: int) -> float:
@@ -125,7 +103,14 @@ class Goodput:
         """
         self._nodes = nodes
         if self._share is not None and self._thread is None:
-            self._begin_to_share()  # not before: the first node of a job deletes what an ended one left under its run id
+            # Not before: the first node of a job deletes what an ended one left under its run id.
+            thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:  # a limit on threads
+                logger.warning("goodput is not shared with the job: %s", error)
+                self._share = None
         if self._thread is not None:
             self._first.wait(FIRST_SHARE_S)
             self._first.set()  # only the first round waits
@@ -135,8 +120,8 @@ class Goodput:
         if table is not None:
             table.repeat(repeated)
 
-    def _workers(self) -> Sequence[WorkerTime] | None:
-        return [worker_time(each) for each in self._table.read_all()] if self._table is not None else None
+    def _workers(self) -> Sequence[Progress]:
+        return self._table.read_all() if self._table is not None else ()
 
     # What others see.
 
@@ -157,16 +142,6 @@ class Goodput:
     def share_with(self, share: Callable[[Spent], Shared]) -> None:
         """Share from the first round on. share: adds what was spent since its last call; returns the sum of the job."""
         self._share = share
-
-    def _begin_to_share(self) -> None:
-        thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # a limit on threads
-            logger.warning("goodput is not shared with the job: %s", error)
-            self._share = None
-        else:
-            self._thread = thread
 
     def end(self) -> None:
         """Share for the last time. Returns at once."""
@@ -197,7 +172,7 @@ class Goodput:
                 logger.log(logging.DEBUG if failed else logging.INFO, "goodput was not shared, and will be later: %s", error)
                 failed = True
             except Exception:  # the top of a thread
-                logger.exception("goodput is not shared with the job any more")
+                logger.exception("goodput is no longer shared with the job")
                 return
             finally:
                 self._first.set()

@@ -37,7 +37,7 @@ from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status, status_records
 from elastic_ext.status.job_status import Own, ReportAges, Sources
-from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler
+from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler, age_s
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
 from elastic_ext.telemetry.collectors import EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
@@ -50,7 +50,7 @@ REPORT_S = 15.0  # between two reports of a node whose state does not change: 34
 SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it several times, and its own writes come first
 CHANGES_PER_S = 100.0  # reports of a change that all nodes make at once; 5 s for 512 nodes
 CACHED_S = 1.0  # many viewers cost one read of the job in this time
-ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
+ANSWER_S = 0.2  # that the HTTP server waits for a read; the next request gets what comes later
 POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles
 STANDBYS = "elastic_ext_standbys"
@@ -64,10 +64,10 @@ def settle_s(node_id: str, nodes: int) -> float:
 
 
 class JobView:
-    """Works from construction to `close`. `document` is for the server's thread, `node` and `close` for the agent's loop."""
+    """Works from construction to `close`, which is for the agent's loop; `document` is for the server's thread."""
 
-    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
-        self._handler = handler
+    def __init__(self, handler: Rendezvous, node: OwnNode) -> None:
+        self._handler, self._node = handler, node
         self._ages = ReportAges()
         self._changed = threading.Condition()
         self._status = JobStatus.nothing(handler.get_run_id(), "the rendezvous has not answered yet")
@@ -75,7 +75,7 @@ class JobView:
         self._answer: tuple[float, bytes] | None = None
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
-        self.node = OwnNode(handler, metrics, self._on_state)
+        node.on_state = self._on_state
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
         try:
             self._thread.start()
@@ -108,7 +108,7 @@ class JobView:
             status, fault, read_at = self._status, self._fault, self._read_at
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
-        backend, own = self._handler.get_backend(), self.node.now(now)
+        backend, own = self._handler.get_backend(), self._node.now(now)
         built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
         self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
@@ -126,7 +126,7 @@ class JobView:
         except Exception:  # the top of a thread
             logger.exception("status: the thread has failed, and the status of other nodes is no longer shown")
             with self._changed:
-                self._fault = self._fault or "the thread that reads of them has failed: see the agent's log"
+                self._fault = self._fault or "the thread that reads them has failed: see the agent's log"
                 self._wanted = False
                 self._changed.notify_all()
 
@@ -137,8 +137,9 @@ class JobView:
                 self._changed.wait_for(lambda: self._closing or self._wanted or self._new_state, max(0.0, due - time.monotonic()))
                 closing, wanted, new_state = self._closing, self._wanted, self._new_state
                 self._new_state = False
+            settled_s = settle_s(self._handler.node_id, self._node.place.nodes)
             if new_state:
-                due = min(due, time.monotonic() + self._settle_s())
+                due = min(due, time.monotonic() + settled_s)
             if closing:
                 self._report(last=True)
                 if wanted:
@@ -148,14 +149,11 @@ class JobView:
                 self._read_job()
             if time.monotonic() >= due:
                 written = self._report(last=False)
-                due = time.monotonic() + (REPORT_S if written else self._settle_s())
-
-    def _settle_s(self) -> float:
-        return settle_s(self._handler.node_id, self.node.place.nodes)
+                due = time.monotonic() + (REPORT_S if written else settled_s)
 
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
-        report = self.node.now(time.monotonic()).report
+        report = self._node.now(time.monotonic()).report
         shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
         try:
             self._handler.show(status_records.encode_report(shown), last)
@@ -165,7 +163,7 @@ class JobView:
         return True
 
     def _read_job(self) -> None:
-        """Read of the job, for those who wait in `document`."""
+        """Read the job's status, for the callers that wait in `document`."""
         now = time.monotonic()
         status, fault = self._status, ""
         try:
@@ -203,7 +201,7 @@ def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, 
     report = NodeReport(
         name=name,
         state=metrics.state.name,
-        state_s=_age(now, metrics.state.since) or 0.0,
+        state_s=age_s(now, metrics.state.since),
         node_rank=place.node_rank,
         base_rank=place.base_rank,
         workers=place.workers,
@@ -222,9 +220,9 @@ def _with_progress(report: NodeReport, rows: Sequence[Progress], resumed_at: int
         report,
         step=(resumed_at if slowest.steps_before is None else slowest.steps_before) + slowest.steps,
         steps_per_s=round((slowest.steps - 1) / slowest.stepping_s, 3) if slowest.stepping_s > 0 else None,
-        last_step_s=_age(now, min(last_steps) / 1e9) if last_steps else None,
+        last_step_s=age_s(now, min(last_steps) / 1e9) if last_steps else None,
         saved_step=saved.saved_step if saved is not None else None,
-        saved_s=_age(now, saved.saved_ns / 1e9) if saved is not None else None,
+        saved_s=age_s(now, saved.saved_ns / 1e9) if saved is not None else None,
     )
 
 
@@ -236,10 +234,6 @@ def after(before: NodeReport, report: NodeReport, later_s: float) -> NodeReport:
     if report.saved_step is None and before.saved_step is not None:
         report = replace(report, saved_step=before.saved_step, saved_s=(before.saved_s or 0.0) + later_s)
     return report
-
-
-def _age(now: float, at: float | None) -> float | None:
-    return None if at is None else round(max(0.0, now - at), 3)
 
 
 class Points:
@@ -262,19 +256,18 @@ class Points:
             self._every_s *= 2
 
     def ages(self, now: float) -> tuple[GoodputPoint, ...]:
-        return tuple(GoodputPoint(_age(now, at) or 0.0, goodput) for at, goodput in tuple(self._points))
+        return tuple(GoodputPoint(age_s(now, at), goodput) for at, goodput in tuple(self._points))
 
 
 class OwnNode:
     """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing."""
 
-    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
-        """on_state: called by the loop when its state has changed; it must return at once."""
+    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self.place = NodePlace()
+        self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
         self._stragglers: tuple[Straggler, ...] = ()
         self._uncompared = ""
         self._handler, self._metrics = handler, metrics
-        self._on_state = on_state
         self._history, self._points = RoundHistory(), Points()
         self._lock = threading.Lock()
         self._last: tuple[float, NodeReport] | None = None  # the last report with steps or a checkpoint, and when
@@ -283,7 +276,7 @@ class OwnNode:
     def _entered(self, state: str, at: float) -> None:
         with self._lock:
             self._history.entered(state, self._handler.round, at)
-        self._on_state()
+        self.on_state()
 
     def round_ended(self, why: str) -> None:
         """Note why the round is over."""
@@ -295,14 +288,14 @@ class OwnNode:
         with self._lock:
             before, self._stragglers = self._stragglers, stragglers
         if [each.who for each in before] != [each.who for each in stragglers]:
-            self._on_state()
+            self.on_state()
 
     def uncompared(self, why: str) -> None:
         """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
         with self._lock:
             before, self._uncompared = self._uncompared, cut(why, status_records.MAX_WHY)
         if before != self._uncompared:
-            self._on_state()
+            self.on_state()
 
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
@@ -328,26 +321,21 @@ def check(settings: Settings) -> None:
 
 
 class Serving:
-    """The server of one agent, and the file by which Prometheus finds it.
-
-    Attributes:
-        url: address of the metrics; None if they are not served.
-        lingers: whether `close` waits for a last scrape.
-    """
+    """The server of one agent, and the file by which Prometheus finds it."""
 
     def __init__(self, shown: Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup) -> None:
         """labels: of the target for Prometheus. wakeup: signals wake it."""
         self._linger_s, self._wakeup = settings.metrics_linger, wakeup
         self._last_scrape = LastScrape()
         self._unannounce: Callable[[], None] = lambda: None
-        self.lingers = False
+        self.lingers = False  # whether `close` waits for a last scrape
         # The user must see a port that the kernel chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
         guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
         self._server = MetricsServer(
             self._last_scrape.noting(shown), settings.metrics_host, settings.metrics_port, announce, guard
         )
-        self.url = self._server.url
+        self.url = self._server.url  # address of the metrics; None if they are not served
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
             self._unannounce = server.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
@@ -368,9 +356,7 @@ class Serving:
 class Observation(Companion):
     """Shows what happens, from construction to `close`.
 
-    Attributes:
-        goodput: where the time goes.
-        url: address of the metrics; None if they are not served.
+    goodput: where the time goes. url: address of the metrics; None if they are not served.
     """
 
     def __init__(
@@ -395,6 +381,7 @@ class Observation(Companion):
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
+        self._node = OwnNode(handler, metrics)
         self._scripts: ScriptMetrics | None = None
         self._job: JobView | None = None
         self._serving: Serving | None = None
@@ -403,7 +390,7 @@ class Observation(Companion):
             self._file = TextFile(settings.metrics_file, metrics.registry, {**metrics.labels, "pid": str(os.getpid())})
         if not settings.metrics:
             return
-        self._job = job = JobView(handler, metrics)
+        self._job = job = JobView(handler, self._node)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
         try:
             self._serving = Serving(shown, settings, metrics.labels, wakeup)
@@ -440,34 +427,29 @@ class Observation(Companion):
     def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
         """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
         self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
-        if self._job is not None:
-            self._job.node.late(tuple(stragglers))
+        self._node.late(tuple(stragglers))
 
     def uncompared(self, workers: int | None, why: str) -> None:
         """Show of how many workers here no replicas are compared, and why; None: no worker runs."""
         self._metrics.uncompared(workers)
-        if self._job is not None:
-            self._job.node.uncompared(why)
+        self._node.uncompared(why)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.late((), None)
-        if self._job is not None:
-            self._job.node.now(time.monotonic())  # how far they came: their progress table can still be read
+        self._node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:
             self._scripts.round_ended()
 
     def joined(self, group: WorkerGroup, round_: int, resumed_at: int | None) -> None:
         """Show this node's place in the round that it has joined. resumed_at: step that it starts from; None if unknown."""
         self._metrics.round_started(round_, group.workers[0].world_size)
-        if self._job is not None:
-            first, workers = group.workers[0], group.spec.local_world_size
-            sizes = group.group_world_size, first.world_size
-            self._job.node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
+        first, workers = group.workers[0], group.spec.local_world_size
+        sizes = group.group_world_size, first.world_size
+        self._node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
 
     def round_ended(self, why: str) -> None:
         """Show why a round is over."""
-        if self._job is not None:
-            self._job.node.round_ended(why)
+        self._node.round_ended(why)
 
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
@@ -513,7 +495,7 @@ class Observation(Companion):
     def show_last(self, left_s: float) -> None:
         """Leave what the agent has counted last. It may be called again if there is more.
 
-        left_s: for `metrics_file` to be written, and beside that for the job to hear of it.
+        left_s: for `metrics_file` to be written, and beside that to be reported to the job.
         """
         by = time.monotonic() + left_s
         self._metrics.enter(families.ENDED)

@@ -48,7 +48,7 @@ class MemoryCopies:
     Attributes:
         refused: names of copies that no round may resume from.
         saved: the newest checkpoint or copy that this agent knows of; None: it cannot know.
-        checkpoint_step: step of the newest checkpoint that it knows of; 0: there is none, None: it does not know.
+        checkpoint_step: step of the newest checkpoint that it knows of; 0: none exists, None: unknown.
     """
 
     def __init__(self, settings: Settings, run_dir: str) -> None:
@@ -69,7 +69,7 @@ class MemoryCopies:
             os.close(self._lock)
 
     def open(self, nodes: int) -> MemoryRoom | None:
-        """Return the room for this node's own copies in a round of this many nodes; None if there is none.
+        """Return the room for this node's own copies in a round of this many nodes; None: no room.
 
         With several nodes, it is half of what there is: the other half is for the copies of another node.
         """
@@ -98,7 +98,7 @@ class MemoryCopies:
         return os.path.dirname(path) == self._directory
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest copy of which this node has parts; None if there is none."""
+        """Return the step of the newest copy of which this node has parts, or None."""
         try:
             found = tiers.offers(open_storage(self._directory))
         except (OSError, ElasticExtError) as error:
@@ -142,9 +142,6 @@ class ResumePoint(Companion):
     """The checkpoint that one round resumes from.
 
     A checkpoint in the local tier is pinned until the workers have loaded it, so that the copier cannot prune it before.
-
-    Attributes:
-        checkpoint: the chosen checkpoint, and why it was chosen.
     """
 
     def __init__(
@@ -156,7 +153,7 @@ class ResumePoint(Companion):
         memory: Mapping[str, str] | None = None,
     ) -> None:
         """copies: this node's copies in memory. memory: the environment variables about them."""
-        self.checkpoint = checkpoint
+        self.checkpoint = checkpoint  # the chosen checkpoint, and why it was chosen
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin
@@ -219,7 +216,7 @@ class ResumePoint(Companion):
         return self._copies.newest_step(), newest_checkpoint_step(self._copies.checkpoint_step, workers)
 
     def go_back(self, verdict: JobVerdict, node: str) -> None:
-        """Do what a verdict says of what no round may resume from any more; node: id of this one.
+        """Refuse or quarantine what a verdict bars from being resumed; node: id of this one.
 
         Every node that failed refuses what copies it has. The node with the cause also quarantines the checkpoint that is to
         blame. Of the checkpoints since the replicas were equal, each quarantines those in its `local_dir`, and one node that
@@ -266,13 +263,9 @@ def place_of(group: WorkerGroup) -> NodeInRound:
 
 
 def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: MemoryCopies) -> ResumePoint:
-    """Return the checkpoint that this round resumes from; it is the same on every node.
+    """Return the checkpoint that this round resumes from; it is the same on every node. copies: this node's copies in memory.
 
-    copies: this node's copies in memory.
-
-    Raises:
-        RoundOver: the round ended before all of its nodes knew the choice.
-        Others: see `agreement.agree`.
+    Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `agreement.agree`.
     """
     pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:
@@ -298,7 +291,7 @@ def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: Memor
 
 
 def newest_checkpoint(settings: Settings) -> str | None:
-    """Return the path of the newest complete checkpoint in `checkpoint_dir`; None if there is none. Any thread may call this."""
+    """Return the path of the newest complete checkpoint in `checkpoint_dir`, or None. Any thread may call this."""
     if settings.checkpoint_dir is None:
         return None
     newest = listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern)).resume

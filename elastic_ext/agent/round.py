@@ -21,7 +21,6 @@ from elastic_ext.agent.hangs import HangHandling, show_stragglers
 from elastic_ext.agent.integrity import ReplicaWatch
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
-from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import EndedRound
 from elastic_ext.base import log_records, names
@@ -37,7 +36,6 @@ from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
@@ -74,7 +72,7 @@ class RunningRound:
         resume: the checkpoint that they resume from.
         hangs: None if hang detection is off.
         saves: None if workers cannot be asked to save.
-        differs: the round is over because replicas are not equal any more; `RoundWatch` sets it.
+        differs: the round is over because replicas are no longer equal; `RoundWatch` sets it.
     """
 
     def __init__(
@@ -89,10 +87,7 @@ class RunningRound:
     ) -> None:
         """Notify all companions that the workers have started.
 
-        Args:
-            ending: knows which workers are about to end with an error.
-            warm: local ranks of the workers that were warm standbys.
-            others: companions that live longer than this round.
+        ending: the workers that are about to end with an error. warm: local ranks of those that were warm standbys.
         """
         self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
         self.differs = False
@@ -118,7 +113,7 @@ class RunningRound:
         return self.hangs is not None and self.hangs.stalled
 
     def next_check_s(self) -> float:
-        """Return the seconds until the next check is due although there is no event; infinity: none is."""
+        """Return the seconds until the next check is due even without an event; infinity: none is due."""
         return min(companion.next_check_s() for companion in self._companions)
 
     def failed_since(self) -> float | None:
@@ -186,10 +181,6 @@ class RunningRound:
             integrity.read(self.workers),
             next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
         )
-
-    def progress_rows(self) -> list[WorkerProgress]:
-        """Return the workers' progress for the metrics. Any thread may call this."""
-        return progress_rows(self.workers.read_progress(), self.workers.ranks)
 
     def close(self) -> None:
         """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""
@@ -414,7 +405,7 @@ class RoundStart:
         hangs = saves = None
         if settings.bootstrap and progress is not None:
             saves = SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
-        # Without the bootstrap, workers never report progress, and that is no sign of a hang.
+        # Without the bootstrap, workers never report progress, which is not a sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
             quiet = QuietWatch(progress, ranks, settings.hang_timeout)

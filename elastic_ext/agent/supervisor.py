@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 
 from elastic_ext.agent import exits, launch, leaving, resume, verdicts
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.metrics import make_metrics
+from elastic_ext.agent.metrics import make_metrics, progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound, StopLimit
 from elastic_ext.agent.verdicts import FailedWorker, Verdicts
@@ -50,7 +50,7 @@ class Supervisor(TorchAgent):
     It holds the state of the job: rendezvous, settings, rules, metrics, companions. State that lives for one round only is in a
     `RunningRound`, which `RoundStart` makes and `RoundWatch` watches. Between two rounds there is no `RunningRound`.
 
-    Invariants: the restart count that workers see only grows and is no budget; a membership change is never charged; whenever
+    Invariants: the restart count that workers see only grows and is not a budget; a membership change is never charged; whenever
     the agent gives up, its result is FAILED.
     """
 
@@ -298,7 +298,7 @@ class Supervisor(TorchAgent):
 
 def _rows(round_: RunningRound | None) -> list[WorkerProgress]:
     """Return the rows of the metrics. The threads of the metrics server call this."""
-    return round_.progress_rows() if round_ is not None else []
+    return progress_rows(round_.workers.read_progress(), round_.workers.ranks) if round_ is not None else []
 
 
 def _wait(delay_s: float, wakeup: Wakeup) -> None:

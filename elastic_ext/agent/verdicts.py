@@ -65,10 +65,8 @@ def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedW
         exitcode = _failed_with(ended, local_rank, exit_, error_file)
         if exitcode is None:
             continue
-        if local_rank in ended.hung:
-            evidence = _of_hang(ended, local_rank)
-        else:
-            evidence = _of_exit(ended, local_rank, exitcode, exit_, error_file)
+        hung = local_rank in ended.hung
+        evidence = _of_hang(ended, local_rank) if hung else _of_exit(ended, local_rank, exitcode, exit_, error_file)
         failed.append(FailedWorker(local_rank, pid, exitcode, error_file, classify(evidence, rules)))
     return failed
 
@@ -180,11 +178,7 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
 
     The decision and the cause come first. On a stop, torch prints the traceback in its own text, which comes last.
 
-    Args:
-        cause, others: the workers that failed on this node.
-        verdict: the verdict of the job.
-        decision: the decision for this node.
-        node: id of this node.
+    cause, others: the workers that failed on this node, whose id is `node`. decision: for this node.
     """
     if verdict.shown_by not in ("", node):
         return line_elsewhere(verdict, decision, node, cause.diagnosis)
@@ -205,10 +199,7 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
 def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Diagnosis | None = None) -> str:
     """Return the one line for the log of a node that carries out the verdict on another one's failure.
 
-    Args:
-        decision: the decision for this node.
-        node: id of this node.
-        here: what failed on this node, if anything did; what only follows from another failure is not worth a word.
+    decision: for this node. here: what failed on it, if anything did; a failure that follows from another one is left out.
     """
     line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
     if here is not None and here.kind != CASCADE:
@@ -343,13 +334,7 @@ class Verdicts:
             raise
 
     def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
-        """Publish the verdict and return the result of the agent.
-
-        Args:
-            verdict: the verdict of the job.
-            decision: the decision for this node.
-            failures: torch's record of the failures, by global rank.
-        """
+        """Publish the verdict and return the result of the agent. decision: for this node. failures: torch's, by global rank."""
         return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, self._publish(verdict, decision)))
 
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
@@ -361,10 +346,12 @@ class Verdicts:
 
     def publish_leaving(self, error: SignalException | NodeDrained, host: HostProbe) -> None:
         """Publish the verdict of what has this agent leave a job that goes on."""
-        if isinstance(error, NodeDrained):
-            self._publish_drain(error)
-        else:
+        if not isinstance(error, NodeDrained):
             self._publish_signal(error, host)
+            return
+        verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
+        code = self._publish(verdict, verdict.decision)
+        logger.warning("elastic_ext: %s; exit code %s", error, code)  # in place of a traceback
 
     def _publish_signal(self, error: SignalException, host: HostProbe) -> None:
         """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
@@ -376,12 +363,6 @@ class Verdicts:
         if diagnosis.tier == STOP_REQUESTED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
             self._publish(self._job_verdict(decision), decision)
-
-    def _publish_drain(self, error: NodeDrained) -> None:
-        """Publish that an operator has drained this node, and log it: its one line in place of a traceback."""
-        verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
-        code = self._publish(verdict, verdict.decision)
-        logger.warning("elastic_ext: %s; exit code %s", error, code)
 
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""

@@ -134,7 +134,8 @@ def _ls(args: argparse.Namespace) -> int:
         unknown = f"which one a job would resume from is unknown: {error}"
     chosen = choice.resume.path if choice is not None and choice.resume is not None else None
     for row in rows if args.json else ():
-        print(json.dumps(_as_json(row, row.entry.path == chosen)))
+        record = {key: value for key, value in asdict(row).items() if key not in _UNSHOWN}
+        print(json.dumps({"name": row.name, "path": row.entry.path, **record, "resume": row.entry.path == chosen}))
     if not args.json:
         for line in _columns(rows, chosen):
             print(line)
@@ -152,11 +153,6 @@ def _resumes_from(choice: Choice, storage: Storage, pattern: str) -> str:
         return "nothing to resume from: none of the complete checkpoints is usable"
     seen = choice.question or listing.seen_in(storage, pattern)
     return "nothing to resume from" + (f": {shown(seen)}; {listing.FROM_SCRATCH}" if seen else "")
-
-
-def _as_json(row: ListedCheckpoint, chosen: bool) -> dict[str, Any]:
-    record = {key: value for key, value in asdict(row).items() if key not in _UNSHOWN}
-    return {"name": row.name, "path": row.entry.path, **record, "resume": chosen}
 
 
 _UNSHOWN = ("entry", "family", "together", "apart", "compared")

@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
 
 from elastic_ext.base import names
 from elastic_ext.base import settings as settings_module
@@ -30,7 +29,7 @@ from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.cli.findings import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
+from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.failures import commands, kubernetes, slurm, user_rules
 from elastic_ext.failures.host import DEVICE, NVIDIA_DRIVER, oom_counts, recovery_actions
 from elastic_ext.rendezvous import address
@@ -61,13 +60,7 @@ class Inputs:
 
 
 CheckFunction = Callable[[Inputs], list[Finding]]
-
-
-class ProbeAnswer(TypedDict, total=False):
-    """One answer of the probe: either `found`, or `error` on one line."""
-
-    found: str
-    error: str
+ProbeAnswer = Mapping[str, str]  # of `doctor_probe`: either `found` or `error`
 
 
 def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:
@@ -180,7 +173,7 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
     right = found.interface or " or ".join(names) or "the interface of the network between the nodes"
     advice = f"several nodes: set {' and '.join(f'{name}={right}' for name in SOCKET_VARIABLES)}, or mend /etc/hosts on each node"
     if several:
-        return [Finding("host name", WARN, f"{detail}, where workers of other nodes reach nobody", advice)]
+        return [Finding("host name", WARN, f"{detail}, where workers of other nodes cannot reach this one", advice)]
     return [Finding("host name", OK, f"{detail}, enough for jobs of one node", advice)]
 
 
@@ -203,7 +196,7 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
     """Check that the checkpoint directories are writable, and find the checkpoint that a job would resume from."""
     directory = inputs.settings.checkpoint_dir
     if directory is None:
-        why = "restarts start from nothing, unless the script resumes by itself"
+        why = "restarts start from nothing, unless the script resumes on its own"
         return [Finding("checkpoint_dir", WARN, f"not set: {why}", "set it with --rdzv-conf=checkpoint_dir=...")]
     choice = listing.newest_complete(directory, listing.Wanted(pattern=inputs.settings.checkpoint_pattern))
     if choice.resume is not None:
@@ -231,7 +224,7 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
         parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if not parent.is_dir():
             return Finding(name, FAIL, f"{redacted(str(parent))} is not a directory; {detail}", "no job could save there")
-        if parent != path.parent:  # a job would make them all, on whatever disk holds the first
+        if parent != path.parent:  # a job would make them all, on the disk that holds the first
             advice = f"check its name and that its file system is mounted; if both are right, mkdir -p {redacted(str(path))}"
             seen = f"{shown} does not exist, nor does its parent {redacted(str(path.parent))}"
             return Finding(name, FAIL, f"{seen}; expected a directory, or a parent in which a job can make it", advice)
@@ -365,11 +358,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[Finding]:
-    """Run all checks, within PROBE_S. Never raises, whatever it finds.
+    """Run all checks, within PROBE_S. Never raises.
 
-    Args:
-        rdzv_conf: as torchrun's option.
-        endpoint: etcd's endpoint; "" to not check etcd.
+    rdzv_conf: as torchrun's option. endpoint: etcd's endpoint; "" to not check etcd.
     """
     read: list[Settings] = []
     first = _RunningCheck("settings", lambda: [check_settings(rdzv_conf, environ, read)], SETTINGS_S).result()

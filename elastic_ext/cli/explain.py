@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from elastic_ext.base import files
@@ -27,11 +27,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "could not be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="evidence: one JSON object, or one per line of a .jsonl file")
-    explain.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT[,...]",
-        help=f"instead of files, {ENDPOINT}",
-    )
+    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help=f"instead of files, {ENDPOINT}")
     explain.add_argument("--rdzv-id", metavar="ID", help="run id of the job; prints its failures, the decisions and the reasons")
     explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which set of exit codes to print")
@@ -61,7 +57,16 @@ def _explain_files(args: argparse.Namespace) -> int:
     rules = user_rules.load(args.rules)
     faults = 0
     for path in args.files:
-        for where, text in _texts(path):
+        try:
+            content = files.read_text(path)
+        except (OSError, ValueError) as error:
+            faults += 1
+            print_error(f"{path}: cannot be read: {error}")
+            continue
+        cases = [(path, content)]
+        if path.endswith(".jsonl"):  # not splitlines(): a JSON text may hold other line breaks
+            cases = [(f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+        for where, text in cases:
             try:
                 print(json.dumps(explained(_parsed(text), rules, args.exit_codes)), flush=True)
             except UsageError as error:
@@ -85,24 +90,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
     }
 
 
-def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
-    """Yield the JSON texts of a file, each with its position for error messages."""
-    try:
-        content = files.read_text(path)
-    except (OSError, ValueError) as error:
-        yield path, UsageError(f"cannot be read: {error}")
-        return
-    if not path.endswith(".jsonl"):
-        yield path, content
-        return
-    for number, line in enumerate(content.split("\n"), 1):  # not splitlines(): a JSON text may hold other line breaks
-        if line.strip():
-            yield f"{path}:{number}", line
-
-
-def _parsed(text: str | UsageError) -> object:
-    if isinstance(text, UsageError):
-        raise text
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -49,8 +49,9 @@ class _SamePage(urllib.request.HTTPRedirectHandler):
 class AgentUrl:
     """One agent."""
 
-    def __init__(self, url: str, ca: str | None, cert: str | None, user: str | None, password_file: str | None) -> None:
-        """ca: file of an authority. cert: file of a certificate and its key. Raises UsageError."""
+    def __init__(self, args: argparse.Namespace) -> None:
+        """args: see `add_arguments`. Raises UsageError."""
+        url, ca, cert, user = args.url, args.ca, args.cert, args.user
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--url: expected a URL such as http://localhost:9401, got {url}")
         if user is not None and not url.startswith("https://"):
@@ -63,7 +64,7 @@ class AgentUrl:
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             raise UsageError(f"{cert or ca}: expected PEM: {error}") from error
         if user is not None:
-            login = base64.b64encode(f"{user}:{_password(user, password_file)}".encode()).decode()
+            login = base64.b64encode(f"{user}:{_password(user, args.password_file)}".encode()).decode()
             self._headers["Authorization"] = f"Basic {login}"
         # No proxy: an agent's port is inside the cluster, and a proxy would see the password.
         self._opener = urllib.request.build_opener(
@@ -86,24 +87,17 @@ class AgentUrl:
         return records.read(Document, answer, self._url, status_records.SCHEMA)
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
-        try:
-            answers.put(self._fetch())
-        except UsageError as error:
-            answers.put(error)
-
-    def _fetch(self) -> bytes:
-        """Return what the agent answers. Raises UsageError."""
+        """Put what the agent answers, or why it does not."""
         try:
             request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                text: bytes = answer.read(MAX_BYTES + 1)
-                return text
+                answers.put(answer.read(MAX_BYTES + 1))
         except urllib.error.HTTPError as error:
             hint = {401: ": --user NAME", 404: ": is this an agent of elastic_ext, with metrics on?"}.get(error.code, "")
-            raise UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}") from error
+            answers.put(UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}"))
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise UsageError(f"the agent at {self._url}: {reason}") from error
+            answers.put(UsageError(f"the agent at {self._url}: {reason}"))
 
 
 def _password(user: str, file: str | None) -> str:
@@ -160,7 +154,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
             try:
                 store = connect(rdzv_endpoint, of_store)
             except UsageError as error:
-                logger.debug("%s is no store with this secret: %s", rdzv_endpoint, error)
+                logger.debug("%s is not a store with this secret: %s", rdzv_endpoint, error)
         yield stack.enter_context(store if store is not None else connect(rdzv_endpoint, known))
 
 
@@ -180,14 +174,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def check_web(args: argparse.Namespace, command: str) -> None:
     """Raise UsageError if what only an agent may ask for is given without one."""
-    if not args.url and any(_web(args)):
+    if not args.url and any((args.ca, args.cert, args.user, args.password_file)):
         raise UsageError(
             f"{command}: --ca, --cert, --user and --password-file belong to --url; etcd's are settings, as for torchrun"
         )
-
-
-def _web(args: argparse.Namespace) -> tuple[str | None, str | None, str | None, str | None]:
-    return args.ca, args.cert, args.user, args.password_file
 
 
 def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
@@ -196,7 +186,7 @@ def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
     if bool(args.url) == any(of_etcd) or any(of_etcd) != all(of_etcd):
         raise UsageError(f"{command}: expected a job with --rdzv-endpoint and --rdzv-id, or --url of an agent")
     check_web(args, command)
-    return AgentUrl(args.url, *_web(args)) if args.url else None
+    return AgentUrl(args) if args.url else None
 
 
 @contextmanager

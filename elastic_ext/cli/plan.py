@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from argparse import SUPPRESS
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from elastic_ext.cli import print_line
@@ -25,37 +26,20 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "needs, how often to save, the budget and the windows to set, and how much it depends on etcd. A closed form over "
         "published failure rates and our own measurements: the page planning.md says what it assumes."
     )
-    for name, parse, metavar, text in _REQUIRED:
-        plan.add_argument(name, type=parse, required=True, metavar=metavar, help=text)
-    for name, parse, metavar, text in _OPTIONS:
-        plan.add_argument(name, type=parse, metavar=metavar, help=text)
-    plan.add_argument("--no-memory", action="store_true", help="the script makes no copies in memory (Checkpointer.snapshot)")
+    for rows, required in ((_REQUIRED, True), (_OPTIONS, False)):
+        for name, dest, parse, metavar, text in rows:
+            plan.add_argument(name, dest=dest, type=parse, required=required, default=SUPPRESS, metavar=metavar, help=text)
+    no_memory = "the script makes no copies in memory (Checkpointer.snapshot)"
+    plan.add_argument("--no-memory", dest="memory", action="store_false", help=no_memory)
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0. Raises UsageError."""
-    given = {
-        "gpus_per_node": args.gpus_per_node,
-        "repair_s": args.repair,
-        "every_s": args.every,
-        "setup_s": args.setup,
-        "connect_s": args.connect,
-        "etcd_away_s": args.etcd_away,
-        **{name: getattr(args, name) for name in ("replaced", "lost", "hangs")},
-    }
-    job = PlannedJob(
-        args.nodes,
-        args.mtbf_node_days * DAY_S,
-        args.step,
-        args.state,
-        args.storage,
-        args.storage_read or args.storage,
-        spares=args.spares,
-        memory=not args.no_memory,
-    )
-    found = advice.advise(replace(job, **{name: value for name, value in given.items() if value is not None}), args.target)
+    known = {each.name for each in fields(PlannedJob)}
+    given = {name: value for name, value in vars(args).items() if name in known}
+    found = advice.advise(PlannedJob(**{"read_bytes_s": args.write_bytes_s, **given}), vars(args).get("target"))
     for line in (json.dumps(as_json(found)),) if args.json else lines(found):
         print_line(line)
     return 0
@@ -127,7 +111,7 @@ def _quantity(units: dict[str, float], default: str, example: str) -> Callable[[
 
 _seconds = _quantity(_SECONDS, "s", "6s, 5min, 2h or 1d")
 _bytes = _quantity(_BYTES, "b", "1.2TB")
-_positive = _quantity({"": 1.0}, "", "290")
+_days = _quantity({"": DAY_S}, "", "290")
 
 
 def _rate(text: str) -> float:
@@ -160,24 +144,25 @@ def _share(text: str) -> float:
 
 
 _count = _number(1)
-_REQUIRED: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
-    ("--nodes", _count, "N", "nodes that the job trains on"),
-    ("--mtbf-node-days", _positive, "DAYS", "mean days between two failures of one node"),
-    ("--step", _seconds, "TIME", "a training step, e.g. 6s"),
-    ("--state", _bytes, "SIZE", "the training state of the whole job, e.g. 1.2TB"),
-    ("--storage", _rate, "RATE", "what the storage writes for the job, e.g. 40GB/s"),
+# Option, field of PlannedJob, type, metavar and help.
+_REQUIRED: tuple[tuple[str, str, Callable[[str], object], str, str], ...] = (
+    ("--nodes", "nodes", _count, "N", "nodes that the job trains on"),
+    ("--mtbf-node-days", "node_mtbf_s", _days, "DAYS", "mean days between two failures of one node"),
+    ("--step", "step_s", _seconds, "TIME", "a training step, e.g. 6s"),
+    ("--state", "state_bytes", _bytes, "SIZE", "the training state of the whole job, e.g. 1.2TB"),
+    ("--storage", "write_bytes_s", _rate, "RATE", "what the storage writes for the job, e.g. 40GB/s"),
 )
-_OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
-    ("--storage-read", _rate, "RATE", "what the storage reads for the job; default: as --storage"),
-    ("--gpus-per-node", _count, "N", "default: 8"),
-    ("--spares", _number(0), "N", "nodes that wait beside the job; default: as many as are advised"),
-    ("--target", _share, "SHARE", "an ETTR to have spares for, e.g. 0.97 or 97%%"),
-    ("--repair", _seconds, "TIME", "mean time until a node is back; default: 5.4 days, of a published trace"),
-    ("--every", _seconds, "TIME", "time between two checkpoints on disk; default: the best"),
-    ("--setup", _seconds, "TIME", "what the script does before its first step; default: 10 s, assumed"),
-    ("--connect", _seconds, "TIME", "until all ranks are connected; default: as published for NCCL"),
-    ("--replaced", _share, "SHARE", "failures after which a node leaves; default: 69%%, as in Llama 3's training"),
-    ("--lost", _share, "SHARE", "failures that take a node at once; default: 7.6%%, as in Llama 3's training"),
-    ("--hangs", _share, "SHARE", "failures that are hangs; default: 9.9%%, as ByteRobust reports"),
-    ("--etcd-away", _seconds, "TIME", "how long an outage of etcd lasts, once in 30 days; default: 5 min, assumed"),
+_OPTIONS: tuple[tuple[str, str, Callable[[str], object], str, str], ...] = (
+    ("--storage-read", "read_bytes_s", _rate, "RATE", "what the storage reads for the job; default: as --storage"),
+    ("--gpus-per-node", "gpus_per_node", _count, "N", "default: 8"),
+    ("--spares", "spares", _number(0), "N", "nodes that wait beside the job; default: as many as are advised"),
+    ("--target", "target", _share, "SHARE", "an ETTR to have spares for, e.g. 0.97 or 97%%"),
+    ("--repair", "repair_s", _seconds, "TIME", "mean time until a node is back; default: 5.4 days, of a published trace"),
+    ("--every", "every_s", _seconds, "TIME", "time between two checkpoints on disk; default: the best"),
+    ("--setup", "setup_s", _seconds, "TIME", "what the script does before its first step; default: 10 s, assumed"),
+    ("--connect", "connect_s", _seconds, "TIME", "until all ranks are connected; default: as published for NCCL"),
+    ("--replaced", "replaced", _share, "SHARE", "failures after which a node leaves; default: 69%%, as in Llama 3's training"),
+    ("--lost", "lost", _share, "SHARE", "failures that take a node at once; default: 7.6%%, as in Llama 3's training"),
+    ("--hangs", "hangs", _share, "SHARE", "failures that are hangs; default: 9.9%%, as ByteRobust reports"),
+    ("--etcd-away", "etcd_away_s", _seconds, "TIME", "how long etcd is away, once in 30 days; default: 5 min, assumed"),
 )

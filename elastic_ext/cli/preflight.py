@@ -20,33 +20,26 @@ from typing import IO, Any
 
 from elastic_ext.base import isolated, names
 from elastic_ext.base.settings import Settings
+from elastic_ext.cli import FAIL, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.doctor import PROBE_S, check_settings
-from elastic_ext.cli.findings import FAIL, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.preflight_figures import Figure, judged
 from elastic_ext.failures import slurm
 
 PROBE = str(Path(__file__).with_name("preflight_probe.py"))
 VARIABLE = "ELASTIC_EXT_PREFLIGHT"
 ALONE_S, TOGETHER_S = 40.0, 110.0  # for the child once it has imported torch; a healthy node takes some seconds
-END_S = 0.5  # for the child to end by itself, and then on SIGTERM
+END_S = 0.5  # for the child to end on its own, and then on SIGTERM
 FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports that the kernel gives out
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the child measures, as JSON in the variable VARIABLE.
+    """What the child measures, as JSON in the variable VARIABLE."""
 
-    Attributes:
-        disks: directories to write to, by the setting that names them.
-        storage: checkpoint_dir; "" to leave it out.
-        together: whether this is one of several processes that measure the network between their nodes.
-        node: what the processes of this node, and no others, have in common; "": the host's name.
-    """
-
-    disks: Mapping[str, str]
-    storage: str
-    together: bool
-    node: str = ""
+    disks: Mapping[str, str]  # directories to write to, by the setting that names them
+    storage: str  # checkpoint_dir; "" to leave it out
+    together: bool  # whether this is one of several processes that measure the network between their nodes
+    node: str = ""  # what the processes of this node, and no others, have in common; "": the host's name
 
 
 def party(environ: Mapping[str, str]) -> dict[str, str]:
@@ -101,24 +94,18 @@ def _task(settings: Settings, alone: bool, variables: Mapping[str, str]) -> Task
     """Return what to measure. Alone, as an agent's health check, a node does not answer for a storage that all nodes share."""
     disks = {"TMPDIR": tempfile.gettempdir()}
     if settings.local_dir is not None and "://" not in settings.local_dir:
-        disks["local_dir"] = _existing(settings.local_dir)
+        path = Path(settings.local_dir)
+        disks["local_dir"] = str(next((each for each in (path, *path.parents) if each.is_dir()), path))
     storage = settings.checkpoint_dir or ""
     if alone or ("://" not in storage and not os.path.isdir(storage)):
         storage = ""
     return Task(disks, storage, bool(variables), variables.get("NODE", ""))
 
 
-def _existing(directory: str) -> str:
-    """Return a directory, or the nearest one above it that exists."""
-    path = Path(directory)
-    return str(next((each for each in (path, *path.parents) if each.is_dir()), path))
-
-
 def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], Finding | None]:
     """Run the child; return its figures, and why it failed, if it did.
 
-    Args:
-        limit_s: seconds from its first line, which comes once torch is imported.
+    limit_s: seconds from its first line, which comes once torch is imported.
     """
     figures: list[Figure] = []
     doing, ended = "importing torch", False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ext.cli.findings import FAIL, OK, WARN, Finding
+from elastic_ext.cli import FAIL, OK, WARN, Finding
 
 PROCESS, MATMUL, COPY, BANDWIDTH, LATENCY = "process", "matmul", "copy", "bandwidth", "latency"
 DISK, STORAGE = "disk", "storage"
@@ -16,26 +16,17 @@ MOST_NAMED = 8  # figures that one finding names
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is measured.
+    """One thing that is measured."""
 
-    Attributes:
-        title: name of its finding.
-        unit: of its figures.
-        factor: a figure that is this many times worse than the median of its peers is an outlier. Of an even number of peers the
-            better one of the middle two is the median: with three nodes, two of three pairs have the bad one in common.
-        more_is_better: whether a small figure is bad.
-        margin: an outlier is also worse by this, in `unit`.
-        outlier: state of a finding with an outlier.
-        advice: what to do about one.
-    """
-
-    title: str
-    unit: str
+    title: str  # name of its finding
+    unit: str  # of its figures
+    # a figure that is this many times worse than the median of its peers is an outlier. Of an even number of peers the better
+    # one of the middle two is the median: with three nodes, two of three pairs have the bad one in common
     factor: float
-    more_is_better: bool = True
-    margin: float = 0.0
-    outlier: str = FAIL
-    advice: str = ""
+    more_is_better: bool = True  # whether a small figure is bad
+    margin: float = 0.0  # an outlier is also worse by this, in `unit`
+    outlier: str = FAIL  # state of a finding with an outlier
+    advice: str = ""  # what to do about one
 
 
 _DEVICE = "have the device examined (power, temperature, clocks, ECC errors; `dcgmi diag -r 3`), or leave it out"
@@ -55,25 +46,15 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement, or why there is none.
+    """One measurement, or why there is none."""
 
-    Attributes:
-        measure: key of MEASURES.
-        nodes: the node; of a pair both.
-        part: what of the node was measured: "cuda:3", "/tmp"; "" for a pair.
-        kind: only figures of one kind are compared: the model of a device, the setting that names a directory.
-        value: in the measure's unit; None if it failed.
-        error: why it failed; "".
-        grave: whether no job should run with this error.
-    """
-
-    measure: str
-    nodes: tuple[str, ...]
-    part: str
-    kind: str
-    value: float | None
-    error: str = ""
-    grave: bool = True
+    measure: str  # key of MEASURES
+    nodes: tuple[str, ...]  # the node; of a pair both
+    part: str  # what of the node was measured: "cuda:3", "/tmp"; "" for a pair
+    kind: str  # only figures of one kind are compared: the model of a device, the setting that names a directory
+    value: float | None  # in the measure's unit; None if it failed
+    error: str = ""  # why it failed; ""
+    grave: bool = True  # whether no job should run with this error
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Figure:

@@ -30,19 +30,8 @@ from torch import Tensor
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.cli.findings import one_line
-from elastic_ext.cli.preflight_figures import (
-    BANDWIDTH,
-    COPY,
-    DISK,
-    LATENCY,
-    MATMUL,
-    PROCESS,
-    STORAGE,
-    Figure,
-    outliers,
-    tournament,
-)
+from elastic_ext.cli import one_line, preflight_figures
+from elastic_ext.cli.preflight_figures import Figure, outliers, tournament
 from elastic_ext.rendezvous import address
 
 MATMUL_S, COPY_S, DISK_S = 0.3, 0.2, 0.5  # to measure for; each runs twice at least
@@ -157,7 +146,7 @@ class _Probe:
                     self._figures += [Figure.of(fields) for fields in json.loads(party.store.get(f"figures/{rank}"))]
                 else:
                     name, error = party.names[party.nodes.index(party.keys[rank])], "gave no figures; its own output says why"
-                    self._figures.append(Figure(PROCESS, (name,), f"rank {rank}", "", None, error))
+                    self._figures.append(Figure(preflight_figures.PROCESS, (name,), f"rank {rank}", "", None, error))
 
 
 @dataclass(frozen=True)
@@ -243,7 +232,7 @@ def _devices() -> list[str]:
 
 
 def _best_s(run: Callable[[], object], for_s: float, sync: Callable[[], object]) -> float:
-    """Return the shortest time of several runs, in seconds. Best, because whatever else runs here only makes it longer."""
+    """Return the shortest time of several runs, in seconds. The best one, because other load can only make it longer."""
     run()
     sync()
     best, began = float("inf"), time.monotonic()
@@ -267,7 +256,7 @@ def _device_figures(node: str, name: str, share: float) -> list[Figure]:
             torch.accelerator.synchronize(device)
 
     figures = []
-    for measure, run in ((MATMUL, _tflops), (COPY, _copy_gb_s)):
+    for measure, run in ((preflight_figures.MATMUL, _tflops), (preflight_figures.COPY, _copy_gb_s)):
         try:
             value, error, grave = run(device, share, sync), "", True
         except _WrongResult as wrong:
@@ -347,9 +336,9 @@ def _disk_figure(node: str, setting: str, directory: str) -> Figure:
                 if written >= 32 * DISK_BYTES:
                     break
     except OSError as error:
-        # A full disk is no fault of the node: saves go to checkpoint_dir then.
-        return Figure(DISK, (node,), directory, setting, None, one_line(error), error.errno not in _FULL)
-    return Figure(DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
+        # A full disk is not the fault of the node: saves go to checkpoint_dir then.
+        return Figure(preflight_figures.DISK, (node,), directory, setting, None, one_line(error), error.errno not in _FULL)
+    return Figure(preflight_figures.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
 
 
 def _storage_figure(node: str, url: str) -> Figure:
@@ -361,8 +350,8 @@ def _storage_figure(node: str, url: str) -> Figure:
         took_s = time.monotonic() - began
         storage.remove(name)
     except (OSError, UsageError) as error:
-        return Figure(STORAGE, (node,), "checkpoint_dir", "", None, one_line(error))
-    return Figure(STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
+        return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error))
+    return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
 
 
 def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, names: tuple[str, ...]) -> list[Figure]:
@@ -378,8 +367,9 @@ def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, 
         )
         latency_us, gb_s = _measured(group, place)
     except RuntimeError as error:
-        return [Figure(BANDWIDTH, names, "", "", None, one_line(error))]
-    return [Figure(BANDWIDTH, names, "", "", gb_s), Figure(LATENCY, names, "", "", latency_us)]
+        return [Figure(preflight_figures.BANDWIDTH, names, "", "", None, one_line(error))]
+    found = {preflight_figures.BANDWIDTH: gb_s, preflight_figures.LATENCY: latency_us}
+    return [Figure(measure, names, "", "", value) for measure, value in found.items()]
 
 
 def _measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:

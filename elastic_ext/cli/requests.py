@@ -57,34 +57,21 @@ class DrainOutcome:
 
 @dataclass(frozen=True)
 class DrainAsked:
-    """What was asked for.
+    """What was asked for."""
 
-    Attributes:
-        host: of the nodes.
-        nodes: their ids.
-        round: that ran or had ended then.
-        ran: one of the nodes was in that round, which therefore has to end.
-    """
-
-    host: str
-    nodes: tuple[str, ...]
-    round: int
-    ran: bool
+    host: str  # of the nodes
+    nodes: tuple[str, ...]  # their ids
+    round: int  # that ran or had ended then
+    ran: bool  # one of the nodes was in that round, which therefore has to end
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The job as it is seen now.
+    """The job as it is seen now."""
 
-    Attributes:
-        header: None if it is gone, and the job with it.
-        nodes: ids of all current nodes.
-        done: drains of these nodes that the leader has released, by now or before.
-    """
-
-    header: Header | None
-    nodes: frozenset[str]
-    done: tuple[Drain, ...] = ()
+    header: Header | None  # None if it is gone, and the job with it
+    nodes: frozenset[str]  # ids of all current nodes
+    done: tuple[Drain, ...] = ()  # drains of these nodes that the leader has released, by now or before
 
 
 def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
@@ -99,7 +86,7 @@ def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
     here = [id_ for id_ in asked.nodes if id_ in seen.nodes]
     if here:
         withdrawn = [id_ for id_ in here if drains.of_node(header, id_) is None]
-        gone = "somebody has withdrawn the drain; the node stays in the job"
+        gone = "the drain was withdrawn; the node stays in the job"
         return DrainOutcome(Ending.LATE, gone) if withdrawn else None
     if header.state is not State.RUNNING or (asked.ran and header.round == asked.round):
         return None
@@ -275,7 +262,7 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValu
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """step: of the complete checkpoint; None if there is none, and then the reason says why."""
+    """step: of the complete checkpoint; None if none is complete, and the reason says why."""
 
     step: int | None
     reason: str
@@ -284,9 +271,7 @@ class SaveOutcome:
 def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> SaveOutcome | None:
     """Return the outcome of the request in `requested`; None while it is under way.
 
-    Args:
-        header: the current one; None if it is gone, and the job with it.
-        nodes: all current nodes.
+    header: the current one; None if it is gone, and the job with it. nodes: all current ones.
     """
     for node in nodes:
         # A node's record is about its current round; a node that waits for a later round has left this one.

@@ -31,7 +31,7 @@ MEANINGS = {
     0: "the job runs, or has succeeded",
     1: "the job has failed",
     2: "its workers do not run now: it starts, recovers from a failure, or waits for nodes",
-    3: "no agent is in it any more, and nothing shows how it ended",
+    3: "no agent is left in it, and nothing shows how it ended",
     EX_UNAVAILABLE: "no such job, or neither etcd nor the agent answers",
     78: "wrong usage",
     EX_INTERRUPTED: "interrupted with Ctrl-C",
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(read: job_source.Read, as_json: bool) -> int:
-    """Show the job again and again until it has ended, or no answer comes any more. Raises what the first `read` raises."""
+    """Show the job again and again until it has ended or answers have stopped. Raises what the first `read` raises."""
     document, read_at, fault = read(), time.monotonic(), ""
     code = _show(document, as_json, again=True)
     while document.job.state not in status_records.ENDED_STATES:

@@ -14,7 +14,7 @@ from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error, print_line
 from elastic_ext.timeline import builder, events
-from elastic_ext.timeline.events import Fault, TimelineEvent
+from elastic_ext.timeline.events import TimelineEvent
 from elastic_ext.timeline.model import Timeline
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     agent = None if args.files else job_source.agent_of(args, "timeline")
     draw = _drawing(args.output)
-    faults: list[Fault] = []
+    faults: list[str] = []
     if args.files:
         drawn, faults = _of_files(args.files, args.rdzv_id)
     else:
@@ -74,10 +74,10 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(KINDS)}")
 
 
-def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[Fault]]:
+def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[str]]:
     """Return the timeline of the events in the files, and the lines that are not events. Raises UsageError."""
     found: list[TimelineEvent] = []
-    faults: list[Fault] = []
+    faults: list[str] = []
     for file in files:
         try:
             text = _stdin() if file == STDIN else read_text(file, MAX_BYTES)
@@ -87,7 +87,7 @@ def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[Fault]]
         found += parsed
         faults += wrong
     for fault in faults[:MOST_FAULTS]:
-        print_error(f"{fault.file}:{fault.number}: {fault.why}")
+        print_error(fault)
     if len(faults) > MOST_FAULTS:
         print_error(f"{len(faults) - MOST_FAULTS} more lines are not events")
     jobs = sorted({each.run_id for each in found})

@@ -25,18 +25,13 @@ ANY = "object"
 
 @dataclass(frozen=True)
 class Field:
-    """A field of an event.
-
-    Attributes:
-        type: as in JSON Schema; "array of T" and "object of T" hold values of type T.
-        optional: it may be null: unknown, or there is none. Every field of an event is always there.
-    """
+    """A field of an event."""
 
     name: str
-    type: str
+    type: str  # as in JSON Schema; "array of T" and "object of T" hold values of type T
     meaning: str
     unit: str = ""
-    optional: bool = False
+    optional: bool = False  # it may be null: unknown or absent; every field of an event is always there
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ COMMON = (
     Field("schema", INTEGER, f"version of this table: {SCHEMA}"),
     Field("event", TEXT, "name of the event"),
     Field("time", TEXT, "when it happened, by this host's clock: RFC 3339, UTC, with microseconds"),
-    Field("monotonic", NUMBER, "the same by a clock that nobody sets; only the difference of two events of one host counts", "s"),
+    Field("monotonic", NUMBER, "the same by a clock that is never set; only differences between events of one host count", "s"),
     Field("run_id", TEXT, "run id of the job"),
     Field("node", TEXT, "name of the node"),
     Field("pid", INTEGER, "process id of the agent"),
@@ -77,12 +72,12 @@ EVENTS: dict[str, EventType] = {
     ),
     "node_refused": _event("The job refuses this node for now.", _REASON),
     "node_drained": _event(
-        "This node leaves the job because an operator has told it to.",
+        "This node leaves the job because an operator has drained it.",
         _REASON,
         Field(
             "step",
             INTEGER,
-            "step of the checkpoint that was saved before; null: unknown, or none was",
+            "step of the checkpoint that was saved before; null: unknown, or none was saved",
             "steps",
             optional=True,
         ),
@@ -152,7 +147,7 @@ EVENTS: dict[str, EventType] = {
         Field(
             "cause",
             TEXT,
-            "`stalled`: the job hangs; `differs`: replicas are not equal any more; `broken`: another node failed, left or "
+            "`stalled`: the job hangs; `differs`: replicas are no longer equal; `broken`: another node failed, left or "
             "joined; `cut_off`: this node may be taken for dead; `closed`: the job is over",
         ),
         _REASON,
@@ -210,11 +205,11 @@ EVENTS: dict[str, EventType] = {
         Field("seconds", NUMBER, "how long they ran", _SECONDS),
     ),
     "preemption_noticed": _event(
-        "A signal from the platform has told the agent to end.",
+        "A signal from the platform asks the agent to end.",
         Field("signal", TEXT, "name of the signal"),
         Field("grace", NUMBER, "time until the platform kills it", _SECONDS),
     ),
-    "interrupted": _event("A signal from the user has told the agent to end.", Field("signal", TEXT, "name of the signal")),
+    "interrupted": _event("A signal from the user asks the agent to end.", Field("signal", TEXT, "name of the signal")),
     "events_dropped": _event(
         "Events before this one were dropped: they could not be written, or came too fast.",
         Field("count", INTEGER, "how many"),
@@ -249,11 +244,7 @@ class EventTime:
 def record(name: str, source: Source, at: EventTime, own: Mapping[str, Value]) -> dict[str, Value]:
     """Return the record of an event. Texts are cut, on one line and without credentials.
 
-    Args:
-        own: the event's own fields, all of them.
-
-    Raises:
-        ValueError: the table knows no such event, or it has other fields.
+    own: the event's own fields, all of them. Raises ValueError: the table has no such event, or it has other fields.
     """
     event = EVENTS.get(name)
     if event is None:

@@ -43,15 +43,12 @@ class Outbox(Generic[T]):
     """A bounded queue and a daemon thread that sends its items in order, so that no disk, pipe or server can hold up the job.
 
     Any thread may put, also within a signal handler.
-
-    Attributes:
-        dropped: items that did not fit into the queue.
     """
 
     def __init__(self, send: Callable[[T], None], name: str, most: int = MOST, at_end: Callable[[], None] = lambda: None) -> None:
         """send: may block for ever, and should not raise. name: of the thread. at_end: called there after the last item."""
         self._send, self._most, self._at_end = send, most, at_end
-        self.dropped = 0
+        self.dropped = 0  # items that did not fit into the queue
         self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()  # its put() is re-entrant
         self._lock = threading.RLock()
         self._closed = False
@@ -110,7 +107,9 @@ class EventFile:
         try:
             written = os.write(descriptor, whole)
         except BlockingIOError:  # a pipe whose reader is slow
-            _await_room(descriptor)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
             written = os.write(descriptor, whole)
         except OSError:
             self.close()
@@ -144,12 +143,6 @@ class EventFile:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:
             return False
-
-
-def _await_room(descriptor: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    poll.poll()
 
 
 class Events:

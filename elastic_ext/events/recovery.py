@@ -33,19 +33,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class PastRecovery:
-    """A recovery that is over, or was given up.
+    """A recovery that is over, or was given up."""
 
-    Attributes:
-        cause: what ended the training; later failures of the same recovery are not named.
-        round: the round that ended with it.
-        phases: in order, without gaps; a name may come several times.
-        recovered: whether all workers of this node have made a step; None: they ran again, but a step is not known.
-    """
-
-    cause: Cause
-    round: int
-    phases: tuple[RecoveryPhase, ...]
-    recovered: bool | None
+    cause: Cause  # what ended the training; later failures of the same recovery are not named
+    round: int  # the round that ended with it
+    phases: tuple[RecoveryPhase, ...]  # in order, without gaps; a name may come several times
+    recovered: bool | None  # whether all workers of this node have made a step; None: they ran again, but a step is not known
 
     @property
     def begin(self) -> float:
@@ -68,14 +61,10 @@ def _seconds(phases: Iterable[RecoveryPhase]) -> dict[str, float]:
 
 
 class RecoveryTrace:
-    """The recovery that is under way, if any. Times are monotonic seconds, and never go back.
-
-    Attributes:
-        cause: of what stopped the workers last; the next round began with it.
-    """
+    """The recovery that is under way, if any. Times are monotonic seconds, and never go back."""
 
     def __init__(self) -> None:
-        self.cause: Cause | None = None
+        self.cause: Cause | None = None  # of what stopped the workers last; the next round began with it
         self._first_cause: Cause | None = None  # of this recovery
         self._phases: list[RecoveryPhase] = []  # those that are over
         self._current = ""  # the phase that runs; "" outside a recovery
@@ -117,7 +106,7 @@ class RecoveryTrace:
     def given_up(self, now: float) -> PastRecovery | None:
         """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.
 
-        What has no cause is no recovery, but the end of a job that is done or was told to end.
+        Without a cause it is not a recovery, but the end of a job that is done or was stopped.
         """
         if not self._current or self._first_cause is None:
             return None

@@ -2,7 +2,7 @@
 
 The file, `metrics_web_config`, has the format of Prometheus' exporter-toolkit:
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md says what the keys mean. What this server
-does not know is an error, never ignored: somebody relies on it.
+does not know is an error, never ignored: users rely on it.
 
 Passwords are checked against bcrypt hashes on a thread of its own: each check takes 50 to 1,000 ms of CPU time. Strangers may
 send wrong ones as fast as they like: the checks take a bounded share of a core, few wait, and the address that has sent the
@@ -55,7 +55,9 @@ CLIENT_AUTH = {
 }
 VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 KEYS = ("tls_server_config", "basic_auth_users")
-TLS_KEYS = ("cert_file", "key_file", "client_auth_type", "client_ca_file", "min_version", "max_version")
+CLIENT_CA = "client_ca_file"
+FILE_KEYS = ("cert_file", "key_file", CLIENT_CA)
+TLS_KEYS = (*FILE_KEYS, "client_auth_type", "min_version", "max_version")
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>\d\d)\$[./A-Za-z0-9]{53}")
 
 _Value = TypeVar("_Value")
@@ -72,17 +74,13 @@ class Verdict(Enum):
 
 
 class Gate:
-    """Decides about connections and requests. All on the server's thread, but for the checks of passwords.
-
-    Attributes:
-        tls: whether connections are encrypted; this does not change.
-    """
+    """Decides about connections and requests. All on the server's thread, but for the checks of passwords."""
 
     def __init__(self, path: str) -> None:
         """Raises UsageError if the files are wrong."""
         self._path = path
         self._loaded = load(path)
-        self.tls = self._loaded.context is not None
+        self.tls = self._loaded.context is not None  # whether connections are encrypted; this does not change
         self._retry_at = 0.0  # time.monotonic()
         self._problem = ""  # the last one shown
         self._verified = Verified()
@@ -91,7 +89,7 @@ class Gate:
     @property
     def asks(self) -> bool:
         """Whether the pages are closed to strangers: they need a password, or a client certificate."""
-        return _asks(self._loaded.config)
+        return self._loaded.asks
 
     def fileno(self) -> int:
         """Return what becomes readable when there are new `verdicts`."""
@@ -106,7 +104,7 @@ class Gate:
 
     def judge(self, request: Request, address: str, client: object) -> Verdict:
         """Decide about a request. address: of the peer. client: by which `verdicts` names it."""
-        users = self._loaded.config.users
+        users = self._loaded.users
         if not users or request.path in OPEN_PATHS:
             return Verdict.ALLOWED
         login = basic_login(request.authorization)
@@ -142,15 +140,14 @@ class Gate:
     def _refresh(self) -> None:
         """Read the files again if one has changed. While they are wrong, what was read before stays in force."""
         loaded, now = self._loaded, time.monotonic()
-        tls = loaded.config.tls
-        if _stamps((self._path, *(tls.files if tls is not None else ()))) == loaded.stamps or now < self._retry_at:
+        if _stamps(loaded.files) == loaded.stamps or now < self._retry_at:
             return
         self._retry_at = now + RETRY_S
         try:
             changed = load(self._path)
-            if self.asks and not _asks(changed.config):  # half of a file that is being written looks like this
+            if self.asks and not changed.asks:  # half of a file that is being written looks like this
                 raise UsageError(
-                    f"metrics_web_config {self._path}: it asks for no password any more; that takes a start of the agent"
+                    f"metrics_web_config {self._path}: it no longer asks for a password; that takes a start of the agent"
                 )
             if (changed.context is not None) != self.tls:
                 raise UsageError(f"metrics_web_config {self._path}: TLS is turned on or off by the next start of the agent only")
@@ -184,26 +181,61 @@ _OPEN = {  # by TLS, and whether strangers are kept out
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What the files held. stamps: of the files when they were read."""
+class WebConfig:
+    """What the files held."""
 
-    config: WebConfig
-    context: ssl.SSLContext | None
-    stamps: _Stamps
+    users: Mapping[str, bytes]  # bcrypt hashes by name; empty: no password is asked for
+    context: ssl.SSLContext | None  # what the server shows and demands; None: plain HTTP
+    files: tuple[str, ...]  # the file itself and those that it names
+    stamps: _Stamps  # of them when they were read
+
+    @property
+    def asks(self) -> bool:
+        """Whether the pages are closed to strangers: they need a password, or a client certificate."""
+        return bool(self.users) or (self.context is not None and self.context.verify_mode is ssl.CERT_REQUIRED)
 
 
-def _asks(config: WebConfig) -> bool:
-    return bool(config.users) or (config.tls is not None and config.tls.client_auth is ssl.CERT_REQUIRED)
+def load(path: str) -> WebConfig:
+    """Read the file, and the certificates that it names, relative to its folder.
+
+    Raises:
+        UsageError: a file cannot be read, holds something that this server does not know, or a library for it is absent.
+    """
+    yaml = library("yaml", "PyYAML", path)
+    stamps = _stamps((path,))  # first: a file that changes meanwhile is read again
+    try:
+        content = read_text(path, MAX_BYTES)
+        _refuse_twice(yaml.compose(content, Loader=yaml.SafeLoader))
+        document = yaml.safe_load(content)
+        top = _section("the file", {} if document is None else document, KEYS)
+        users, tls = top.get("basic_auth_users"), top.get("tls_server_config")
+        hashes = {} if users is None else dict(_users(users))
+        files: tuple[str, ...] = ()
+        context: ssl.SSLContext | None = None
+        if tls is not None:
+            section = _section("tls_server_config", tls, TLS_KEYS)
+            files = _files(section, os.path.dirname(path))
+            stamps += _stamps(files)
+            context = _context(section, files)
+    except yaml.YAMLError as error:
+        # Not its own text, which shows what stands there: it may be a hash.
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark is not None else ""
+        raise UsageError(f"metrics_web_config {path}: expected YAML{where}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"metrics_web_config {path}: {error}") from error
+    if hashes:
+        library("bcrypt", "bcrypt", path)
+    return WebConfig(hashes, context, (path, *files), stamps)
 
 
-def load(path: str) -> Loaded:
-    """Read the web config and the certificates that it names. Raises UsageError."""
-    before = _stamps((path,))  # first: a file that changes meanwhile is read again
-    config = read(path)
-    if config.tls is None:
-        return Loaded(config, None, before)
-    stamps = (*before, *_stamps(config.tls.files))
-    return Loaded(config, context(config.tls, path), stamps)
+def library(module: str, package: str, path: str) -> ModuleType:
+    """Return a module of the extra. Raises UsageError, which names the extra, if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        what = f"{package} is not installed ({error}): pip install '{EXTRA}'"
+        raise UsageError(f"metrics_web_config {path}: {what}") from error
 
 
 def _stamps(files: tuple[str, ...]) -> _Stamps:
@@ -217,95 +249,8 @@ def _stamps(files: tuple[str, ...]) -> _Stamps:
     return tuple(map(stamp, files))
 
 
-@dataclass(frozen=True)
-class ServerTls:
-    """Files are absolute, or relative to the working directory."""
-
-    cert_file: str
-    key_file: str
-    client_ca_file: str | None
-    client_auth: ssl.VerifyMode
-    min_version: ssl.TLSVersion
-    max_version: ssl.TLSVersion
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.cert_file, self.key_file, self.client_ca_file)))
-
-
-@dataclass(frozen=True)
-class WebConfig:
-    """tls: None: plain HTTP. users: bcrypt hashes by name; empty: no password is asked for."""
-
-    tls: ServerTls | None
-    users: Mapping[str, bytes]
-
-
 class _Wrong(ValueError):
     """What is wrong with the file, and what to do."""
-
-
-def read(path: str) -> WebConfig:
-    """Read a file.
-
-    Raises:
-        UsageError: it cannot be read, holds something that this server does not know, or a library for it is absent.
-    """
-    yaml = library("yaml", "PyYAML", path)
-    try:
-        content = read_text(path, MAX_BYTES)
-        _refuse_twice(yaml.compose(content, Loader=yaml.SafeLoader))
-        config = _config(yaml.safe_load(content), os.path.dirname(path))
-    except yaml.YAMLError as error:
-        # Not its own text, which shows what stands there: it may be a hash.
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark is not None else ""
-        raise UsageError(f"metrics_web_config {path}: expected YAML{where}") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"metrics_web_config {path}: {error}") from error
-    if config.users:
-        library("bcrypt", "bcrypt", path)
-    return config
-
-
-def library(module: str, package: str, path: str) -> ModuleType:
-    """Return a module of the extra. Raises UsageError, which names the extra, if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        what = f"{package} is not installed ({error}): pip install '{EXTRA}'"
-        raise UsageError(f"metrics_web_config {path}: {what}") from error
-
-
-def context(tls: ServerTls, path: str) -> ssl.SSLContext:
-    """Return what the server shows and demands. Raises UsageError if a certificate or key cannot be used."""
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    made.minimum_version, made.maximum_version = tls.min_version, tls.max_version
-    made.options |= ssl.OP_NO_RENEGOTIATION  # by which a client could make the server compute at will
-    seen = tls.cert_file
-    try:
-        for seen in tls.files:
-            open(seen, "rb").close()  # the errors of ssl name no file
-        seen = f"{tls.cert_file} with {tls.key_file}"
-        made.load_cert_chain(tls.cert_file, tls.key_file, password="")  # without one, OpenSSL would ask on the terminal
-        if tls.client_ca_file is not None:
-            seen = tls.client_ca_file
-            made.load_verify_locations(tls.client_ca_file)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise UsageError(f"metrics_web_config {path}: {seen}: {why}: expected PEM files, the key without a password") from error
-    made.verify_mode = tls.client_auth
-    return made
-
-
-def _config(document: object, folder: str) -> WebConfig:
-    top = _section("the file", {} if document is None else document, KEYS)
-    tls = top.get("tls_server_config")
-    users = top.get("basic_auth_users")
-    return WebConfig(
-        None if tls is None else _tls(_section("tls_server_config", tls, TLS_KEYS), folder),
-        {} if users is None else dict(_users(users)),
-    )
 
 
 def _section(name: str, value: object, known: tuple[str, ...]) -> Mapping[str, object]:
@@ -317,33 +262,50 @@ def _section(name: str, value: object, known: tuple[str, ...]) -> Mapping[str, o
     return value
 
 
-def _tls(section: Mapping[str, object], folder: str) -> ServerTls:
+def _files(section: Mapping[str, object], folder: str) -> tuple[str, ...]:
+    """Return the paths of certificate and key, and of the CA of clients if one is given."""
+    found = []
+    for key in FILE_KEYS:
+        name = section.get(key)
+        if name is None and key != CLIENT_CA:
+            raise _Wrong(f"tls_server_config has no {key}: expected cert_file and key_file")
+        if name is not None and not (isinstance(name, str) and name):
+            raise _Wrong(f"tls_server_config.{key} is {name!r}, expected the name of a file")
+        found += [os.path.join(folder, name)] if isinstance(name, str) else []
+    return tuple(found)
+
+
+def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLContext:
     def choice(key: str, default: str, values: Mapping[str, _Value]) -> _Value:
         value = section.get(key, default)
         if not isinstance(value, str) or value not in values:
             raise _Wrong(f"tls_server_config.{key} is {value!r}, expected one of {', '.join(values)}")
         return values[value]
 
-    def file(key: str) -> str | None:
-        name = section.get(key)
-        if name is not None and not (isinstance(name, str) and name):
-            raise _Wrong(f"tls_server_config.{key} is {name!r}, expected the name of a file")
-        return None if name is None else os.path.join(folder, str(name))
-
-    def needed(key: str) -> str:
-        if (name := file(key)) is None:
-            raise _Wrong(f"tls_server_config has no {key}: expected cert_file and key_file")
-        return name
-
-    certificate, key = needed("cert_file"), needed("key_file")
-    ca, client_auth = file("client_ca_file"), choice("client_auth_type", "NoClientCert", CLIENT_AUTH)
-    if (ca is None) != (client_auth is ssl.CERT_NONE):
-        wrong = "client_auth_type without client_ca_file" if ca is None else "client_ca_file without client_auth_type"
+    certificate, key, *authorities = files
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client_auth = choice("client_auth_type", "NoClientCert", CLIENT_AUTH)
+    if bool(authorities) == (client_auth is ssl.CERT_NONE):
+        wrong = "client_ca_file without client_auth_type" if authorities else "client_auth_type without client_ca_file"
         raise _Wrong(f"tls_server_config has {wrong}: expected both (client_auth_type: RequireAndVerifyClientCert), or neither")
     lowest, highest = choice("min_version", "TLS12", VERSIONS), choice("max_version", "TLS13", VERSIONS)
     if lowest > highest:
         raise _Wrong("tls_server_config: min_version is above max_version")
-    return ServerTls(certificate, key, ca, client_auth, lowest, highest)
+    made.minimum_version, made.maximum_version = lowest, highest
+    made.options |= ssl.OP_NO_RENEGOTIATION  # by which a client could make the server compute at will
+    seen = certificate
+    try:
+        for seen in files:
+            open(seen, "rb").close()  # the errors of ssl name no file
+        seen = f"{certificate} with {key}"
+        made.load_cert_chain(certificate, key, password="")  # without one, OpenSSL would ask on the terminal
+        for seen in authorities:
+            made.load_verify_locations(seen)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise _Wrong(f"{seen}: {why}: expected PEM files, the key without a password") from error
+    made.verify_mode = client_auth
+    return made
 
 
 def _users(section: object) -> Iterator[tuple[str, bytes]]:
@@ -355,7 +317,7 @@ def _users(section: object) -> Iterator[tuple[str, bytes]]:
             raise _Wrong(f"basic_auth_users has {user!r}, expected a name without a colon; quote it")
         found = _HASH.fullmatch(hashed) if isinstance(hashed, str) else None
         if found is None:
-            raise _Wrong(f"basic_auth_users.{user} is no bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`")
+            raise _Wrong(f"basic_auth_users.{user} is not a bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`")
         if not 4 <= int(found["cost"]) <= MAX_COST:
             raise _Wrong(f"basic_auth_users.{user} has bcrypt's cost {found['cost']}, expected 4 to {MAX_COST}")
         yield user, hashed.encode()
@@ -380,20 +342,14 @@ def _refuse_twice(node: object) -> None:
 
 @dataclass(eq=False, frozen=True)
 class Login:
-    """A user and password to be checked.
+    """A user and password to be checked."""
 
-    Attributes:
-        client: whose login it is.
-        hashed: of this user, or of another one: the time of a check must not reveal which users exist.
-        exists: whether the user does.
-    """
-
-    client: object
+    client: object  # whose login it is
     address: str
     user: str
     password: bytes
-    hashed: bytes
-    exists: bool
+    hashed: bytes  # of this user, or of another one: the time of a check must not reveal which users exist
+    exists: bool  # whether the user does
 
 
 def first(waiting: Sequence[Login], wrong: Mapping[str, int]) -> Login:
@@ -414,7 +370,7 @@ def superfluous(waiting: Sequence[Login], wrong: Mapping[str, int]) -> Login | N
 
 
 class Verified:
-    """The passwords that were right, as keyed digests; one per user. Comparing takes the same time whatever differs."""
+    """The passwords that were right, as keyed digests; one per user. Comparing always takes the same time."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -433,8 +389,7 @@ class Verified:
 class Checks:
     """The thread and its queue. Its results make `fileno()` readable. The thread starts with the first login.
 
-    Args:
-        check: whether a password has a hash: bcrypt.checkpw, which does not hold the GIL meanwhile.
+    check: whether a password has a hash: bcrypt.checkpw, which does not hold the GIL meanwhile.
     """
 
     def __init__(self, check: Callable[[bytes, bytes], bool]) -> None:
@@ -455,7 +410,7 @@ class Checks:
         """Queue a login; its result, or that of another one which had to go, comes from `results`.
 
         Raises:
-            RuntimeError: there can be no more threads.
+            RuntimeError: no thread can be started.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elastic_ext-metrics-logins", daemon=True)

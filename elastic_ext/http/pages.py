@@ -49,15 +49,11 @@ _PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "
 
 @dataclass(frozen=True)
 class Request:
-    """A whole request, read from bytes that anyone may have sent.
+    """A whole request, read from bytes that anyone may have sent."""
 
-    Attributes:
-        line: its first line. path: without the query.
-        accept, authorization: the values of headers, or "".
-    """
-
-    line: str
-    path: str
+    line: str  # its first line
+    path: str  # without the query
+    # accept, authorization: the values of headers, or ""
     accept: str
     authorization: str
 
@@ -97,9 +93,7 @@ def basic_login(authorization: str) -> tuple[str, bytes] | None:
 class CpuBudget:
     """Credit in CPU seconds that grows with time and shrinks with use. It may become negative: work is paid for afterwards.
 
-    Args:
-        share: of one core, in the long run.
-        burst_s: CPU seconds that may be used at once after a quiet time.
+    share: of one core, in the long run. burst_s: CPU seconds that may be used at once after a quiet time.
     """
 
     def __init__(self, share: float, burst_s: float) -> None:
@@ -169,16 +163,11 @@ def of_metrics(registry: CollectorRegistry) -> Pages:
     return {METRICS: scrape}
 
 
-def _pair(parameter: str) -> tuple[str, str]:
-    name, _, value = parameter.partition("=")
-    return name, value
-
-
 def _known_format(accept: str) -> str:
     """Return the first format in an Accept that there is, in one of a few wordings; "" for the plain text."""
     for each in accept.split(","):
         kind, *parameters = (part.strip() for part in each.split(";"))
-        given = dict(_pair(parameter) for parameter in parameters)
+        given = {name: value for name, _, value in (each.partition("=") for each in parameters)}
         if (kind, given.get("version", "")) in _FORMATS:
             escaping = given.get("escaping", "")
             return f"{kind}; version=1.0.0" + (f"; escaping={escaping}" if escaping in _ESCAPINGS else "")
@@ -235,19 +224,15 @@ def of_agent(
 
 
 class LastScrape:
-    """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended.
-
-    Attributes:
-        ended_at: since when the metrics are the last ones (time.monotonic()); None: they are not yet.
-    """
+    """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended."""
 
     def __init__(self) -> None:
-        self.ended_at: float | None = None
+        self.ended_at: float | None = None  # since when the metrics are the last ones (time.monotonic()); None: they are not yet
         self._seen = threading.Event()
         self._wakeup: Wakeup | None = None
 
     def noting(self, pages: Pages) -> Pages:
-        """Return these pages; who gets the metrics is noted."""
+        """Return these pages, and note each scrape of the metrics."""
         make = pages[METRICS]
 
         def scrape(accept: str) -> Page:

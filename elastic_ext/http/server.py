@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_CLIENTS = 16  # connections at once; each scraper needs one
 CLIENT_TIMEOUT_S = 10.0  # from connect to the last byte; the default scrape_timeout of Prometheus
-CPU_SHARE = 0.15  # of a core, for new connections, whatever strangers send; those who come meanwhile wait in the backlog
+CPU_SHARE = 0.15  # of a core, for all connections; new ones wait in the backlog meanwhile
 CPU_BURST_S = 0.5
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
 
@@ -62,19 +62,14 @@ class MetricsServer:
         port: the port; 0 takes any free one.
         announce: log level of the line with the address.
         gate: TLS and passwords; None: anyone may read. Belongs to the server from now on.
-
-    Attributes:
-        port: the port that the server listens on; None if it serves nothing.
-        url: URL of the server on this machine; None if it serves nothing.
-        endpoint: address and port that it is bound to; None if it serves nothing.
     """
 
     def __init__(
         self, pages: Pages, host: str = LOOPBACK, port: int = 0, announce: int = logging.INFO, gate: Gate | None = None
     ) -> None:
-        self.port: int | None = None
-        self.url: str | None = None
-        self.endpoint: tuple[str, int] | None = None
+        self.port: int | None = None  # the port that the server listens on; None if it serves nothing
+        self.url: str | None = None  # URL of the server on this machine; None if it serves nothing
+        self.endpoint: tuple[str, int] | None = None  # address and port that it is bound to; None if it serves nothing
         self._server = _bind(pages, host, port, gate)
         if self._server is None:
             if gate is not None:
@@ -137,24 +132,16 @@ class _Stage(IntEnum):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, dropped at `deadline` (time.monotonic()).
-
-    Attributes:
-        address: of the peer.
-        heard: whether it has sent anything.
-        asked: its request, once that is whole.
-        unsent: the rest of the answer; None before there is one.
-        sent: see Page.
-    """
+    """One connection, dropped at `deadline` (time.monotonic())."""
 
     connection: socket.socket
-    address: str
+    address: str  # of the peer
     deadline: float
-    heard: bool = False
+    heard: bool = False  # whether it has sent anything
     received: bytearray = field(default_factory=bytearray)
-    asked: Request | None = None
-    unsent: memoryview | None = None
-    sent: Callable[[], None] = lambda: None
+    asked: Request | None = None  # its request, once that is whole
+    unsent: memoryview | None = None  # the rest of the answer; None before there is one
+    sent: Callable[[], None] = lambda: None  # see Page
 
     @property
     def stage(self) -> _Stage:

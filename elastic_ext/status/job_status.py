@@ -14,21 +14,7 @@ from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
 from elastic_ext.status import status_records
-from elastic_ext.status.status_records import (
-    GONE,
-    SILENT,
-    WAITS,
-    Document,
-    Failure,
-    GoodputPoint,
-    Job,
-    NodeReport,
-    NodeStatus,
-    Refusal,
-    RoundSpan,
-    Straggler,
-    Unknown,
-)
+from elastic_ext.status.status_records import Document, Failure, Job, NodeReport, NodeStatus, Refusal, RoundSpan, Unknown
 from elastic_ext.telemetry import families
 
 FRESH_S = 1.0  # that the workers of one node may start after those of another
@@ -44,26 +30,22 @@ class Own:
     id: str
     report: NodeReport
     spent: Shared
-    points: tuple[GoodputPoint, ...] = ()
+    points: tuple[status_records.GoodputPoint, ...] = ()
     nodes: int = 0
     world: int = 0
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a document is made of.
-
-    Attributes:
-        read_s: age of `status`; None: it holds nothing yet. fault: why there is no newer one; "".
-        seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
-    """
+    """What a document is made of."""
 
     status: JobStatus
     backend: str
     own: Own | None = None  # None for a reader that is not a node of the job
+    # returns for how long the reader has known a node's report as it is now; None if it reads only once
     seen_s: Callable[[str], float | None] = lambda id_: None
-    read_s: float | None = 0.0
-    fault: str = ""
+    read_s: float | None = 0.0  # age of `status`; None: nothing was read yet
+    fault: str = ""  # why nothing newer was read; ""
 
 
 def build(sources: Sources) -> Document:
@@ -123,11 +105,12 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     """Return the job. fresh: ids of nodes whose accounts are as new as the newest; those of others say an earlier step."""
     status, own = sources.status, sources.own
     header, last = status.header, failures[-1] if failures else None
-    left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
+    left = not header.round and not status.nodes and all(each.state == status_records.GONE for each in nodes)
     final = last if last is not None and (left or last.round == header.round) else None
     state, reason = _state(status, final, nodes, left), header.reason
     of_round = [each for each in nodes if each.node_rank >= 0]
-    saved = max((each for each in nodes if each.saved_step is not None), key=_newest_save, default=None)
+    saves = [each for each in nodes if each.saved_step is not None]
+    saved = max(saves, key=lambda each: (each.saved_step or 0, -(each.saved_s or 0.0)), default=None)
     return Job(
         run_id=shown(status.run_id),
         backend=sources.backend,
@@ -146,16 +129,10 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     )
 
 
-def _newest_save(node: NodeStatus) -> tuple[int, float]:
-    return node.saved_step or 0, -(node.saved_s or 0.0)
-
-
 def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], left: bool) -> str:
     """Return the state of the job.
 
-    Args:
-        final: the verdict on the round of the header or, without a header, the last; None if there is none.
-        left: header and nodes are gone: their leases have run out.
+    final: the verdict on the round of the header or, without a header, the last one, if any. left: header and nodes are gone.
     """
     state = status.header.state
     if state is State.DONE:
@@ -165,11 +142,11 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
         return "failed"
     if left:
         return "ended"
-    if state is State.BROKEN and all(each.state == GONE for each in nodes):
+    if state is State.BROKEN and all(each.state == status_records.GONE for each in nodes):
         return "ended"
     if state is State.BROKEN or (state is State.RUNNING and not nodes):
         return "recovering"
-    busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
+    busy = {each.state for each in nodes if each.node_rank >= 0} - {status_records.SILENT}
     if state is State.RUNNING and busy and families.RUNNING not in busy:
         if busy == {families.ENDED}:
             return "ended"
@@ -184,7 +161,8 @@ def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | 
     if known is None:
         rank, first = (assignment.rank, assignment.base_rank) if in_round and assignment is not None else (-1, -1)
         name, workers = (node.address, node.workers) if node is not None else ("", 0)
-        return NodeStatus(shown(id_), shown(name), SILENT if in_round else WAITS, rank, first, workers)
+        state = status_records.SILENT if in_round else status_records.WAITS
+        return NodeStatus(shown(id_), shown(name), state, rank, first, workers)
     report, seen_s = known
     later = (seen_s or 0.0) + behind_s
     if node is not None and not in_round and report.round < status.header.round:  # it was in a round, and now waits for another
@@ -248,7 +226,7 @@ def _failure(verdict: JobVerdict) -> Failure:
     )
 
 
-def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[status_records.Straggler, ...]:
     """Return those that the node of rank 0 has found. Another node may have had that rank before."""
     found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
     newest = max(found, key=lambda report: report.round, default=None)
@@ -281,12 +259,12 @@ def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]
 def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[StateSeconds, ...]) -> list[Unknown]:
     """Return what is missing here although it is known in other cases."""
     found = []
-    silent = sum(each.state == SILENT for each in nodes)
+    silent = sum(each.state == status_records.SILENT for each in nodes)
     if silent:
         has = "has" if silent == 1 else "have"
         found.append(Unknown("state", f"{counted(silent, 'node')} {has} reported nothing yet"))
     if not nodes:
-        found.append(Unknown("nodes", "no agent is in the job any more, and their last reports have expired"))
+        found.append(Unknown("nodes", "no agent is left in the job, and the last reports have expired"))
     if not rounds and not nodes:
         found.append(Unknown("rounds", "only agents know when a round began"))
     if not spent:

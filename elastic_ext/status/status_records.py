@@ -26,21 +26,16 @@ Ratio = Annotated[float, Within(0, 1e9)]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others; see `hangs.lateness`.
-
-    Attributes:
-        late_s, p90_s: per step, median and 90th percentile.
-        share: part of a step that it is late by.
-        error_s: by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host.
-    """
+    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others (`hangs.lateness`)."""
 
     node: NameOrEmpty
     rank: Rank
+    # late_s, p90_s: per step, median and 90th percentile
     late_s: Seconds
     p90_s: Seconds
     step_s: Seconds
-    share: Ratio
-    error_s: Seconds = 0.0
+    share: Ratio  # part of a step that it is late by
+    error_s: Seconds = 0.0  # by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host
 
     @property
     def who(self) -> str:
@@ -68,43 +63,29 @@ class RoundSpan:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node at one moment.
+    """A node at one moment."""
 
-    Attributes:
-        name: of its host.
-        node_rank, base_rank: its rank, and that of its first worker; -1 before its first round.
-        workers: number of its workers.
-        state: what its agent does, one of `families.STATES`.
-        state_s: for how long.
-        step: optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round
-            resumed from; None if unknown.
-        steps_per_s: mean since the first step of the round; None before the second.
-        last_step_s: age of the last step of the worker whose last step is oldest; None before the first.
-        saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.
-        standbys: warm standbys that are ready.
-        stragglers: of the whole job. Only the node of rank 0 reports them.
-        uncompared: why no replicas of one of its workers are compared, though `integrity_every` is set; "".
-        at: wall clock of the node at this moment, as text, for people only.
-        rounds: those that this agent saw, oldest first. Only the node of rank 0 reports them.
-    """
-
-    name: NameOrEmpty
-    state: str
-    state_s: Seconds = 0.0
+    name: NameOrEmpty  # of its host
+    state: str  # what its agent does, one of `families.STATES`
+    state_s: Seconds = 0.0  # for how long
+    # node_rank, base_rank: its rank, and that of its first worker; -1 before its first round
     node_rank: Rank = -1
     base_rank: Rank = -1
-    workers: Count = 0
+    workers: Count = 0  # number of its workers
     round: Count = 0
+    # optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round resumed
+    # from; None if unknown
     step: Step | None = None
-    steps_per_s: Ratio | None = None
-    last_step_s: Seconds | None = None
+    steps_per_s: Ratio | None = None  # mean since the first step of the round; None before the second
+    last_step_s: Seconds | None = None  # age of the last step of the worker whose last step is oldest; None before the first
+    # saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first
     saved_step: Step | None = None
     saved_s: Seconds | None = None
-    standbys: Count = 0
-    stragglers: tuple[Straggler, ...] = ()
-    uncompared: str = ""
-    at: str = ""
-    rounds: tuple[RoundSpan, ...] = ()
+    standbys: Count = 0  # warm standbys that are ready
+    stragglers: tuple[Straggler, ...] = ()  # of the whole job; only the node of rank 0 reports them
+    uncompared: str = ""  # why no replicas of one of its workers are compared, though `integrity_every` is set; ""
+    at: str = ""  # wall clock of the node at this moment, as text, for people only
+    rounds: tuple[RoundSpan, ...] = ()  # those that this agent saw, oldest first; only the node of rank 0 reports them
 
 
 def encode_report(report: NodeReport) -> str:
@@ -153,12 +134,12 @@ class RoundHistory:
     def spans(self, now: float) -> tuple[RoundSpan, ...]:
         """Return the rounds, oldest first, with ages at `now`."""
         return tuple(
-            RoundSpan(each.round, _age(now, each.began), _age(now, each.ended) if each.ended is not None else None, each.why)
+            RoundSpan(each.round, age_s(now, each.began), age_s(now, each.ended) if each.ended is not None else None, each.why)
             for each in self._rounds
         )
 
 
-def _age(now: float, at: float) -> float:
+def age_s(now: float, at: float) -> float:
     return round(max(0.0, now - at), 3)
 
 
@@ -186,52 +167,37 @@ class Failure:
 
 @dataclass(frozen=True)
 class Job:
-    """The job.
-
-    Attributes:
-        state: forming, starting, running, recovering, succeeded, failed, ended (how is unknown).
-        reason: why it is in this state; "" if nothing is to be said.
-        nodes, world_size: of the current round, or the last one.
-        restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
-        step, steps_per_s: of the slowest node in the round; the step, of those that reported last.
-        saved_step, saved_s: of the newest checkpoint that a node saw committed.
-        last_verdict: None before the first.
-    """
+    """The job."""
 
     run_id: str
     backend: str
-    state: str
-    reason: str
+    state: str  # forming, starting, running, recovering, succeeded, failed, ended (how is unknown)
+    reason: str  # why it is in this state; "" if nothing is to be said
     round: int
+    # nodes, world_size: of the current round, or the last one
     nodes: int
     world_size: int
+    # restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown
     restarts_charged: int
     restarts_limit: int | None
-    last_verdict: Failure | None
+    last_verdict: Failure | None  # None before the first
+    # step, steps_per_s: of the slowest node in the round; the step, of those that reported last
     step: int | None = None
     steps_per_s: float | None = None
+    # saved_step, saved_s: of the newest checkpoint that a node saw committed
     saved_step: int | None = None
     saved_s: float | None = None
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A node. Ages in seconds; None where unknown.
+    """A node. Ages in seconds; None where unknown."""
 
-    Attributes:
-        id, name: unique within the job; of its host.
-        node_rank, first_rank: -1 outside the round.
-        state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report.
-        seen_s: age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then
-            its ages are as of told_at, or as of that of the newest report if both run in the same round.
-        told_at: wall clock of the node at its report, as text, for people only.
-        The others: see NodeReport.
-    """
-
-    id: str
-    name: str
-    state: str
-    node_rank: int = -1
+    # Where nothing is said here, see NodeReport.
+    id: str  # unique within the job
+    name: str  # of its host
+    state: str  # of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report
+    node_rank: int = -1  # -1 outside the round; so is first_rank
     first_rank: int = -1
     workers: int = 0
     state_s: float | None = None
@@ -241,8 +207,10 @@ class NodeStatus:
     saved_step: int | None = None
     saved_s: float | None = None
     standbys: int = 0
+    # age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then its ages are as
+    # of told_at, or as of that of the newest report if both run in the same round
     seen_s: float | None = None
-    told_at: str = ""
+    told_at: str = ""  # wall clock of the node at its report, as text, for people only
 
 
 @dataclass(frozen=True)
@@ -271,16 +239,7 @@ class GoodputPoint:
 
 @dataclass(frozen=True)
 class Document:
-    """The whole document.
-
-    Attributes:
-        goodput: of all hosts together, over all rounds and agents of the job.
-        goodput_points: earlier values of it, since the agent that shows this started.
-        shown_by: id of that agent's node; "" for a command.
-        rounds_by: name of the node that saw the rounds; "" if none did.
-        read_s: age of what is shown of the other nodes; None: nothing was read yet.
-        fault: why nothing newer was read; "".
-    """
+    """The whole document."""
 
     job: Job
     nodes: tuple[NodeStatus, ...] = ()
@@ -288,13 +247,13 @@ class Document:
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     refused: tuple[Refusal, ...] = ()
-    goodput: tuple[StateSeconds, ...] = ()
-    goodput_points: tuple[GoodputPoint, ...] = ()
+    goodput: tuple[StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
+    goodput_points: tuple[GoodputPoint, ...] = ()  # earlier values of it, since the agent that shows this started
     unknown: tuple[Unknown, ...] = ()
-    shown_by: str = ""
-    rounds_by: str = ""
-    read_s: float | None = 0.0
-    fault: str = ""
+    shown_by: str = ""  # id of that agent's node; "" for a command
+    rounds_by: str = ""  # name of the node that saw the rounds; "" if none did
+    read_s: float | None = 0.0  # age of what is shown of the other nodes; None: nothing was read yet
+    fault: str = ""  # why nothing newer was read; ""
     schema: int = SCHEMA
 
 

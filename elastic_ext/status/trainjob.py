@@ -35,52 +35,18 @@ class TrainJobState(Enum):
 
 @dataclass(frozen=True)
 class Training:
-    """How far the training is.
+    """How far the training is."""
 
-    Attributes:
-        step: optimizer steps done since the beginning of the job.
-        total: of the whole job; None: unknown.
-        step_s: seconds per step in this round; None: unknown.
-        restarts: how often the workers of the job were started again.
-    """
-
-    step: int
-    total: int | None
-    step_s: float | None
-    restarts: int
+    step: int  # optimizer steps done since the beginning of the job
+    total: int | None  # of the whole job; None: unknown
+    step_s: float | None  # seconds per step in this round; None: unknown
+    restarts: int  # how often the workers of the job were started again
 
 
-@dataclass(frozen=True)
-class TrainerStatus:
-    """One status. Names and values are those of the format; None is left out.
+def body_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> bytes:
+    """Return the body of a post: JSON. What is unknown is left out.
 
-    Attributes:
-        observed: when this was so, Unix time in seconds.
-        percentage: 0 to 100.
-        remaining_s: seconds until the job ends.
-        metrics: names and values, texts of 1 to 64 characters, 256 at most.
-    """
-
-    observed: float
-    percentage: int | None
-    remaining_s: int | None
-    metrics: tuple[tuple[str, str], ...]
-
-    def body(self) -> bytes:
-        """Return the body of the request: JSON."""
-        optional = {"progressPercentage": self.percentage, "estimatedRemainingSeconds": self.remaining_s}
-        status: dict[str, object] = {key: value for key, value in optional.items() if value is not None}
-        status["metrics"] = [{"name": name, "value": value} for name, value in self.metrics]
-        status["lastUpdatedTime"] = datetime.fromtimestamp(self.observed, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return json.dumps({"trainerStatus": status}).encode()
-
-
-def status_of(training: Training, state: TrainJobState, now: float, gauges: Mapping[str, float]) -> TrainerStatus:
-    """Return the status to post.
-
-    Args:
-        now: Unix time in seconds.
-        gauges: what the script shows of itself, by name, e.g. its loss. The first MAX_GAUGES are posted.
+    now: Unix time in seconds. gauges: what the script shows of itself, by name, e.g. its loss. The first MAX_GAUGES are posted.
 
     The percentage stays below 100 until the job has ended well. So it does with Hugging Face's callback, whose names of metrics
     these are. The time that is left does not count restarts that are still to come.
@@ -90,7 +56,13 @@ def status_of(training: Training, state: TrainJobState, now: float, gauges: Mapp
     metrics = {"current_step": training.step, **total, **step_s, "restarts": training.restarts}
     fitting = {name: f"{value:.6g}" for name, value in gauges.items() if name not in metrics and len(name) <= MAX_TEXT}
     shown = *((name, str(value)) for name, value in metrics.items()), *itertools.islice(fitting.items(), MAX_GAUGES)
-    return TrainerStatus(now, _percentage(training, state), _remaining_s(training, state), shown)
+    known = {"progressPercentage": _percentage(training, state), "estimatedRemainingSeconds": _remaining_s(training, state)}
+    status = {
+        **{name: value for name, value in known.items() if value is not None},
+        "metrics": [{"name": name, "value": value} for name, value in shown],
+        "lastUpdatedTime": datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+    return json.dumps({"trainerStatus": status}).encode()
 
 
 def _percentage(training: Training, state: TrainJobState) -> int | None:

@@ -18,12 +18,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from elastic_ext.base.printable import printable
-from elastic_ext.status.trainjob import TrainerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def target_of(environ: Mapping[str, str]) -> Target | None:
     except ValueError:
         parts, host, port = urlsplit(""), None, 0
     if parts.scheme != "https" or not host:
-        logger.warning("no TrainJob status: %s is no https URL; expected one, because the token goes there", URL)
+        logger.warning("no TrainJob status: %s is not an https URL; expected one, because the token goes there", URL)
         return None
     if not environ.get(TOKEN_FILE):
         logger.warning("no TrainJob status: %s is set, but %s is not; expected the path of the token", URL, TOKEN_FILE)
@@ -85,12 +84,11 @@ class Poster:
 
     A change waits until GAP_S (or the interval, if that is shorter) after the last post, or until the next try if posts fail.
 
-    Args:
-        status: called on the thread of the poster before each post; None: there is nothing to post.
+    body: called on the thread of the poster; returns what to post now, None: nothing.
     """
 
-    def __init__(self, target: Target, interval_s: float, status: Callable[[], TrainerStatus | None]) -> None:
-        self._target, self._interval_s, self._status = target, interval_s, status
+    def __init__(self, target: Target, interval_s: float, body: Callable[[], bytes | None]) -> None:
+        self._target, self._interval_s, self._body = target, interval_s, body
         self._news = threading.Condition()
         self._changed = self._closed = False
         self._ended = threading.Event()
@@ -148,11 +146,11 @@ class Poster:
             return post
 
     def _post(self) -> None:
-        status = self._status()
-        if status is None:
+        body = self._body()
+        if body is None:
             return
         try:
-            self._request.send(self._target, status.body())
+            self._request.send(self._target, body)
         except PostFailed as failed:
             if self._request.aborted:
                 return
@@ -244,10 +242,8 @@ class _Request:
     def _cut(self) -> None:
         """End the connection for the thread that waits for it. The caller holds the lock."""
         if self._socket is not None:
-            try:
+            with suppress(OSError):  # it is over
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # not that of SSLSocket: the other thread uses its state
-            except OSError:
-                pass  # it is over
 
 
 def _token(path: str) -> str:

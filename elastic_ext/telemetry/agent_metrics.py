@@ -25,20 +25,7 @@ from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.families import (
-    COPIED,
-    FAILED,
-    MAX_TORCHELASTIC_NAMES,
-    OTHER,
-    PHASES,
-    SAVED,
-    WORKER_STATES,
-    FamilyCollector,
-    HistogramCounts,
-    Labels,
-    Total,
-    Values,
-)
+from elastic_ext.telemetry.families import FamilyCollector, HistogramCounts, Labels, Total, Values
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -62,7 +49,7 @@ class WorkerProgress:
 
 
 class UnixClock:
-    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, until somebody sets the clock."""
+    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, unless the clock is set."""
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - time.monotonic()
@@ -78,16 +65,13 @@ class AgentMetrics(FamilyCollector):
     """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
 
     Args:
-        version: version of this package.
-        torch: torch's version; this module does not import torch.
-        run_id: run id of the job.
+        version, torch: versions of this package and of torch, which this module does not import.
         node: this node's name; default: its host name.
         cold_reasons: all reasons for a cold start.
         gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
 
-    Attributes:
-        progress: as given. state: what the agent does.
+    progress: as given. state: what the agent does.
     """
 
     table: ClassVar = {**families.JOB, **families.OTHERS, **families.WORKERS}
@@ -115,7 +99,7 @@ class AgentMetrics(FamilyCollector):
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
         self._full = False
-        self._phases = {phase: HistogramCounts(RECOVERY_BUCKETS) for phase in PHASES}
+        self._phases = {phase: HistogramCounts(RECOVERY_BUCKETS) for phase in families.PHASES}
         self._spans = {name: HistogramCounts(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
         self.state = AgentState()
         self.enter("rendezvous")
@@ -150,11 +134,11 @@ class AgentMetrics(FamilyCollector):
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
-        self._add("restarts", kind if kind in RESTART_KINDS else OTHER)
+        self._add("restarts", kind if kind in RESTART_KINDS else families.OTHER)
 
     def failed(self, kind: str) -> None:
         """Count a failure. kind: of the diagnosis."""
-        self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
+        self._add("failures", kind if kind in KINDS else families.OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
         """Set the job's budget of restarts as a verdict states it. A negative limit means no limit."""
@@ -183,17 +167,12 @@ class AgentMetrics(FamilyCollector):
 
     def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
         """Set the number of this agent's workers in each state."""
-        counts = zip(WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
+        counts = zip(families.WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
         with self._lock:
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
     def worker_started(self, how: str, reason: str) -> None:
-        """Count a start of a worker.
-
-        Args:
-            how: "warm" or "cold".
-            reason: reason of a cold start, from a fixed set, because each one creates a permanent time series.
-        """
+        """Count a start of a worker. how: "warm" or "cold". reason: of a cold start, one of `cold_reasons`: each is a series."""
         self._add("worker_starts", _label(how), _label(reason))
 
     def standbys(self, count: int, used_bytes: int) -> None:
@@ -201,7 +180,7 @@ class AgentMetrics(FamilyCollector):
         self._set(standbys=count, standby_memory_bytes=used_bytes)
 
     def phase(self, name: str, seconds: float) -> None:
-        """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in PHASES."""
+        """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in families.PHASES."""
         with self._lock:
             self._phases[name].observe(seconds)
 
@@ -218,8 +197,8 @@ class AgentMetrics(FamilyCollector):
         now = time.monotonic()
         with self._lock:
             self._add("checkpoint_copied_bytes", by=size)
-            self._add("checkpoint_copies", COPIED, by=int(complete))
-            self._add("checkpoint_copies", FAILED, by=int(failed))
+            self._add("checkpoint_copies", families.COPIED, by=int(complete))
+            self._add("checkpoint_copies", families.FAILED, by=int(failed))
             waits_since = self._clock.at(now - lag_s) if lag_s > 0 else None
             self._set(checkpoint_copy_lag_steps=lag_steps, checkpoint_uncopied_since_timestamp_seconds=waits_since)
             if complete:
@@ -236,12 +215,12 @@ class AgentMetrics(FamilyCollector):
 
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
-        self._add("checkpoint_copies", FAILED)
+        self._add("checkpoint_copies", families.FAILED)
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
 
-        The first MAX_TORCHELASTIC_NAMES names are kept; later names are dropped, with one warning.
+        The first families.MAX_TORCHELASTIC_NAMES names are kept; later names are dropped, with one warning.
         """
         number = _number(value)
         if number is None:
@@ -250,7 +229,7 @@ class AgentMetrics(FamilyCollector):
         labels = _label(group), _label(name)
         with self._lock:
             last_values = self._values["elastic_ext_torchelastic_last_value"]
-            if labels in last_values or len(last_values) < MAX_TORCHELASTIC_NAMES:
+            if labels in last_values or len(last_values) < families.MAX_TORCHELASTIC_NAMES:
                 last_values[labels] = number
                 self._add("torchelastic_values", *labels)
                 return
@@ -259,7 +238,7 @@ class AgentMetrics(FamilyCollector):
             logger.warning(
                 "put_metric was called with more than %d names: %s/%s and other new names are not shown; "
                 "a metric's name should not hold a step or an id",
-                MAX_TORCHELASTIC_NAMES,
+                families.MAX_TORCHELASTIC_NAMES,
                 *labels,
             )
 
@@ -301,18 +280,18 @@ class AgentMetrics(FamilyCollector):
         yield "last_step_timestamp_seconds", (), self._clock.at(row.last_step_ns / 1e9) if row.last_step_ns else None
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
-        yield "checkpoint_saves", (SAVED,), row.saves
-        yield "checkpoint_saves", (FAILED,), row.failed_saves
+        yield "checkpoint_saves", (families.SAVED,), row.saves
+        yield "checkpoint_saves", (families.FAILED,), row.failed_saves
         yield "checkpoint_save_seconds", (), Total(row.saves, row.saving_s)
         yield "checkpoint_load_seconds", (), Total(row.loads, row.loading_s)
         yield "checkpoint_verify_seconds", (), Total(row.checks, row.checking_s)
-        yield "memory_copies", (SAVED,), row.copies
-        yield "memory_copies", (FAILED,), row.failed_copies
+        yield "memory_copies", (families.SAVED,), row.copies
+        yield "memory_copies", (families.FAILED,), row.failed_copies
         yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
         yield "memory_stall_seconds", (), Total(row.copies, row.copies_stall_s)
         yield "memory_step", (), row.copied_step
-        yield "memory_parts", (COPIED,), row.parts_sent
-        yield "memory_parts", (FAILED,), row.parts_not_sent
+        yield "memory_parts", (families.COPIED,), row.parts_sent
+        yield "memory_parts", (families.FAILED,), row.parts_not_sent
         yield "memory_sent_bytes", (), row.sent_bytes
         yield "memory_every_steps", (), row.copy_every or None
 
@@ -437,7 +416,7 @@ class GpuQuery:
         self._thread: threading.Thread | None = None
 
     def answer(self) -> Sequence[str]:
-        """Return the answer; () as long as there is none. The first call asks. For one thread."""
+        """Return the answer; () until it comes. The first call asks. For one thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="elastic_ext-gpus", daemon=True)
             try:
@@ -488,9 +467,7 @@ def gpus_by_local_rank(workers: int, host: Sequence[str], environ: Mapping[str, 
     leaves it: indices, or UUIDs that may be cut short (CUDA's programming guide). CUDA numbers GPUs of different speed in
     another order than the PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
 
-    Args:
-        host: UUIDs of all GPUs of this host; see `gpu_uuids`.
-        environ: of the workers.
+    host: as of `gpu_uuids`. environ: of the workers.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = list(host) if visible is None else [_named(each.strip(), host) for each in visible.split(",")]

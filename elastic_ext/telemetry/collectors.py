@@ -1,4 +1,4 @@
-"""Metrics of what an agent hears from others: verdicts and hangs of the job, calls of etcd, the goodput of all hosts."""
+"""Metrics of what an agent learns from others: verdicts and hangs of the job, calls of etcd, the goodput of all hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class VerdictMetrics(FamilyCollector):
             self._counts["elastic_ext_hangs"][()] += 1
 
     def decided(self, round_: int, decision: str, kind: str, host: str) -> None:
-        """Count a verdict once, however often this agent hears of it.
+        """Count a verdict once, however often it is reported.
 
         Args:
             round_: the round that it ended.
@@ -132,21 +132,13 @@ class OutageWatch:
 
 
 class EtcdHealth(FamilyCollector):
-    """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself.
-
-    Attributes:
-        lease_until: until when etcd certainly keeps this node; monotonic.
-    """
+    """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself."""
 
     table = families.ETCD
 
     def __init__(self, outage_s: float = math.inf, on_outage: Callable[[OutageChange], None] = lambda outage: None) -> None:
-        """
-        Args:
-            outage_s: for how long calls have to fail before that is an outage.
-            on_outage: called once it has lasted so long, and at its end, on the thread of a call.
-        """
-        self.lease_until: Callable[[], float | None] = lambda: None
+        """outage_s: how long an outage lasts before on_outage is called, and again at its end, on the thread of a call."""
+        self.lease_until: Callable[[], float | None] = lambda: None  # until when etcd certainly keeps this node; monotonic
         self._outages, self._on_outage = OutageWatch(outage_s), on_outage
         self._clock = UnixClock()
         self._lock = threading.Lock()
@@ -170,12 +162,12 @@ class EtcdHealth(FamilyCollector):
     def values(self) -> Values:
         with self._lock:
             calls, outcomes, reconnects = self._calls.copy(), dict(self._outcomes), self._reconnects
-        yield families.ETCD_CALL, (), calls
+        yield "elastic_ext_etcd_call_seconds", (), calls
         for outcome, count in outcomes.items():
-            yield families.ETCD_CALLS, (outcome,), count
-        yield families.ETCD_RECONNECTS, (), reconnects
+            yield "elastic_ext_etcd_calls", (outcome,), count
+        yield "elastic_ext_etcd_reconnects", (), reconnects
         until = self.lease_until()
-        yield families.ETCD_LEASE, (), self._clock.at(until) if until is not None else None
+        yield "elastic_ext_etcd_lease_expiry_timestamp_seconds", (), self._clock.at(until) if until is not None else None
 
 
 class GoodputCollector(FamilyCollector):

@@ -8,6 +8,7 @@ beside failures, and known label values from 0 on, so that increase() sees the f
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
@@ -51,18 +53,13 @@ ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
 
 @dataclass(frozen=True)
 class Family:
-    """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it.
-
-    Attributes:
-        known: label values that are shown as 0 before anything happens.
-        most: how many series one agent has, for people.
-    """
+    """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it."""
 
     kind: type[Metric]
     help: str
     labels: Labels
-    known: tuple[Labels, ...]
-    most: str
+    known: tuple[Labels, ...]  # label values that are shown as 0 before anything happens
+    most: str  # how many series one agent has, for people
     unit: str
 
     @classmethod
@@ -94,6 +91,12 @@ def _per_worker(found: Mapping[str, Family]) -> dict[str, Family]:
     }
 
 
+def cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Return counts by bucket as Prometheus expects them: (upper bound, observations at or below it)."""
+    below = zip((*bounds, math.inf), itertools.accumulate(counts), strict=True)
+    return [(floatToGoString(bound), float(count)) for bound, count in below]  # type: ignore[no-untyped-call]
+
+
 class HistogramCounts:
     """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
 
@@ -112,12 +115,8 @@ class HistogramCounts:
         return made
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
-        shown, below = [], 0
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
-            below += count
-            shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
-        return shown
+        """See `cumulative`."""
+        return cumulative(self._bounds, self._counts)
 
 
 @dataclass(frozen=True)
@@ -277,24 +276,20 @@ LATENESS = {
     ),
 }
 # With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
-ETCD_CALL = "elastic_ext_etcd_call_seconds"
-ETCD_CALLS = "elastic_ext_etcd_calls"
-ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
-ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
 ETCD = {
-    ETCD_CALL: histogram(
+    "elastic_ext_etcd_call_seconds": histogram(
         "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not."
     ),
-    ETCD_CALLS: counter(
+    "elastic_ext_etcd_calls": counter(
         "Attempts to call etcd, or the store of ext_c10d over several nodes: answered (ok), or not (failed).",
         "outcome",
         known=_known(OK, FAILED),
     ),
-    ETCD_RECONNECTS: counter(
+    "elastic_ext_etcd_reconnects": counter(
         "How often the connection for watches, to etcd or the store of ext_c10d over several nodes, was lost and opened again.",
         known=ZERO,
     ),
-    ETCD_LEASE: gauge(
+    "elastic_ext_etcd_lease_expiry_timestamp_seconds": gauge(
         "Time until which this node's lease in etcd, or in the store of ext_c10d over several nodes, certainly holds; absent "
         "while it has none."
     ),

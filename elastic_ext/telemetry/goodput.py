@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import CheckpointPosition, Spent, seconds_of
 from elastic_ext.telemetry import families
+from elastic_ext.workers import progress_layout
+from elastic_ext.workers.progress import Progress
 
 WAITS_FOR_NODES_S = 2.0  # a thousand nodes that are all there form a round in 1.3 s: what takes longer waits for some
 ENOUGH = 3  # interruptions and saves, for an interval that is more than a guess: the error of a mean of 3 is still 60 %
@@ -30,64 +32,14 @@ _BEFORE_DECISION = ("stop", "verdict")  # the state of what was not settled is k
 
 
 @dataclass(frozen=True)
-class WorkerTime:
-    """The time of a worker's training thread.
-
-    Attributes:
-        began_at: monotonic seconds at which its accounts begin; 0: it has none yet.
-        spent: settled seconds, by state.
-        now_in: the state of what is not settled.
-        step_s: mean time from one step to the next; math.inf before the second.
-        finished: its script has ended well. failed_at: when it ended otherwise; 0: it did not.
-        saves: committed checkpoints. saved: the last of them, after that many of this worker's steps.
-        tokens, flops: as the script reports them.
-    """
-
-    began_at: float = 0.0
-    spent: Mapping[str, float] = field(default_factory=dict)
-    now_in: str = goodput.STARTUP
-    steps: int = 0
-    step_s: float = math.inf
-    finished: bool = False
-    failed_at: float = 0.0
-    saves: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    saved: CheckpointPosition | None = None
-
-    def settled(self, since: float, until: float) -> dict[str, float]:
-        """Return the settled seconds between two moments. What was settled before `since` is start-up, as far as there is any."""
-        if not self.began_at:
-            return {}
-        late_s = max(0.0, min(self.began_at, until) - since)  # the process began after the agent saw it run
-        found, early_s = {}, max(0.0, since - self.began_at)
-        for state, seconds in sorted(self.spent.items(), key=lambda item: item[0] != goodput.STARTUP):
-            dropped = min(seconds, early_s)
-            found[state], early_s = seconds - dropped, early_s - dropped
-        if any(found.values()):
-            found[goodput.STARTUP] = found.get(goodput.STARTUP, 0.0) + late_s
-        over_s = sum(found.values()) - (until - since)
-        for state in found if over_s > 0 else ():  # a worker has settled more after `until` was read
-            dropped = min(found[state], over_s)
-            found[state], over_s = found[state] - dropped, over_s - dropped
-        return found
-
-
-@dataclass(frozen=True)
 class Tail:
-    """The end of a worker's time, which it did not settle itself.
-
-    Attributes:
-        step_s: see `WorkerTime`.
-        rest: the state of what is longer than a step, unless the verdict is a hang.
-        share: of this worker in the node.
-    """
+    """The end of a worker's time, which it did not settle itself."""
 
     now_in: str
     seconds: float
-    step_s: float
-    rest: str
-    share: float
+    step_s: float  # its mean time from one step to the next; math.inf before the second
+    rest: str  # the state of what is longer than a step, unless the verdict is a hang
+    share: float  # of this worker in the node
 
     def states(self, hung: bool) -> dict[str, float]:
         """Return how it counts. hung: the job's verdict is a hang."""
@@ -122,10 +74,7 @@ class TimeLedger:
         self._tokens, self._flops = 0, 0.0
 
     def resume(self, step: int | None) -> int:
-        """Note where the next round starts; return how many of its optimizer steps are not new.
-
-        step: of the checkpoint; None if it is not known.
-        """
+        """Note the step at which the next round starts, if known; return how many of its optimizer steps are not new."""
         self._resumed_at = position_of(step, self._counts.positions) if step is not None else None
         return max(0, int(self._counts.reached) - self._resumed_at) if self._resumed_at is not None else 0
 
@@ -135,13 +84,8 @@ class TimeLedger:
         positions = goodput.newest_positions((*others.positions, *counts.positions))
         self._counts = replace(counts, reached=max(counts.reached, others.reached), positions=positions)
 
-    def enter(self, state: str, now: float, workers: Sequence[WorkerTime] | None = None) -> None:
-        """Note what the agent does from now on.
-
-        Args:
-            state: one of families.STATES.
-            workers: those that run; None if nothing is known about them.
-        """
+    def enter(self, state: str, now: float, workers: Sequence[Progress] = ()) -> None:
+        """Note what the agent does from now on: one of families.STATES. workers: those that run, if known."""
         now = max(now, self._since)
         if self._state == families.RUNNING:
             # A signal ends the workers without a state of its own.
@@ -158,7 +102,7 @@ class TimeLedger:
             self._add(tail.states(hung), tail.share)
         self._tails = []
 
-    def at(self, now: float, workers: Sequence[WorkerTime] | None = None) -> Look:
+    def at(self, now: float, workers: Sequence[Progress] = ()) -> Look:
         """Return the ledger as of now. workers: see `enter`."""
         now = max(now, self._since)
         by_state, counts = dict(self._by_state), self._counts
@@ -167,9 +111,9 @@ class TimeLedger:
         if self._state == families.RUNNING:
             settled = _mean(workers, self._since, now)
             unsettled_s += max(0.0, now - self._since - sum(settled.values()))
-            counts = self._counted(workers or ())
+            counts = self._counted(workers)
             self._counts = replace(self._counts, positions=counts.positions)  # the workers show only their last one
-            tokens, flops = tokens + sum(each.tokens for each in workers or ()), flops + sum(each.flops for each in workers or ())
+            tokens, flops = tokens + sum(each.tokens for each in workers), flops + sum(each.flops for each in workers)
         else:
             settled = self._own(now)
         for state, seconds in settled.items():
@@ -186,27 +130,28 @@ class TimeLedger:
             return {state: seconds}
         return {state: min(seconds, WAITS_FOR_NODES_S), goodput.WAITING: max(0.0, seconds - WAITS_FOR_NODES_S)}
 
-    def _end_round(self, now: float, workers: Sequence[WorkerTime] | None, rest: str) -> None:
+    def _end_round(self, now: float, workers: Sequence[Progress], rest: str) -> None:
         """rest: see `Tail`."""
         ran_s = now - self._since
-        well = rest != goodput.DETECTION and all(each.finished for each in workers or ())
+        well = rest != goodput.DETECTION and all(each.phase == "exit" and not each.ends_with for each in workers)
         if not workers:
             self._add({goodput.PRODUCTIVE: ran_s})
-        for each in workers or ():
-            settled, share = each.settled(self._since, now), 1 / len(workers or ())
+        for each in workers:
+            settled, share = _settled(each, self._since, now), 1 / len(workers)
             self._add(settled, share)
             left_s = max(0.0, ran_s - sum(settled.values()))
-            if each.failed_at:  # from then on the process only ends
-                ending_s = min(left_s, max(0.0, now - each.failed_at))
+            if each.ended_ns:  # it failed: from then on the process only ends
+                ending_s = min(left_s, max(0.0, now - each.ended_ns / 1e9))
                 self._add({goodput.STOPPING: ending_s}, share)
                 left_s -= ending_s
-            self._tails.append(Tail(each.now_in, left_s, each.step_s, rest, share))
-        counts = self._counted(workers or ())
+            step_s = math.inf if each.step_s is None else each.step_s
+            self._tails.append(Tail(each.account, left_s, step_s, rest, share))
+        counts = self._counted(workers)
         self._counts = replace(counts, starts=counts.starts + 1, interruptions=counts.interruptions + (not well))
-        self._tokens += sum(each.tokens for each in workers or ())
-        self._flops += sum(each.flops for each in workers or ())
+        self._tokens += sum(each.tokens for each in workers)
+        self._flops += sum(each.flops for each in workers)
 
-    def _counted(self, workers: Sequence[WorkerTime]) -> Spent:
+    def _counted(self, workers: Sequence[Progress]) -> Spent:
         """Return the counts with what these workers have done."""
         if not workers:
             return self._counts
@@ -214,8 +159,10 @@ class TimeLedger:
         reached = self._resumed_at + steps if self._resumed_at is not None else 0
         saves = max(each.saves for each in workers)
         before, counts = self._resumed_at, self._counts
-        saved = [each.saved for each in workers if each.saved is not None] if before is not None else []
-        positions = (*counts.positions, *(CheckpointPosition(each.step, (before or 0) + each.at) for each in saved))
+        positions = list(counts.positions)
+        for each in workers if before is not None else ():
+            if each.saved_step is not None:
+                positions.append(CheckpointPosition(each.saved_step, (before or 0) + each.saved_after))
         return replace(
             counts,
             saves=counts.saves + saves,
@@ -243,31 +190,47 @@ def position_of(step: int, known: Sequence[CheckpointPosition]) -> int:
     return round(step * nearest.at / nearest.step)
 
 
-def _mean(workers: Sequence[WorkerTime] | None, since: float, until: float) -> dict[str, float]:
+def _settled(worker: Progress, since: float, until: float) -> dict[str, float]:
+    """Return the seconds that a worker has settled between two moments, by state.
+
+    What was settled before `since` is start-up, as far as there is any.
+    """
+    began_at = worker.began_ns / 1e9
+    if not began_at:
+        return {}
+    late_s = max(0.0, min(began_at, until) - since)  # the process began after the agent saw it run
+    found, early_s = {}, max(0.0, since - began_at)
+    spent = zip(progress_layout.ACCOUNTS, worker.spent_ns, strict=True)
+    for state, ns in sorted(spent, key=lambda item: item[0] != goodput.STARTUP):
+        dropped = min(ns / 1e9, early_s)
+        found[state], early_s = ns / 1e9 - dropped, early_s - dropped
+    if any(found.values()):
+        found[goodput.STARTUP] += late_s
+    over_s = sum(found.values()) - (until - since)
+    for state in found if over_s > 0 else ():  # a worker has settled more after `until` was read
+        dropped = min(found[state], over_s)
+        found[state], over_s = found[state] - dropped, over_s - dropped
+    return found
+
+
+def _mean(workers: Sequence[Progress], since: float, until: float) -> dict[str, float]:
     """Return the workers' settled seconds by state, each worker having the same share of the node."""
     mean: dict[str, float] = {}
-    for each in workers or ():
-        for state, seconds in each.settled(since, until).items():
-            mean[state] = mean.get(state, 0.0) + seconds / len(workers or ())
+    for each in workers:
+        for state, seconds in _settled(each, since, until).items():
+            mean[state] = mean.get(state, 0.0) + seconds / len(workers)
     return mean
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The advised time between two checkpoints.
+    """The advised time between two checkpoints."""
 
-    Attributes:
-        seconds: None while too little is known.
-        reason: why, or what is missing.
-        stall_s: mean stall of a save. restart_s: mean time from an interruption to the next step. between_s: mean time in which
-            the job runs between two interruptions.
-    """
-
-    seconds: float | None
-    reason: str
-    stall_s: float = 0.0
-    restart_s: float = 0.0
-    between_s: float = 0.0
+    seconds: float | None  # None while too little is known
+    reason: str  # why, or what is missing
+    stall_s: float = 0.0  # mean stall of a save
+    restart_s: float = 0.0  # mean time from an interruption to the next step
+    between_s: float = 0.0  # mean time in which the job runs between two interruptions
 
 
 def advised_interval(spent: Spent, hosts: int) -> Interval:

@@ -16,15 +16,16 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import metric_files as layout
 from elastic_ext.base.metric_files import COUNTER, GAUGE, HISTOGRAM, Definition
+from elastic_ext.telemetry.families import cumulative
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class ScriptMetrics(Collector):
         return {"metrics": os.path.join(self._directory, f"{round}.{local_rank}.{rank}")}
 
     def round_ended(self) -> None:
-        """Show no gauges, whatever still runs, and keep what the others hold. The workers have ended."""
+        """Show no gauges, even if a process still runs; keep counters and histograms. The workers have ended."""
         with self._lock:
             self._round = NO_ROUND
             self._look()
@@ -178,7 +179,8 @@ class ScriptMetrics(Collector):
                 for key, values in process.values.items():
                     if self._known.definitions[key[0]].kind != GAUGE:
                         self._ended[key] = added(self._ended.get(key), values)
-                _remove(process.path)
+                with suppress(OSError):  # it is gone with the directory
+                    os.unlink(process.path)
 
     def _read(self, process: _Process) -> None:
         for raw, read in layout.records(_content(process.path)):
@@ -227,7 +229,7 @@ class _Known:
 
 
 def _named(directory: str, name: str) -> _Process | None:
-    """Return the process whose file has this name; None if it is none of ours."""
+    """Return the process whose file has this name; None if the name is not one of ours."""
     parts = name.split(".")
     if len(parts) != 6 or not all(each.isdecimal() and len(each) < 20 for each in parts[:5]):
         return None
@@ -236,7 +238,7 @@ def _named(directory: str, name: str) -> _Process | None:
 
 
 def _content(path: str) -> bytes:
-    """Return what is in a file, up to a limit; nothing if it is no file."""
+    """Return what is in a file, up to a limit; nothing if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -250,13 +252,6 @@ def _content(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass  # it is gone with the directory
-
-
 def _family(definition: Definition) -> Metric:
     if definition.kind == GAUGE:
         return GaugeMetricFamily(definition.name, definition.help, labels=(*definition.labels, *layout.PER_WORKER))
@@ -266,10 +261,6 @@ def _family(definition: Definition) -> Metric:
 
 def _add(family: Metric, definition: Definition, labels: tuple[str, ...], values: Values) -> None:
     if isinstance(family, HistogramMetricFamily):
-        shown, below = [], 0.0
-        for bound, count in zip((*definition.bounds, math.inf), values, strict=False):
-            below += count
-            shown.append((floatToGoString(bound), below))  # type: ignore[no-untyped-call]
-        family.add_metric(labels, shown, values[-1])
+        family.add_metric(labels, cumulative(definition.bounds, values[:-1]), values[-1])
     elif isinstance(family, (CounterMetricFamily, GaugeMetricFamily)):
         family.add_metric(labels, values[0])

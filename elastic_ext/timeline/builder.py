@@ -7,49 +7,24 @@ hang, and of the stop before a verdict.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.base.kinds import HANG as HANG_KIND
-from elastic_ext.base.kinds import PREEMPTION, USER_STOP
+from elastic_ext.base.kinds import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.status.status_records import ENDED_STATES, Document, Failure, NodeStatus
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.goodput import WAITS_FOR_NODES_S
+from elastic_ext.timeline import model
 from elastic_ext.timeline.events import BORN, JOINED, Agent, Aligned, TimelineEvent, aligned
-from elastic_ext.timeline.model import (
-    BACKOFF,
-    BETWEEN,
-    GONE,
-    HANG,
-    MEMBERSHIP,
-    RENDEZVOUS,
-    RUNNING,
-    START,
-    STARTUP,
-    STATES,
-    STOPPING,
-    TRAINING,
-    UNKNOWN,
-    VERDICT,
-    WAITING,
-    Interruption,
-    Row,
-    Saved,
-    Span,
-    Start,
-    Timeline,
-    job_spans,
-    merged,
-    shares,
-)
+from elastic_ext.timeline.model import Interruption, Row, Saved, Span, Start, Timeline, job_spans, merged, shares
 
 SHORTEST_S = 0.001  # of a picture: one event has no length
 NO_RANK = 2**31
-IN_ROUND = (STARTUP, TRAINING, RUNNING)  # while workers run
+IN_ROUND = (model.STARTUP, model.TRAINING, model.RUNNING)  # while workers run
 NODE_LOST, ERROR = "node lost", "error"
 SENT_AWAY = {"node_refused": "refused", "node_drained": "drained"}  # by event
 SILENT = "nothing more was heard of it: it was killed, or its host was lost"
@@ -62,7 +37,7 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
     """Return the timeline of one job. events: at least one, all of one run id, in any order; repeated ones count once."""
     job = aligned({(each.node, each.pid, each.monotonic, each.name): each for each in events}.values())
     steps_known = any(job.all("first_step"))
-    tracks = [Track(agent, STARTUP if steps_known else RUNNING) for agent in job.agents]
+    tracks = [Track(agent, model.STARTUP if steps_known else model.RUNNING) for agent in job.agents]
     length = max(*(agent.times[-1] for agent in job.agents), SHORTEST_S)
     ends = Ends(job, tracks)
     places = _places(job.agents, ends)
@@ -79,7 +54,7 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
         nodes=len(rows),
         spent=shares(rows),
         job=whole,
-        trained=sum(each.seconds for each in whole if each.state in (TRAINING, RUNNING)) / length,
+        trained=sum(each.seconds for each in whole if each.state in (model.TRAINING, model.RUNNING)) / length,
         trained_is="Trained {} of the time, steps done twice included"
         if steps_known
         else "Workers ran {} of the time; steps are not reported",
@@ -91,19 +66,13 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
 
 
 class Track:
-    """What an agent did.
-
-    Attributes:
-        changes: when it entered which state; the last one lasts until something else ends it.
-        stopped: when the workers of a round were about to be stopped, by number of the round.
-        ended: whether the agent has reported its end.
-    """
+    """What an agent did."""
 
     def __init__(self, agent: Agent, first_state: str) -> None:
         """first_state: of workers before their first step."""
-        self.changes: list[tuple[float, str]] = []
-        self.stopped: dict[int, float] = {}
-        self.ended = False
+        self.changes: list[tuple[float, str]] = []  # when it entered which state; the last one lasts until something else ends it
+        self.stopped: dict[int, float] = {}  # when the workers of a round were about to be stopped, by number of the round
+        self.ended = False  # whether the agent has reported its end
         self._first_state = first_state
         self._floor = -float("inf")  # no state that is reported later began before this
         self._started: float | None = None  # when these workers ran
@@ -111,19 +80,18 @@ class Track:
         self._reported: dict[str, float] = {}  # phases of this recovery, up to its last verdict
         self._leaves = True  # the agent is about to end, unless an event says that it goes on
         for event, at in zip(agent.events, agent.times, strict=True):
-            if (handler := self._HANDLERS.get(event.name)) is not None:
-                handler(self, event, at)
-        self.changes = self.changes or [(agent.times[0], RENDEZVOUS)]
+            self._take(event, at)
+        self.changes = self.changes or [(agent.times[0], model.RENDEZVOUS)]
 
     def spans(self, until: float) -> Iterator[Span]:
         """Yield the states. until: the end of the last one, unless the agent has ended."""
         ends = [at for at, _ in self.changes[1:]] + [until]
         for (begin, state), end in zip(self.changes, ends, strict=True):
             end = max(begin, end)
-            if state == RENDEZVOUS and end - begin > WAITS_FOR_NODES_S:  # from then on it waits for nodes
+            if state == model.RENDEZVOUS and end - begin > WAITS_FOR_NODES_S:  # from then on it waits for nodes
                 yield Span(begin, begin + WAITS_FOR_NODES_S, state)
-                yield Span(begin + WAITS_FOR_NODES_S, end, WAITING)
-            elif state != GONE:
+                yield Span(begin + WAITS_FOR_NODES_S, end, model.WAITING)
+            elif state != model.GONE:
                 yield Span(begin, end, state)
 
     def _enter(self, state: str, at: float) -> None:
@@ -138,44 +106,49 @@ class Track:
         return bool(self.changes) and self.changes[-1][1] in IN_ROUND
 
     def _stop(self, at: float, round_: int) -> None:
-        self._enter(STOPPING, at)
+        self._enter(model.STOPPING, at)
         self.stopped[round_] = min(at, self.stopped.get(round_, at))
 
-    def _agent_started(self, event: TimelineEvent, at: float) -> None:
-        self._enter(RENDEZVOUS, at)
+    def _take(self, event: TimelineEvent, at: float) -> None:
+        match event.name:
+            case "agent_started":
+                self._enter(model.RENDEZVOUS, at)
+            case "round_started":
+                self._floor, self._leaves, self._over = at, True, None
+                self._enter(model.START, at)
+            case "workers_started":
+                self._floor = self._started = at
+                self._enter(self._first_state, at)
+            case "first_step" if self._started is not None:
+                self._first_step(min(at, self._started + (event.number("seconds") or 0.0)))
+            case "hang" if (quiet_s := event.number("seconds")) is not None:
+                self._enter(model.HANG, at - quiet_s)
+                self._stop(max(self._over if self._over is not None else at, at - quiet_s), event.round)
+            case "round_over":
+                self._over = at
+                self._leaves = event.text("cause") == CLOSED
+                self._stop(at, event.round)
+            case "failure" if self._runs():
+                self._stop(at, event.round)
+            case "decision":
+                self._decision(event, at)
+            case "preemption_noticed" | "interrupted":
+                self._leaves = True
+                self._stop(at, event.round)
+            case "workers_stopped":
+                self.stopped.setdefault(event.round, at)
+                self._started, self._floor = None, at
+                self._enter(model.STOPPING if self._leaves else model.RENDEZVOUS, at)
+            case "agent_ended":
+                self._floor, self.ended = at, True
+                self._enter(model.GONE, at)
 
-    def _round_started(self, event: TimelineEvent, at: float) -> None:
-        self._floor, self._leaves, self._over = at, True, None
-        self._enter(START, at)
-
-    def _workers_started(self, event: TimelineEvent, at: float) -> None:
-        self._floor = self._started = at
-        self._enter(self._first_state, at)
-
-    def _first_step(self, event: TimelineEvent, at: float) -> None:
-        if self._started is None:
-            return
-        moment = min(at, self._started + (event.number("seconds") or 0.0))
+    def _first_step(self, moment: float) -> None:
         self._reported = {}
         later = [each for each in self.changes if each[0] > moment]  # the step is reported after the workers were stopped
-        self._enter(TRAINING, moment)
+        self._enter(model.TRAINING, moment)
         self.changes += later
         self._floor = moment
-
-    def _hang(self, event: TimelineEvent, at: float) -> None:
-        quiet_s = event.number("seconds")
-        if quiet_s is not None:
-            self._enter(HANG, at - quiet_s)
-            self._stop(max(self._over if self._over is not None else at, at - quiet_s), event.round)
-
-    def _round_over(self, event: TimelineEvent, at: float) -> None:
-        self._over = at
-        self._leaves = event.text("cause") == CLOSED
-        self._stop(at, event.round)
-
-    def _failure(self, event: TimelineEvent, at: float) -> None:
-        if self._runs():
-            self._stop(at, event.round)
 
     def _decision(self, event: TimelineEvent, at: float) -> None:
         phases = event.numbers("phases")
@@ -183,46 +156,17 @@ class Track:
         self._reported = phases
         if stop_s or verdict_s:
             self._stop(at - verdict_s - stop_s, event.round)
-            self._enter(VERDICT, at - verdict_s)
+            self._enter(model.VERDICT, at - verdict_s)
         elif self._runs():
             self._stop(at, event.round)
         self._leaves = event.text("action") != "restart"
         if not self._leaves and event.number("delay"):
-            self._enter(BACKOFF, at)
-
-    def _leaving(self, event: TimelineEvent, at: float) -> None:
-        self._leaves = True
-        self._stop(at, event.round)
-
-    def _workers_stopped(self, event: TimelineEvent, at: float) -> None:
-        self.stopped.setdefault(event.round, at)
-        self._started = None
-        self._floor = at
-        self._enter(STOPPING if self._leaves else RENDEZVOUS, at)
-
-    def _agent_ended(self, event: TimelineEvent, at: float) -> None:
-        self._floor, self.ended = at, True
-        self._enter(GONE, at)
-
-    _HANDLERS: Mapping[str, Callable[[Track, TimelineEvent, float], None]] = {
-        "agent_started": _agent_started,
-        "round_started": _round_started,
-        "workers_started": _workers_started,
-        "first_step": _first_step,
-        "hang": _hang,
-        "round_over": _round_over,
-        "failure": _failure,
-        "decision": _decision,
-        "preemption_noticed": _leaving,
-        "interrupted": _leaving,
-        "workers_stopped": _workers_stopped,
-        "agent_ended": _agent_ended,
-    }
+            self._enter(model.BACKOFF, at)
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What an agent says of the end of a round."""
+    """An agent's report of the end of a round."""
 
     agent: int
     at: float
@@ -328,10 +272,10 @@ class Ends:
         if event.name in _SIGNALS:
             code = self._job.agents[best.agent].events[-1].whole("exit_code")
             left = f"left with exit code {code}" if code is not None else "leaves"
-            return best.agent, None, _SIGNALS[event.name], left, f"its agent was told to end by {event.text('signal')}"
+            return best.agent, None, _SIGNALS[event.name], left, f"its agent received {event.text('signal')}"
         if lost:
             return lost[0], None, NODE_LOST, goes_on, reason + self._and_others(lost[1:])
-        return None, None, HANG_KIND if event.name == "hang" else MEMBERSHIP, goes_on, reason
+        return None, None, HANG if event.name == "hang" else model.MEMBERSHIP, goes_on, reason
 
     def _and_others(self, members: Sequence[int]) -> str:
         """Return words for more nodes of which the same is true; "" if there are none."""
@@ -388,7 +332,7 @@ class Ends:
                 yield first, Interruption(at, None, agent.node, None, agent.events[-1].round, kind, "", why)
 
     def _own_end(self, index: int, agent: Agent, explained: Set[tuple[int, int]]) -> tuple[str, str] | None:
-        """Return kind and reason of an agent's end that is its own; None if there is none."""
+        """Return kind and reason if an agent ended for a reason of its own; else None."""
         last = agent.events[-1]
         away = next((event for event in agent.events if event.name in SENT_AWAY), None)
         if away is not None:
@@ -433,10 +377,10 @@ def _rows(
             for span in tracks[index].spans(length if gone_at is None else gone_at):
                 begin = max(span.begin, spans[-1].end if spans else 0.0)
                 if spans and begin > spans[-1].end:
-                    spans.append(Span(spans[-1].end, begin, GONE))
+                    spans.append(Span(spans[-1].end, begin, model.GONE))
                 spans.append(replace(span, begin=begin, end=max(begin, span.end)))
         if spans and spans[-1].end < length:
-            spans.append(Span(spans[-1].end, length, GONE))
+            spans.append(Span(spans[-1].end, length, model.GONE))
         pid = f" (pid {agents[row[0]].pid})" if names.count(name) > 1 else ""
         found.append(Row(f"{name}{pid}", merged(spans)))
     return tuple(found)
@@ -495,13 +439,13 @@ def _notes(job: Aligned) -> tuple[str, ...]:
 
 # What a node does now, by the state of its agent.
 NOW = {
-    "rendezvous": RENDEZVOUS,
-    families.STARTING: START,
-    families.RUNNING: RUNNING,
-    "stop": STOPPING,
-    "verdict": VERDICT,
-    families.BACKOFF: BACKOFF,
-    families.ENDED: GONE,
+    "rendezvous": model.RENDEZVOUS,
+    families.STARTING: model.START,
+    families.RUNNING: model.RUNNING,
+    "stop": model.STOPPING,
+    "verdict": model.VERDICT,
+    families.BACKOFF: model.BACKOFF,
+    families.ENDED: model.GONE,
 }
 SHORTEST_STATUS_S = 1.0
 JUDGED = "%Y-%m-%d %H:%M:%S%z"  # as verdicts have it
@@ -532,7 +476,7 @@ def from_status(document: Document, now_unix: float) -> Timeline:
         restarts=f"round {job.round}, {job.restarts_charged}{limit} restarts charged",
         rows=(*above, *(_node_row(each, length) for each in nodes)),
         nodes=len(nodes),
-        spent={state: seconds / total for state, seconds in spent.items() if state in STATES} if total else {},
+        spent={state: seconds / total for state, seconds in spent.items() if state in model.STATES} if total else {},
         job=_rounds_run(document, length),
         trained=spent.get(goodput.PRODUCTIVE, 0.0) / total if total else None,
         trained_is="Goodput {} of all nodes' time since the job began",
@@ -548,10 +492,10 @@ def _rounds_run(document: Document, length: float) -> tuple[Span, ...]:
     for each in document.rounds:
         begin, end = length - each.began_s, length - (each.ended_s or 0.0)
         if found:
-            found.append(Span(found[-1].end, begin, BETWEEN))
-        found.append(Span(begin, end, RUNNING))
+            found.append(Span(found[-1].end, begin, model.BETWEEN))
+        found.append(Span(begin, end, model.RUNNING))
     if found and found[-1].end < length and document.job.state not in ENDED_STATES:
-        found.append(Span(found[-1].end, length, BETWEEN))
+        found.append(Span(found[-1].end, length, model.BETWEEN))
     return merged(found)
 
 
@@ -570,7 +514,7 @@ def _divided(begin: float, end: float, before: Sequence[StateSeconds], after: Se
     earlier = {each.state: each.seconds for each in before}
     spent = {each.state: max(0.0, each.seconds - earlier.get(each.state, 0.0)) for each in after}
     total, low = sum(spent.values()), 0.0
-    for state in STATES:
+    for state in model.STATES:
         if spent.get(state, 0.0) > 0:
             high = low + spent[state] / total
             yield Span(begin, end, state, low, high)
@@ -580,7 +524,7 @@ def _divided(begin: float, end: float, before: Sequence[StateSeconds], after: Se
 def _node_row(node: NodeStatus, length: float) -> Row:
     since = length - min(length, node.state_s or 0.0)
     rank = f"rank {node.node_rank}: " if node.node_rank >= 0 else ""
-    spans = (Span(0.0, since, UNKNOWN), Span(since, length, NOW.get(node.state, UNKNOWN)))
+    spans = (Span(0.0, since, model.UNKNOWN), Span(since, length, NOW.get(node.state, model.UNKNOWN)))
     return Row(shown(f"{rank}{node.name or node.id}"), tuple(each for each in spans if each.end > each.begin))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from statistics import median
 from typing import TypeVar
@@ -64,25 +64,16 @@ class TimelineEvent:
         }
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A line that is not an event. number: of the line, from 1."""
-
-    file: str
-    number: int
-    why: str
-
-
-def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[Fault]]:
-    """Return the events of a file, and its faults. The last line may be half written."""
+def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[str]]:
+    """Return the events of a file, and for each other line its number and what is wrong. The last line may be half written."""
     events: list[TimelineEvent] = []
-    faults: list[Fault] = []
+    faults: list[str] = []
     *whole, last = text.split("\n")  # not splitlines(): a JSON text may hold other line breaks
     for number, line in enumerate(whole, 1):
         try:
             events += [_event(line)] if line.strip() else []
         except ValueError as error:
-            faults.append(Fault(file, number, shown(str(error))))
+            faults.append(f"{file}:{number}: {shown(str(error))}")
     with contextlib.suppress(ValueError):  # its writer has not finished it
         events += [_event(last)] if last.strip() else []
     return events, faults
@@ -102,7 +93,7 @@ def _event(line: str) -> TimelineEvent:
         raise ValueError(f"expected schema {SCHEMA}, found {str(found.get('schema'))[:20]}: another version wrote it")
     monotonic = found.get("monotonic")
     if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < LONGEST_S:
-        raise ValueError("monotonic is missing, or no number of seconds")
+        raise ValueError("monotonic is missing, or not a number of seconds")
     return TimelineEvent(
         name=_text(found, "event"),
         at=_unix(_text(found, "time")),
@@ -118,14 +109,14 @@ def _event(line: str) -> TimelineEvent:
 def _text(found: Mapping[str, object], name: str) -> str:
     value = found.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name} is missing, or no text")
+        raise ValueError(f"{name} is missing, or not text")
     return shown(value)
 
 
 def _count(found: Mapping[str, object], name: str) -> int:
     value = found.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise ValueError(f"{name} is missing, or no number from 0 on")
+        raise ValueError(f"{name} is missing, or not a number from 0 on")
     return value
 
 
@@ -169,24 +160,16 @@ class Round:
 
 @dataclass(frozen=True)
 class Aligned:
-    """The agents of a job on one clock. Times are seconds since the first event, at Unix time `began`.
-
-    Attributes:
-        round_of: the index of a round, by index of the agent and number of the round.
-        nodes: how many were aligned with others.
-        largest: the largest correction of a node, against the median clock of those that it shares rounds with.
-        residual: by how much the starts of one round differ after that, at most.
-        alone: nodes that share no round with another one; their own clocks count.
-    """
+    """The agents of a job on one clock. Times are seconds since the first event, at Unix time `began`."""
 
     began: float
     agents: tuple[Agent, ...]
     rounds: tuple[Round, ...]
-    round_of: Mapping[tuple[int, int], int]
-    nodes: int
-    largest: float
-    residual: float
-    alone: tuple[str, ...]
+    round_of: Mapping[tuple[int, int], int]  # the index of a round, by index of the agent and number of the round
+    nodes: int  # how many were aligned with others
+    largest: float  # the largest correction of a node, against the median clock of those that it shares rounds with
+    residual: float  # by how much the starts of one round differ after that, at most
+    alone: tuple[str, ...]  # nodes that share no round with another one; their own clocks count
 
     def all(self, *names: str) -> Iterator[tuple[int, TimelineEvent, float]]:
         """Yield index of the agent, event and time of all events of these names."""
@@ -228,7 +211,7 @@ def aligned(events: Iterable[TimelineEvent]) -> Aligned:
 
 
 def _shifted(agent: Agent, by_s: float) -> Agent:
-    return Agent(agent.node, agent.pid, agent.events, tuple(at + by_s for at in agent.times))
+    return replace(agent, times=tuple(at + by_s for at in agent.times))
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:

@@ -81,23 +81,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Interruption:
-    """The end of a round, or of an agent.
+    """The end of a round, or of an agent."""
 
-    Attributes:
-        at: None if nothing says when.
-        row: index of the node's row; None: none, or not known.
-        after: what followed, e.g. "resumed from step 40"; "".
-    """
-
-    at: float | None
-    row: int | None
+    at: float | None  # None if nothing says when
+    row: int | None  # index of the node's row; None: none, or not known
     node: str
     rank: int | None
     round: int
     kind: str
     decision: str
     reason: str
-    after: str = ""
+    after: str = ""  # what followed, e.g. "resumed from step 40"; ""
 
 
 @dataclass(frozen=True)
@@ -119,34 +113,23 @@ class Saved:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The whole.
-
-    Attributes:
-        began_unix: Unix time of its beginning; None if unknown.
-        end: how it ended, or that it goes on.
-        restarts: a line about them.
-        rows: by rank. nodes: number of rows that are nodes; the first rows may be something else.
-        spent: the part of the nodes' time in each state, as far as it is known.
-        job: whether the job trains as a whole: spans of TRAINING, RUNNING or BETWEEN.
-        trained: the part of the time in which it trained; None if unknown. trained_is: says so, with {} for it.
-        notes: what is not known, and how sure the rest is.
-    """
+    """The whole."""
 
     run_id: str
-    began_unix: float | None
+    began_unix: float | None  # Unix time of its beginning; None if unknown
     length: float
-    end: str
-    restarts: str
-    rows: tuple[Row, ...]
-    nodes: int
-    spent: Mapping[str, float]
-    job: tuple[Span, ...] = ()
-    trained: float | None = None
-    trained_is: str = "Trained {} of the time"
+    end: str  # how it ended, or that it goes on
+    restarts: str  # a line about them
+    rows: tuple[Row, ...]  # by rank
+    nodes: int  # number of rows that are nodes; the first rows may be something else
+    spent: Mapping[str, float]  # the part of the nodes' time in each state, as far as it is known
+    job: tuple[Span, ...] = ()  # whether the job trains as a whole: spans of TRAINING, RUNNING or BETWEEN
+    trained: float | None = None  # the part of the time in which it trained; None if unknown
+    trained_is: str = "Trained {} of the time"  # says so, with {} for it
     rounds: tuple[Start, ...] = ()
     interruptions: tuple[Interruption, ...] = ()
     saved: tuple[Saved, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is not known, and how sure the rest is
 
 
 def shares(rows: Iterable[Row]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Draws a timeline with matplotlib, as PNG, SVG, or one page of HTML that loads nothing. All text from outside is escaped.
 
-One pair of axes holds all lanes: x in seconds, y in inches from its top, so that each lane has its place whatever the number of
+One pair of axes holds all lanes: x in seconds, y in inches from its top, so that each lane has its place for any number of
 nodes. Above it stands the title; below it the meanings of the colours, the interruptions and the notes. These have places in
 inches from the left and the top.
 """

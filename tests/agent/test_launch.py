@@ -17,8 +17,8 @@ from elastic_ext.agent.launch import CommandEnd, run_command, unfit
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing
+from elastic_ext.cli import OK
 from elastic_ext.cli.doctor import check_settings
-from elastic_ext.cli.findings import OK
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, wait_gone
 from tests.jobs import run as run_job
 from tests.until import until

@@ -15,6 +15,7 @@ from elastic_ext.agent.observation import (
     SETTLE_S,
     JobView,
     NodePlace,
+    OwnNode,
     Points,
     after,
     own_report,
@@ -111,7 +112,8 @@ class Broken:
 
 
 def test_a_thread_that_has_failed_is_said_on_the_page():
-    view = JobView(Broken(), AccountedMetrics(version="1", torch="2", run_id="job", progress=list))
+    metrics = AccountedMetrics(version="1", torch="2", run_id="job", progress=list)
+    view = JobView(Broken(), OwnNode(Broken(), metrics))
     try:
         view.document()
         view._thread.join(LIMIT_S)

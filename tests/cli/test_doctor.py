@@ -16,8 +16,7 @@ import torch
 
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import doctor
-from elastic_ext.cli.findings import FAIL, OK, WARN, Finding, rendered
+from elastic_ext.cli import FAIL, OK, WARN, Finding, doctor, rendered
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import Address, HostName
 from tests.etcd_server import EtcdServer

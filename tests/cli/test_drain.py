@@ -235,7 +235,7 @@ def test_without_a_checkpoint_nothing_happens_unless_now(job):
         job.await_drain()
         assert "to leave at the next checkpoint" in job.status()["refused"][0]["why"]
         said(job.drain("n3", "--undo"), 0, "n3 stays in the job")
-        said(asking.finish(), 75, "somebody has withdrawn the drain")
+        said(asking.finish(), 75, "the drain was withdrawn")
     assert job.status()["refused"] == []
     assert {attempt for attempt, *_ in job.steps()} == {0}
     said(job.drain("n3", "--now"), 0, "round 2 runs with 2 nodes")
@@ -287,7 +287,7 @@ def test_of_two_drains_at_once_one_is_refused(server):
             assert len(decode(Header, client.get(KEYS.header).kv.value, "round").drains) == 1
             assert "stays in the job" in requests.undo(client, "job", drain.host)
             assert asked[drain.host].result(LIMIT_S) == DrainOutcome(
-                Ending.LATE, "somebody has withdrawn the drain; the node stays in the job"
+                Ending.LATE, "the drain was withdrawn; the node stays in the job"
             )
 
 

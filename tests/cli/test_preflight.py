@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import preflight, preflight_probe
-from elastic_ext.cli.findings import FAIL, OK, WARN, Finding
+from elastic_ext.cli import FAIL, OK, WARN, Finding, preflight, preflight_probe
 from elastic_ext.cli.preflight_figures import (
     BANDWIDTH,
     COPY,

@@ -212,7 +212,7 @@ def test_half_of_a_file_opens_nothing(certificates: Certificates, caplog: pytest
     with serving(certificates, users()) as server:
         (certificates.folder / "web.yml").write_text("")  # as an editor does before it writes
         assert get(server)[0] == 401
-        assert "asks for no password any more" in caplog.text
+        assert "no longer asks for a password" in caplog.text
 
 
 def accepts(server: MetricsServer, trust: ssl.SSLContext) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,10 +37,11 @@ def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -
         f"  client_auth_type: RequireAndVerifyClientCert\n  min_version: TLS13\nbasic_auth_users:\n  alice: {HASH}\n"
     )
     loaded = gate.load(str(path))
-    assert loaded.config.tls is not None
-    assert loaded.config.tls.files == tuple(certificates.path(name) for name in ("server.crt", "server.key", "ca.crt"))
-    assert loaded.config.tls.min_version.name == "TLSv1_3"
-    assert loaded.config.users == {"alice": HASH.encode()}
+    assert loaded.context is not None
+    assert loaded.files == (str(path), *(certificates.path(name) for name in ("server.crt", "server.key", "ca.crt")))
+    assert loaded.context.minimum_version.name == "TLSv1_3"
+    assert loaded.context.verify_mode is ssl.CERT_REQUIRED
+    assert loaded.users == {"alice": HASH.encode()}
     if shutil.which("promtool") is not None:  # Prometheus reads it too
         subprocess.run(["promtool", "check", "web-config", str(path)], check=True, capture_output=True)
 
@@ -54,12 +56,13 @@ def test_the_file_on_the_page_is_accepted(certificates: Certificates) -> None:
     path.write_text(shown)
     loaded = gate.load(str(path))
     assert loaded.context is not None
-    assert loaded.config.users.keys() == {"prometheus"}
+    assert loaded.users.keys() == {"prometheus"}
 
 
 def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "web.yml").touch()
-    assert gate.read(str(tmp_path / "web.yml")) == gate.WebConfig(None, {})
+    loaded = gate.load(str(tmp_path / "web.yml"))
+    assert (loaded.users, loaded.context, loaded.asks) == ({}, None, False)
 
 
 @pytest.mark.seam
@@ -83,7 +86,7 @@ def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:
         ("tls_server_config: {cert_file: server.crt, key_file: locked.key}", "the key without a password"),
         ("basic_auth_users: [alice]", "basic_auth_users is list, expected names"),
         ("basic_auth_users: {1: x}", "basic_auth_users has 1, expected a name without a colon; quote it"),
-        ("basic_auth_users: {alice: secret}", "basic_auth_users.alice is no bcrypt hash"),
+        ("basic_auth_users: {alice: secret}", "basic_auth_users.alice is not a bcrypt hash"),
         (f"basic_auth_users: {{alice: {HASH.replace('10', '15', 1)}}}", "cost 15, expected 4 to 14"),
         (f"basic_auth_users: {{a: {HASH}, a: {HASH}}}", "'a' is there twice"),
     ],

@@ -131,7 +131,7 @@ DONE = (dataclasses.replace(DRAIN, released=True, step=40),)
     [
         (RAN, PENDING, frozenset(NODES), (), None, ""),
         (RAN, dataclasses.replace(PENDING, drains=DONE), frozenset(NODES), DONE, None, ""),
-        (RAN, HEADER, frozenset(NODES), (), Ending.LATE, "somebody has withdrawn the drain"),
+        (RAN, HEADER, frozenset(NODES), (), Ending.LATE, "the drain was withdrawn"),
         (RAN, dataclasses.replace(HEADER, state=State.BROKEN), OTHERS, DONE, None, ""),
         (RAN, HEADER, OTHERS, DONE, None, ""),  # the leader has not ended the round yet
         (RAN, NEXT, OTHERS, DONE, Ending.DRAINED, "n2 has left: saved step 40, round 4 runs with 3 nodes"),

@@ -92,7 +92,7 @@ def test_nodes_at_a_glance_lead_to_their_rows(browser: Any) -> None:
     shown = of_nodes(document(512), {400: {"state": "silent", "seen_s": 80.0}, 7: {"state": "start"}})
     with served(shown) as url:
         page = opened(browser, url, PHONE)
-        assert page.inner_text("#counts").split("\n") == ["510 running", "1 start", "1 silent", "1 node not heard of lately"]
+        assert page.inner_text("#counts").split("\n") == ["510 running", "1 start", "1 silent", "1 node without a recent report"]
         assert page.locator("#map i.good, #map i.busy, #map i.bad").count() == 512
         assert page.locator("#map i").nth(400).get_attribute("class") == "bad"
         page.locator("#map i").nth(400).click()

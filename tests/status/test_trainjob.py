@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.status import trainjob_posts
-from elastic_ext.status.trainjob import MAX_GAUGES, TrainerStatus, Training, TrainJobState, status_of
+from elastic_ext.status.trainjob import MAX_GAUGES, Training, TrainJobState, body_of
 from elastic_ext.status.trainjob_posts import Poster, target_of
 from tests.status.trainer_server import PATH, TrainerServer, make_certificates, wrong
 from tests.until import LIMIT_S, until
 
 NOW = 1_763_800_000.7
 SECRET = "eyJhbGciOi.payload.signature"
-STATUS = status_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, {})
+BODY = body_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, {})
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,10 @@ STATUS = status_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, {})
     ],
 )
 def test_what_is_known_is_in_the_status_and_nothing_else(training, state, percentage, remaining_s):
-    status = status_of(training, state, NOW, {})
-    assert (status.percentage, status.remaining_s) == (percentage, remaining_s)
-    assert wrong(status.body()) == ""
-    shown = json.loads(status.body())["trainerStatus"]
-    assert shown.get("progressPercentage") == percentage
-    assert shown.get("estimatedRemainingSeconds") == remaining_s
+    body = body_of(training, state, NOW, {})
+    assert wrong(body) == ""
+    shown = json.loads(body)["trainerStatus"]
+    assert (shown.get("progressPercentage"), shown.get("estimatedRemainingSeconds")) == (percentage, remaining_s)
     assert shown["lastUpdatedTime"] == "2025-11-22T08:26:40Z"
     metrics = {each["name"]: each["value"] for each in shown["metrics"]}
     assert metrics["current_step"] == str(training.step)
@@ -53,18 +51,20 @@ def test_what_is_known_is_in_the_status_and_nothing_else(training, state, percen
 
 def test_what_the_controller_refuses_is_seen():
     """Of the test's own check."""
-    for status in (
-        TrainerStatus(NOW, 101, None, ()),
-        TrainerStatus(NOW, None, 1 << 31, ()),
-        TrainerStatus(NOW, None, None, (("", "1"),)),
-        TrainerStatus(NOW, None, None, (("loss", "1" * 65),)),
+    good = json.loads(BODY)["trainerStatus"]
+    for bad in (
+        {"progressPercentage": 101},
+        {"estimatedRemainingSeconds": 1 << 31},
+        {"metrics": [{"name": "", "value": "1"}]},
+        {"metrics": [{"name": "loss", "value": "1" * 65}]},
     ):
-        assert wrong(status.body())
+        assert wrong(json.dumps({"trainerStatus": {**good, **bad}}).encode())
 
 
 def test_the_gauges_of_the_script_are_bounded_and_ours_win():
     gauges = {"restarts": 7.0, "x" * 65: 1.0, "loss": 0.123456789, "worst": math.nan, **{f"g{n}": float(n) for n in range(300)}}
-    shown = status_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, gauges).metrics
+    body = body_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, gauges)
+    shown = [(each["name"], each["value"]) for each in json.loads(body)["trainerStatus"]["metrics"]]
     assert len(shown) == 4 + MAX_GAUGES
     assert [name for name, _ in shown[:6]] == ["current_step", "total_steps", "step_seconds", "restarts", "loss", "worst"]
     assert [value for _, value in shown[3:7]] == ["0", "0.123457", "nan", "0"]
@@ -100,7 +100,7 @@ def token(tmp_path: Path) -> Path:
 def poster(environ: dict[str, str], interval_s: float = 0.05) -> Poster:
     target = target_of(environ)
     assert target is not None
-    return Poster(target, interval_s, lambda: STATUS)
+    return Poster(target, interval_s, lambda: BODY)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -210,9 +210,9 @@ def test_what_is_no_token_is_not_sent_and_not_shown(trainer, token, caplog, cont
     ("changes", "said"),
     [
         ({"URL": ""}, ""),
-        ({"URL": "http://127.0.0.1:1/status"}, "is no https URL"),
-        ({"URL": "https://[::1/status"}, "is no https URL"),
-        ({"URL": "https://host:port/status"}, "is no https URL"),
+        ({"URL": "http://127.0.0.1:1/status"}, "is not an https URL"),
+        ({"URL": "https://[::1/status"}, "is not an https URL"),
+        ({"URL": "https://host:port/status"}, "is not an https URL"),
         ({"TOKEN": ""}, "KUBEFLOW_TRAINER_SERVER_TOKEN is not"),
     ],
 )

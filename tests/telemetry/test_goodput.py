@@ -22,8 +22,10 @@ from elastic_ext.base.goodput import (
     seconds_of,
 )
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.goodput import TimeLedger, WorkerTime, advised_interval, position_of
+from elastic_ext.telemetry.goodput import TimeLedger, advised_interval, position_of
+from elastic_ext.workers import progress
 from elastic_ext.workers import progress_layout as layout
+from elastic_ext.workers.progress import Progress
 
 RUNNING = families.RUNNING
 
@@ -37,7 +39,7 @@ class Training:
         self.rows = [self.new_row() for _ in range(workers)]
 
     def new_row(self) -> list[int]:
-        return [0] * (layout.REPEATED + 1)
+        return [0] * (layout.ROW_BYTES // 8)
 
     def enter(self, state: str) -> None:
         if state == families.STARTING:
@@ -88,19 +90,8 @@ class Training:
             self.begin(slot)
         self.step(1.0)
 
-    def times(self) -> list[WorkerTime]:
-        return [self.time(row) for row in self.rows]
-
-    @staticmethod
-    def time(row: list[int]) -> WorkerTime:
-        spent = {state: ns / 1e9 for state, ns in zip(layout.ACCOUNTS, row[layout.SPENT : layout.DOING], strict=True)}
-        account = layout.account(row[layout.DOING], row[layout.PHASE], row[layout.STEPS], row[layout.REPEATED])
-        steps, stepping_s = row[layout.STEPS], (row[layout.LAST_STEP_NS] - row[layout.FIRST_STEP_NS]) / 1e9
-        step_s = stepping_s / (steps - 1) if steps > 1 else math.inf
-        finished = layout.PHASES[row[layout.PHASE]] == "exit"
-        failed_at, began_at = row[layout.ENDED_AT_NS] / 1e9, row[layout.BEGAN_NS] / 1e9
-        saved = CheckpointPosition(row[layout.SAVED_STEP] - 1, row[layout.SAVED_AFTER]) if row[layout.SAVED_STEP] else None
-        return WorkerTime(began_at, spent, layout.ACCOUNTS[account], steps, step_s, finished, failed_at, saved=saved)
+    def times(self) -> list[Progress]:
+        return [Progress(*[decode(row) for decode in progress._DECODERS]) for row in self.rows]
 
     def seconds(self) -> dict[str, float]:
         look = self.ledger.at(self.now, self.times())

@@ -200,7 +200,7 @@ def test_a_job_that_begins_again_has_its_first_round_twice():
         ("preemption", pytest.approx(20), "left with exit code 75"),
         ("preemption", pytest.approx(45), "left with exit code 75"),
     ]
-    assert made.interruptions[0].reason == "its agent was told to end by SIGTERM; likewise b"
+    assert made.interruptions[0].reason == "its agent received SIGTERM; likewise b"
     assert len(made.rows) == 2
     assert (GONE, 22.0, 25.0) in states(made.rows[0])
     assert made.restarts.startswith("1 restart")
@@ -295,8 +295,9 @@ def test_what_is_no_event_is_named_and_the_rest_is_read():
     found, faults = events.parse(good + "\n".join(bad) + "\n" + good[: len(good) // 3].splitlines()[-1], "e.jsonl")
     assert found == events.parse(good, "")[0]
     count = len(good.splitlines())
-    assert [(each.file, each.number) for each in faults] == [("e.jsonl", count + number) for number in range(1, len(bad) + 1)]
-    assert all(each.why and len(each.why) < 200 and "\n" not in each.why for each in faults)
+    places, whys = zip(*(each.split(": ", 1) for each in faults), strict=True)
+    assert list(places) == [f"e.jsonl:{count + number}" for number in range(1, len(bad) + 1)]
+    assert all(each and len(each) < 200 and "\n" not in each for each in whys)
 
 
 def test_fields_of_another_type_and_unknown_events_do_no_harm():

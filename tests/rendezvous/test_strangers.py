@@ -40,9 +40,7 @@ from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
-from tests.rendezvous.test_etcd_jobs import Store, store
-
-__all__ = ["store"]
+from tests.rendezvous.test_etcd_jobs import Store
 
 KEYS = JobKeys("job")
 NOBODY = 65534

@@ -112,7 +112,7 @@ def test_a_manifest_that_no_reader_takes_cannot_be_written() -> None:
 def test_all_ranks_refuse_and_save_again(tmp_path: Path, groups: RankGroups) -> None:
     directory = str(tmp_path / "checkpoints")
     for result in groups.run("wrong_steps", 2, {"directory": directory, "wrong": 8.0, "faulty": [0, 1]}):
-        assert result["raised"].startswith("step is 8.0, expected")
+        assert result["raised"].startswith("UsageError: step is 8.0, expected")
         assert (result["told"], result["saved"]) == ([None, None], 3)
 
 

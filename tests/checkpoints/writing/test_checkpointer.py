@@ -150,7 +150,7 @@ def test_killed_writers_lose_nothing_that_was_committed(
     kills = KILLS if where == "local" else 2 * KILLS
     for turn in range(kills):
         args = {"directory": directory, "steps": 400, "told": str(told), "options": {"keep_last": 2}}
-        at, kill = drawn_kill(draw, turn, 2000)
+        at, kill = drawn_kill(draw, turn, 4000)
         killed += None in groups.run("train", 2, {**args, **at}, env=env, **kill)
         torn += len(own_checkpoints(open_storage(directory))) - len(complete(directory))
         found = groups.run("train", 2, {"directory": directory, "steps": 0}, env=env)
@@ -176,7 +176,7 @@ def test_killed_writers_lose_nothing_that_was_committed(
 def test_stale_group_may_not_commit(tmp_path: Path, groups: RankGroups, successor: RankGroups) -> None:
     """Stopped in the middle of writing, continued when another group has opened the directory and saved."""
     directory = str(tmp_path / "checkpoints")
-    stop = {"signal": signal.SIGSTOP, "signal_at": 1000, "signal_ranks": [0]}
+    stop = {"signal": signal.SIGSTOP, "signal_at": 2000, "signal_ranks": [0]}
     groups.start("train", 2, {"directory": directory, "steps": 50, "wait": True, **stop})
     first_stopped = groups.answer()
     [other_pid] = first_stopped["others"]
@@ -245,8 +245,8 @@ def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
     with small_disk(tmp_path / "disk", "16m") as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(14 << 20))
-        args = {"directory": str(disk / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000, "after": "free_space"}
-        results = groups.run("train", 2, {**args, "ballast": str(ballast)})
+        args = {"directory": str(disk / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000, "ballast": str(ballast)}
+        results = groups.run("train", 2, args)
         for result in results:
             assert [kind for kind, _, _ in result["events"] if kind != "pruned"] == ["failed", "failed", "saved"]
             assert "full: " in result["events"][0][2]

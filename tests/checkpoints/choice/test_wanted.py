@@ -108,12 +108,6 @@ def test_damage_is_found_before_the_choice(directory: str) -> None:
     assert passed.distrusted
 
 
-def test_the_markers_are_no_checkpoints(tmp_path: Path) -> None:
-    held = open_storage(str(tmp_path))
-    held.create(".elastic_ext/generation-00000001", b"{}")
-    assert newest_complete(str(tmp_path)) == Choice(None)
-
-
 # What it costs.
 
 

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from elastic_ext.base import records
+from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures import ledger as job
 from elastic_ext.own_etcd.saved_keys import SCHEMA, SavedFile
@@ -436,7 +437,7 @@ class Loop:
             for each in loaded:
                 if each.holds != each.step:
                     yield f"rank {each.rank} holds the state of step {each.holds} at step {each.step} of {each.name}"
-            if any(disks.order_of_own(name) < disks.order_of_own(newest) for name in names):
+            if any(order_or_oldest(name) < order_or_oldest(newest) for name in names):
                 yield f"the group began at {sorted(names)[0] or 'nothing'}, and {newest} was whole"
 
     @staticmethod

@@ -347,12 +347,3 @@ def test_wrong_usage_is_one_line(run_id, endpoint, conf, said):
     with pytest.raises(UsageError, match=said) as error:
         begin()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.full
-def test_wrong_usage_is_one_line_and_78(tmp_path):
-    (tmp_path / "ok.py").write_text("print('started')")
-    options = ["--rdzv-id=j", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=etcd_ca=/no/such/ca"]
-    job = run([*TORCHRUN, "--rdzv-backend=ext_etcd", *options, "ok.py"], tmp_path)
-    assert_one_line(job, 78, "/no/such/ca")
-    assert "started" not in job.out

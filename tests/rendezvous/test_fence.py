@@ -175,12 +175,6 @@ def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
 
 
 @pytest.mark.full
-def test_while_nobody_can_renew_all_train_on(nodes, store):
-    all_in_trouble(nodes, store)
-    assert not any(node.changed.is_set() for node in nodes)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("lease_id", [None, 77])
 def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, lease_id, monkeypatch):
     """With its old lease, which the server had kept, or with a new one: it has registered again."""

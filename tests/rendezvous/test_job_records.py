@@ -174,16 +174,3 @@ def test_the_keys_of_a_job():
     assert keys.offer("s", 3) == "/elastic_ext/j/offers/s/3"
     assert keys.charge(4) == "/elastic_ext/j/charges/4"
     assert keys.refusal("h") == "/elastic_ext/j/refused/h"
-
-
-def test_every_prefix_is_one_of_its_keys():
-    keys = JobKeys("j")
-    for folder, key in (
-        (keys.nodes, keys.node("a")),
-        (keys.assignments, keys.assignment("a")),
-        (keys.offers("s"), keys.offer("s", 3)),
-        (keys.charges, keys.charge(4)),
-        (keys.refusals, keys.refusal("h")),
-    ):
-        assert key.startswith(folder)
-        assert folder.startswith(keys.prefix)

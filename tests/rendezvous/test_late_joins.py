@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-from contextlib import ExitStack
 
 import pytest
 
-from elastic_ext.etcd import Delete, Put
-from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Node, encode
 from elastic_ext.rendezvous.rounds import NO_JOIN_LIMIT, JoinAnswer, after_join, is_late
-from elastic_ext.rendezvous.tasks import Dispatcher, TaskRunner
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.rendezvous.test_etcd_jobs import CONF, Nodes
@@ -60,35 +54,6 @@ def test_who_was_not_in_the_round_before_is_late(round_: int, last: int, late: b
 
 
 KEYS = JobKeys("job")
-
-
-@pytest.mark.seam
-def test_whose_name_is_counted(server: EtcdServer) -> None:
-    """At first one machine has it, then two; the limit is reached each time."""
-    with EtcdClient(server.endpoint) as client, ExitStack() as stack:
-        dispatcher = Dispatcher()
-        stack.callback(dispatcher.close, 5)
-        refused = []
-        for number, machine in enumerate(("one", "another")):
-            lease_id = client.lease_grant(600).lease_id
-            node = Node(1, 1, "", f"10.0.0.{number}", 1, machine=machine)
-            client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
-            tasks, counted = a_runner(dispatcher), threading.Event()
-            LateJoins(client, KEYS, "gpu", 0, 60).entered(7, tasks)
-            tasks.post(counted.set)
-            assert counted.wait(60)
-            refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
-            client.txn([], [Delete(KEYS.refusal("gpu"))])
-    assert (refused, tasks.failure) == ([True, False], None)
-
-
-def a_runner(dispatcher: Dispatcher) -> TaskRunner:
-    def nothing() -> None:
-        pass
-
-    return TaskRunner(
-        dispatcher, "gpu-1-abcdef", in_job=lambda: True, on_lease_lost=nothing, on_timer=nothing, on_failure=nothing
-    )
 
 
 @pytest.mark.full

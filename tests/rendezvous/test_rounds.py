@@ -352,13 +352,6 @@ def test_a_header_without_the_field_for_how_its_round_ended_is_one():
     assert decode(Header, b'{"schema":1,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
 
 
-def test_a_round_of_which_all_nodes_stall_or_have_finished_ends_as_stalled():
-    nodes = {"a": node(stalled=3), "b": node(done=3)}
-    action = next_action(view(RUNNING, nodes, "ab"), LIMITS, 0)
-    assert (action.state, action.kind) == (State.BROKEN, EndKind.STALLED)
-    assert next_action(view(RUNNING, {**nodes, "b": node()}, "ab"), LIMITS, 0) == Wait("running")
-
-
 @pytest.mark.parametrize(
     "value",
     [b"", b"{", b"[]", b"null", b"{}", b'{"schema":2}', b'{"schema":1}', b'{"schema":1,"round":1,"state":"odd"}', b"\xff"],

@@ -791,6 +791,19 @@ def test_a_node_counts_unless_it_was_there():
     assert JOIN_WINDOW_S - 60 < client.lease_left_s(lease) <= JOIN_WINDOW_S
 
 
+def test_a_name_of_two_machines_is_not_refused():
+    """At first one machine has it, then two; the limit is reached each time."""
+    client, refused = Client(World()), []
+    lease_id = client.lease_grant(600).lease_id
+    for number in range(2):
+        node = Record(1, 1, "", f"10.0.0.{number}", 1, machine=f"boot{number}")
+        client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
+        LateJoins(client, KEYS, "gpu", 0, 60).entered(7, Tasks())
+        refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
+        client.txn([], [Delete(KEYS.refusal("gpu"))])
+    assert refused == [True, False]
+
+
 # Drains.
 
 

@@ -141,7 +141,7 @@ def test_a_tracker_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
         assert chosen(tmp_path) == ("global_step5", 5)
 
 
-def test_copies_and_marks_beside_those_of_nemo_and_torchtune(tmp_path: Path) -> None:
+def test_copies_and_marks_beside_nemos_checkpoints(tmp_path: Path) -> None:
     """The last of NeMo is of the same step as another: either will do, and nobody is asked. A recipe's state is no checkpoint."""
     for step in (100, 200):
         scenes.nemo(tmp_path / f"gpt--step={step}")

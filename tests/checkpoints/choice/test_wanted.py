@@ -16,7 +16,7 @@ from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.manifest import directory_name
 from elastic_ext.checkpoints.storage import LocalStorage, RemoteStorage, Storage, open_storage
-from tests.checkpoints.choice.scenes import resume_in, saved
+from tests.checkpoints.choice.scenes import resume_in
 from tests.checkpoints.formats.test_formats import save_own
 
 
@@ -144,11 +144,3 @@ def test_one_listing_and_one_for_the_candidate(directory: str, calls: Counter[st
     calls.clear()
     assert chosen(directory) == directory_name(20, 1)
     assert calls == {"entries": 3, "open": 2}  # and one question for a mark of the one candidate, no listing of marks
-
-
-def test_ten_thousand(tmp_path: Path, calls: Counter[str]) -> None:
-    data = saved(tmp_path / "checkpoint_epoch_0.pt").read_bytes()
-    for step in range(1, 10_000):
-        (tmp_path / f"checkpoint_epoch_{step}.pt").write_bytes(data)
-    assert chosen(str(tmp_path)) == "checkpoint_epoch_9999.pt"
-    assert calls == {"entries": 1, "open": 1}

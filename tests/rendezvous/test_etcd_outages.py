@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import platform
 import signal
@@ -19,10 +18,12 @@ import pytest
 
 from elastic_ext.etcd import Event, QuotaExceeded
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Header, State, decode
+from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import Job, command_of, descendants, wait_gone
+from tests.rendezvous.random_jobs import Invariants
 from tests.rendezvous.test_etcd_jobs import Nodes, assert_one_line, reports, seen
 
 pytestmark = pytest.mark.full
@@ -88,50 +89,10 @@ def runs(header: Header) -> bool:
 
 def violations(events: Sequence[Event]) -> list[str]:
     """What in the recorded history of one job contradicts the invariants of `rounds`; see its module docstring."""
-    found: list[str] = []
-    header = Header()
-    nodes: dict[str, Node] = {}
-    parts: dict[str, Assignment] = {}
+    invariants = Invariants(Limits(1, 3, 0.0), [])
     for event in events:
-        kind, _, id_ = event.kv.key.decode()[len(PREFIX) :].partition("/")
-        if event.kind == "delete":
-            if kind == "round":
-                header, parts = Header(), {}
-            nodes.pop(id_, None) if kind == "nodes" else None  # the leader may seal with a node whose death is still on its way
-        elif kind == "nodes":
-            nodes[id_] = decode(Node, event.kv.value, kind)
-        elif kind == "assign":
-            parts[id_] = decode(Assignment, event.kv.value, kind)
-        elif kind == "round":
-            new = decode(Header, event.kv.value, kind)
-            found += [f"{shown(event)}: {wrong}" for wrong in [*_step(header, new), *_sealed(header, new, parts, nodes)]]
-            header = new
-    return found
-
-
-def _step(old: Header, new: Header) -> list[str]:
-    """What is wrong with the step from one header to the next."""
-    if runs(new):
-        fits = old.state in (State.FORMING, State.BROKEN) and new.round == old.round + 1
-    elif new.state is State.CLOSED:
-        fits = new.round == old.round and old.state is not State.CLOSED
-    else:
-        judged = old.state is State.BROKEN and new.verdict and not old.verdict
-        fits = new.round == old.round and (runs(old) or judged)
-    return [] if fits else [f"came after round {old.round} {old.state.value}"]
-
-
-def _sealed(old: Header, new: Header, parts: dict[str, Assignment], nodes: dict[str, Node]) -> list[str]:
-    """What is wrong with the numbering of a round that begins; nothing is, in a header that ends one."""
-    if not runs(new) or runs(old):
-        return []
-    of_round = sorted((part for part in parts.values() if part.round == new.round), key=lambda part: part.rank)
-    wrong = [] if [part.rank for part in of_round] == list(range(new.nodes)) else [f"ranks {[part.rank for part in of_round]}"]
-    ends = [*(part.base_rank for part in of_round), new.world]
-    if ends[0] != 0 or any(first >= second for first, second in itertools.pairwise(ends)):
-        wrong.append(f"workers' ranks begin at {ends[:-1]} of {new.world}")
-    late = [id_ for id_, part in parts.items() if part.round == new.round and id_ in nodes and nodes[id_].after >= new.round]
-    return wrong + [f"{id_} waits for a later round" for id_ in late]
+        invariants.take(event)
+    return invariants.wrong
 
 
 class Watched(Nodes):

@@ -35,10 +35,10 @@ CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
 class Nodes:
     """Agents of one job, by name; their workers go on when the gate is opened."""
 
-    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+    def __init__(self, tmp_path: Path, stack: ExitStack, gate: Gate | None = None) -> None:
         self.tmp_path = tmp_path
         self.stack = stack
-        self.gate = Gate(tmp_path / "gate")
+        self.gate = gate or Gate(tmp_path / "gate")
         self.options = ["--rdzv-backend=ext_etcd"]
         self.jobs: dict[str, Job] = {}
 

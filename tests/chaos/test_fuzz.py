@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import zipfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -38,6 +37,7 @@ from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 from elastic_ext.rendezvous.rounds import Limits, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
+from tests.checkpoints.choice.scenes import plant
 from tests.checkpoints.formats.test_formats import save_trainer
 
 pytestmark = pytest.mark.timeout(60 + CASES, method="thread")  # SIGALRM is the cases' own
@@ -293,24 +293,6 @@ def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path, monke
 
 def same(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
     return data
-
-
-def plant(path: Path, kind: str) -> None:
-    """Something that is no plain file."""
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as made:
-            here = os.getcwd()
-            os.chdir(path.parent)  # the path of a socket is 108 bytes at most
-            try:
-                made.bind(path.name)
-            finally:
-                os.chdir(here)
-    elif kind == "directory":
-        path.mkdir()
-    elif kind in ("loop", "up", "root", "dangling"):
-        path.symlink_to({"loop": path.name, "up": ".", "root": "/", "dangling": "nowhere"}[kind])
 
 
 # Directories of checkpoints.

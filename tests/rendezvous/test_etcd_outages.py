@@ -68,11 +68,6 @@ class History:
         self.until(lambda event: event.kv.key == end and event.kv.mod_revision == written)
         return self.events
 
-    def begin_again(self, revision: int) -> None:
-        """Watch from after this revision: what was before may be compacted away, and must have been read."""
-        self._watch.close()
-        self._watch = self._client.watch(PREFIX, prefix=True, start_revision=revision + 1)
-
 
 def shown(event: Event) -> str:
     return f"{event.kv.mod_revision} {event.kind} {event.kv.key.decode()} {event.kv.value.decode()}"
@@ -158,21 +153,6 @@ def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(tmp_path
     nodes.wait_for(seen(3, 1))
     nodes.end()
     assert nodes.attempts() == {0, 1}
-
-
-def test_a_history_that_was_compacted_under_the_watches_loses_no_news(server, watched):
-    """A live watch does not care; one that has to begin again, as after a restart of etcd, finds its revision gone."""
-    watched.form("ab", "2:3")
-    watched.history.all()
-    with EtcdClient(server.endpoint) as client:
-        for _ in range(3):
-            revision = client.put("/of-others", "x").revision
-        client.compact(revision)
-    watched.history.begin_again(revision)  # it must not end with the news that is made for the others
-    server.restart()
-    watched.enter("c", "2:3")
-    watched.wait_for(seen(3, 1))
-    watched.end()
 
 
 # Agents go away.

@@ -29,7 +29,7 @@ from tests.agent.test_supervisor import DEAF
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, Job, wait_gone
+from tests.jobs import AGENT, wait_gone
 from tests.rendezvous.test_etcd_jobs import Nodes, reports, seen, wait_for_nodes
 
 PREFIX = JobKeys("job").prefix
@@ -52,14 +52,6 @@ class Trio(Nodes):
         self.wait_for(seen(3, 0))
         self.workers = [line["pid"] for line in reports(*self.jobs.values())]
         self.until(lambda: len(self.keys("nodes/")) == len(self.keys("assign/")) == 3)
-        self.id_of = {name: self._id_of(job) for name, job in self.jobs.items()}
-
-    def _id_of(self, job: Job) -> str:
-        return next(each for each in self.keys("nodes/") if int(each.rsplit("-", 2)[1]) == job.process.pid)
-
-    def id_of_leader(self) -> str:
-        nodes = self.client.get_prefix(PREFIX + "nodes/").kvs
-        return min(nodes, key=lambda kv: kv.create_revision).key.decode()[len(PREFIX + "nodes/") :]
 
     @property
     def agents(self) -> list[int]:
@@ -193,28 +185,6 @@ def test_the_job_outlives(server, tmp_path, stack, what, seconds):
     if trio.header().round > 1:
         trio.wait_for(seen(3, 1))
     trio.end(restarts)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_key_that_is_deleted_comes_back_and_the_round_goes_on(server, tmp_path, stack):
-    """Each of them, by hand, one after the other; then all at once. Before that, to the leader a node's lost key looks like the
-    node's death, which costs one free restart.
-    """
-    trio = Trio(tmp_path, stack, server, 20)
-    trio.client.delete(f"{PREFIX}nodes/{next(iter(set(trio.id_of.values()) - {trio.id_of_leader()}))}")
-    trio.wait_for(seen(3, 1))
-    trio.until(trio.is_whole)
-    workers = [line["pid"] for line in reports(*trio.jobs.values()) if line["attempt"] == 1]
-    leader, other = trio.id_of_leader(), next(iter(set(trio.id_of.values()) - {trio.id_of_leader()}))
-    for key in ("round", "job", "last", f"assign/{leader}", f"assign/{other}", f"nodes/{leader}"):
-        trio.client.delete(PREFIX + key)
-        trio.until(trio.is_whole)
-    for below in ("assign/", "nodes/", ""):
-        trio.client.delete_prefix(PREFIX + below)
-        trio.until(trio.is_whole)
-    assert wait_gone(workers, timeout_s=0) == workers
-    trio.end(restarts=1)
 
 
 @pytest.mark.full

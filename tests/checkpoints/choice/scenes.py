@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import socket
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,24 @@ def ranks(directory: Path, name: str, count: int, step: int = 0, start: int = 0)
     """A file of each rank."""
     for rank in range(start, count):
         saved(directory / name.format(rank), TRAINING, step + rank / 100)
+
+
+def plant(path: Path, kind: str) -> None:
+    """Something that is no plain file."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            here = os.getcwd()
+            os.chdir(path.parent)  # the path of a socket is 108 bytes at most
+            try:
+                made.bind(path.name)
+            finally:
+                os.chdir(here)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind in ("loop", "up", "root", "dangling"):
+        path.symlink_to({"loop": path.name, "up": ".", "root": "/", "dangling": "nowhere"}[kind])
 
 
 # What a job resumes from.

@@ -30,7 +30,7 @@ from elastic_ext.rendezvous.round_records import Assignment, Header, Node, Recor
 from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, changed, report
 from tests.jobs import EXT, run
-from tests.rendezvous.test_etcd_jobs import assert_one_line, reports, seen
+from tests.rendezvous.test_etcd_jobs import assert_one_line, seen
 
 PREFIX = JobKeys("job").prefix
 DEEP = b"[" * 100_000
@@ -211,35 +211,6 @@ def test_a_job_begins_among_the_records_of_others_and_ends_well(store, nodes):
         assert not any("Traceback" in job.err for job in nodes.jobs.values())
         assert "ignoring it" in first.err
         assert round_records.decode(Header, client.get(PREFIX + "round").kv.value, "round").state is State.DONE
-
-
-@pytest.mark.full
-def test_records_that_are_written_over_while_a_job_runs_restart_nothing(store, nodes):
-    """Header, node records, assignments, the job's record and the ledger, twice; then a verdict that would end all with 0."""
-    jobs = [nodes.start(name, store.endpoint, "2") for name in "ab"]
-    nodes.wait_for(seen(2, 0))
-    with EtcdClient(store.endpoint) as client:
-        keys = [each.key for each in client.get_prefix(PREFIX + "nodes/").kvs]
-        ours = {key: client.get(key).kv.lease_id for key in [*keys, (PREFIX + "round").encode()]}
-        end = json.loads(GOOD["round"])
-        good = end["verdict"].replace('"round":3', '"round":1')
-        end |= {"round": 1, "verdict": good.replace('"exit_code":65', '"exit_code":0')}
-        for bad in (b"\xff", DEEP, json.dumps(end).encode()):
-            with client.watch(PREFIX, prefix=True, start_revision=client.revision(PREFIX + "round") + 1) as watch:
-                for key in (*ours, PREFIX + "job", PREFIX + "ledger"):
-                    client.put(key, bad)
-                waiting = dict(ours)
-                while waiting:  # each comes back, under its lease
-                    batch = watch.get(60)
-                    assert batch is not None, waiting
-                    for event in batch.events:
-                        if event.kv.lease_id == waiting.get(event.kv.key, 0) != 0:
-                            kind = Header if event.kv.key.endswith(b"round") else Node
-                            round_records.decode(kind, event.kv.value, "a record that came back")
-                            del waiting[event.kv.key]
-    nodes.finish()
-    assert {line["attempt"] for line in reports(*jobs)} == {0}
-    assert not any("Traceback" in each.err for each in jobs)
 
 
 @pytest.mark.full

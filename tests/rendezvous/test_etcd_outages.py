@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import platform
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +15,11 @@ from elastic_ext.etcd import Event, QuotaExceeded
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
 from elastic_ext.rendezvous.rounds import Limits
+from tests.chaos.seeded.surroundings import clocks, unavailable
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import Job, command_of, descendants, wait_gone
+from tests.programs import required
 from tests.rendezvous.random_jobs import Invariants
 from tests.rendezvous.test_etcd_jobs import Nodes, assert_one_line, reports, seen
 
@@ -195,40 +192,6 @@ def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joi
 # Clocks jump.
 
 
-class Clock:
-    """The wall clock of the processes that get its `variables`, as their C library tells it; the monotonic one is as ever.
-
-    A server of etcd cannot have one: Go asks the kernel without the C library.
-    """
-
-    def __init__(self, file: Path) -> None:
-        [folder] = importlib.util.find_spec("libfaketime").submodule_search_locations
-        self.library = Path(folder, "vendor/libfaketime/src/libfaketime.so.1")
-        self._file = file
-        self.jump("+0")
-        self.variables = {
-            "LD_PRELOAD": str(self.library),
-            "FAKETIME_TIMESTAMP_FILE": str(file),
-            "FAKETIME_NO_CACHE": "1",  # it looks into the file each time
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-
-    def jump(self, offset: str) -> None:
-        """To so much before or after the time that it is."""
-        new = self._file.with_suffix(".new")
-        new.write_text(offset + "\n")
-        new.rename(self._file)
-
-    def is_of(self, process: int) -> bool:
-        return str(self.library) in Path(f"/proc/{process}/maps").read_text()
-
-    def offset_h(self) -> int:
-        """Whole hours that a process sees the time off by."""
-        command = [sys.executable, "-c", "import time; print(time.time())"]
-        done = subprocess.run(command, env={**os.environ, **self.variables}, check=True, capture_output=True, text=True)
-        return round((float(done.stdout) - time.time()) / 3600)
-
-
 def is_marker(event: Event) -> bool:
     return event.kv.key.endswith(b"/end-of-history")
 
@@ -238,19 +201,20 @@ def is_claim(event: Event) -> bool:
     return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the package libfaketime holds a library for x86_64")
 def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(watched, tmp_path):
-    """That of one node forwards, that of the other back, for longer than a lease; one of them leads."""
-    clocks = {name: Clock(tmp_path / f"clock-{name}") for name in "ab"}
-    for name, clock in clocks.items():
-        watched.enter(name, "2:3", **clock.variables)
+    """That of one node forwards, that of the other back, for longer than a lease; one of them leads. A server of etcd cannot have
+    a clock of its own: Go asks the kernel without the C library.
+    """
+    required(not unavailable("clock step"), unavailable("clock step"))
+    by_name = clocks(tmp_path, "ab")
+    for name, clock in by_name.items():
+        watched.enter(name, "2:3", **clock.environ)
     watched.wait_for(seen(2, 0))
     pids = list(watched.pids(0).values())
     told = len(watched.history.all())
-    for (name, clock), hours in zip(clocks.items(), (1, -1), strict=True):
-        clock.jump(f"{hours:+d}h")
-        assert clock.is_of(watched.jobs[name].process.pid)
-        assert clock.offset_h() == hours
+    for (name, clock), hours in zip(by_name.items(), (1, -1), strict=True):
+        clock.step(3600 * hours)
+        assert clock.environ["LD_PRELOAD"] in Path(f"/proc/{watched.jobs[name].process.pid}/maps").read_text()
     assert wait_gone(pids, timeout_s=OUTAGE_S) == pids
     for_people = (KEYS.goodput, KEYS.goodput_sum, KEYS.reports)  # written all the time
     after = [event for event in watched.history.all()[told:] if not event.kv.key.decode().startswith(for_people)]

@@ -20,6 +20,7 @@ from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.ordering import Resume
+from elastic_ext.checkpoints.storage import Entry, Storage
 
 T0 = 1_700_000_000
 
@@ -112,6 +113,10 @@ def plant(path: Path, kind: str) -> None:
         path.mkdir()
     elif kind in ("loop", "up", "root", "dangling"):
         path.symlink_to({"loop": path.name, "up": ".", "root": "/", "dangling": "nowhere"}[kind])
+
+
+def entry_of(storage: Storage, name: str) -> Entry:
+    return next(entry for entry in storage.entries() if entry.name == name)
 
 
 # What a job resumes from.

@@ -27,7 +27,19 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
-from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, flip, half, ranks, resume_in, saved, tensors, text
+from tests.checkpoints.choice.scenes import (
+    OPTIMIZER,
+    TRAINING,
+    WEIGHTS,
+    entry_of,
+    flip,
+    half,
+    ranks,
+    resume_in,
+    saved,
+    tensors,
+    text,
+)
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 # Pruning, which is pure.
@@ -90,9 +102,9 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypa
 # Copying.
 
 
-@pytest.fixture(params=["local", "s3"])
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path / "target") if request.param == "local" else request.getfixturevalue("s3") + "/target")
+@pytest.fixture
+def target(where: str) -> Storage:
+    return open_storage(where)
 
 
 NAME = directory_name(5, 1)
@@ -104,10 +116,6 @@ def source(tmp_path: Path) -> Storage:
     made = open_storage(str(tmp_path / "source"))
     save_own(made, 5)
     return made
-
-
-def entry_of(storage: Storage, name: str = NAME) -> Entry:
-    return next(entry for entry in storage.entries() if entry.name == name)
 
 
 @pytest.mark.full("s3")
@@ -123,7 +131,7 @@ def test_copies_are_whole(tmp_path: Path, source: Storage, target: Storage) -> N
         assert verify(target, entry_of(target, name)).sound
         sent_again = copy(source, target, entry_of(source, name))
         assert sent_again == 0
-    copy(target, open_storage(str(tmp_path / "back")), entry_of(target))
+    copy(target, open_storage(str(tmp_path / "back")), entry_of(target, NAME))
     assert newest_complete(str(tmp_path / "back")).resume is not None
 
 
@@ -139,41 +147,41 @@ def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, source: Stor
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            copy(source, target, entry_of(source), throttle=throttle)
+            copy(source, target, entry_of(source, NAME), throttle=throttle)
         assert newest_complete(target.address).resume is None
         if most == 2:
             break  # two files are there; what is left is one of them and the manifest
     total = sum(file.stat().st_size for file in tmp_path.glob(f"source/{NAME}/**/*") if file.is_file())
-    assert 0 < copy(source, target, entry_of(source)) < total - 1000
-    assert verify(target, entry_of(target)).sound
+    assert 0 < copy(source, target, entry_of(source, NAME)) < total - 1000
+    assert verify(target, entry_of(target, NAME)).sound
 
 
 @pytest.mark.seam("s3")
 def test_a_damaged_one_is_not_copied(tmp_path: Path, source: Storage, target: Storage) -> None:
     path = flip(tmp_path / "source" / NAME / "__1_0.distcp")
     with pytest.raises(CopyError, match=r"__1_0\.distcp has checksum"):
-        copy(source, target, entry_of(source))
+        copy(source, target, entry_of(source, NAME))
     assert newest_complete(target.address).resume is None
     path.unlink()
     with pytest.raises(CopyError, match="is missing"):
-        copy(source, target, entry_of(source))
+        copy(source, target, entry_of(source, NAME))
 
 
 @pytest.mark.full("s3")
 def test_what_was_damaged_in_the_target_is_sent_again(source: Storage, target: Storage) -> None:
-    copy(source, target, entry_of(source))
+    copy(source, target, entry_of(source, NAME))
     data = bytearray(target.read(f"{NAME}/__0_0.distcp"))
     data[9] ^= 1
     target.put(f"{NAME}/__0_0.distcp", bytes(data))
-    assert copy(source, target, entry_of(source)) == len(data)
-    assert verify(target, entry_of(target)).sound
+    assert copy(source, target, entry_of(source, NAME)) == len(data)
+    assert verify(target, entry_of(target, NAME)).sound
 
 
 @pytest.mark.full("s3")
 def test_another_checkpoint_of_the_same_name_is_not_overwritten(source: Storage, target: Storage) -> None:
     save_own(target, 5, run_id="another")
     with pytest.raises(UsageError, match="another checkpoint with the same name"):
-        copy(source, target, entry_of(source))
+        copy(source, target, entry_of(source, NAME))
 
 
 # Commands.

@@ -37,7 +37,7 @@ from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, Inspection
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from tests.checkpoints.choice.scenes import chosen, resume_in, step_in
+from tests.checkpoints.choice.scenes import chosen, entry_of, resume_in, step_in
 
 
 def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any) -> str:
@@ -55,8 +55,7 @@ def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any
 
 def inspected(directory: Path, name: str) -> Inspection:
     storage = open_storage(str(directory))
-    entry = next(entry for entry in storage.entries() if entry.name == name)
-    return detect.check(storage, entry)
+    return detect.check(storage, entry_of(storage, name))
 
 
 # Our own.

@@ -18,7 +18,7 @@ from elastic_ext.checkpoints.directory import transfer
 from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.storage import files_of, open_storage
 from elastic_ext.cli import main
-from tests.checkpoints.choice.scenes import plant, resume_in
+from tests.checkpoints.choice.scenes import entry_of, plant, resume_in
 from tests.checkpoints.copying.test_replicate import complete, copier_of, save
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
@@ -68,7 +68,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     root, name = spoiled
     storage = open_storage(str(root))
     assert resume_in(root).path == str(root / name)
-    entry = next(entry for entry in storage.entries() if entry.name == name)
+    entry = entry_of(storage, name)
     assert verify(storage, entry, Mode.FULL).faults == ()
     assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*ODD, "zero.bin", "kernel.pt"}
     target = open_storage(str(tmp_path / "copy"))
@@ -93,7 +93,7 @@ def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
     moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
     (tmp_path / name / "__0_0.distcp").symlink_to(moved)
     storage = open_storage(str(tmp_path))
-    entry = next(entry for entry in storage.entries() if entry.name == name)
+    entry = entry_of(storage, name)
     assert newest_complete(str(tmp_path)).resume is not None
     assert verify(storage, entry, Mode.FULL).sound
     transfer.copy(storage, open_storage(str(tmp_path / "copy")), entry)

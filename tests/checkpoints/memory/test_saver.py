@@ -13,11 +13,6 @@ from tests.checkpoints.rank_groups import RankGroups
 pytestmark = pytest.mark.seam
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
-    return Hosts(tmp_path, groups, [2])
-
-
 # The user's own values.
 
 

@@ -13,17 +13,6 @@ from tests.etcd_server import EtcdServer
 from tests.rendezvous.test_etcd_jobs import CONF, Nodes
 
 
-@pytest.mark.parametrize(
-    ("joins", "limit", "answer"),
-    [
-        *[(1, 20, JoinAnswer.NOTHING), (20, 20, JoinAnswer.NOTHING), (21, 20, JoinAnswer.REFUSE), (22, 20, JoinAnswer.LEAVE)],
-        *[(1, 0, JoinAnswer.REFUSE), (2, 0, JoinAnswer.LEAVE), (1000, NO_JOIN_LIMIT, JoinAnswer.NOTHING)],
-    ],
-)
-def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer) -> None:
-    assert after_join(joins, limit).answer is answer
-
-
 @pytest.mark.parametrize("joins", [2, 3, 99])
 def test_a_name_of_several_machines_is_not_refused(joins: int) -> None:
     """It may be the other one that comes and goes."""
@@ -32,19 +21,25 @@ def test_a_name_of_several_machines_is_not_refused(joins: int) -> None:
     assert ("several machines of the job have its name" in decided.line(7)) is (joins > 2)
 
 
+NEW = "this host was not in the round before: it has joined the running job"
+REFUSED = "this host may not come back for 7 s: it has joined the running job"
+
+
 @pytest.mark.parametrize(
-    ("joins", "limit", "level", "line"),
+    ("joins", "limit", "answer", "level", "line"),
     [
-        (1, 2, logging.INFO, "this host was not in the round before: it has joined the running job once within 60 minutes"),
-        (2, 2, logging.WARNING, "this host was not in the round before: it has joined the running job 2 times"),
-        (3, 2, logging.WARNING, "once it has left, this host may not come back for 7 s: it has joined the running job 3 times"),
-        (1, 0, logging.WARNING, "once it has left, this host may not come back for 7 s: it has joined the running job once"),
-        (4, 2, logging.WARNING, "this host may not come back for 7 s: it has joined the running job 4 times within 60 minutes"),
+        (1, 20, JoinAnswer.NOTHING, logging.INFO, f"{NEW} once within 60 minutes"),
+        (20, 20, JoinAnswer.NOTHING, logging.WARNING, f"{NEW} 20 times"),
+        (21, 20, JoinAnswer.REFUSE, logging.WARNING, f"once it has left, {REFUSED} 21 times"),
+        (22, 20, JoinAnswer.LEAVE, logging.WARNING, f"{REFUSED} 22 times within 60 minutes"),
+        (1, 0, JoinAnswer.REFUSE, logging.WARNING, f"once it has left, {REFUSED} once"),
+        (2, 0, JoinAnswer.LEAVE, logging.WARNING, f"{REFUSED} 2 times"),
+        (1000, NO_JOIN_LIMIT, JoinAnswer.NOTHING, logging.WARNING, f"{NEW} 1000 times"),
     ],
 )
-def test_what_is_said_of_a_join(joins: int, limit: int, level: int, line: str) -> None:
+def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer, level: int, line: str) -> None:
     decided = after_join(joins, limit)
-    assert decided.level == level
+    assert (decided.answer, decided.level) == (answer, level)
     assert decided.line(refused_s=7).startswith(line)
 
 

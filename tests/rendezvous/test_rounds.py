@@ -42,6 +42,11 @@ A_LEFT = End(State.BROKEN, "node a left the round to wait for the next one")
 C_MAY_FAIL = Wait("node c may have failed too", 7.5)
 A_STOPS = Wait("waiting for node a to stop all workers")
 BACK = "node b may come back after the outage"
+OF_TWO = Header(3, State.RUNNING, nodes=2)
+OUTAGE = {"returning_until": 10.0}
+LOST_B = dataclasses.replace(BROKEN, lost="b")
+REWRITTEN = "the assignments of 1 node in round 3 are being written again"
+HEADER_LOST = Wait("the header of round 3 is lost; its nodes are writing it again", 10.0)
 
 
 def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut_off_in_this_round():
@@ -91,6 +96,24 @@ def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut
         (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
         (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
         (view(Header(3, State.CLOSED, reason="x"), {"a": node(), "b": node()}, "ab"), 99, Wait("the job is over: x")),
+        # After an outage.
+        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
+        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 10, End(State.BROKEN, "lost node b", lost="b")),
+        (view(OF_TWO, {"a": node(done=3)}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
+        # What has ended the round need not wait; the next one does.
+        (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED)),
+        (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, A_LEFT),
+        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
+        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes joined")),
+        # The round has ended because it was gone: nobody waits for it once more.
+        (view(LOST_B, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Seal(("a", "c"), "2 nodes joined")),
+        (view(LOST_B, {"a": node(3), "d": node()}, "abc", **OUTAGE), 9, Wait("node c may come back after the outage", 10.0)),
+        # A leader that does not know all parts must not take those that it knows for all: it would hold the job for done.
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 3, Wait(REWRITTEN, 4.0)),
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 9.5, Wait(REWRITTEN, 10.0)),
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a"), 0, End(State.BROKEN, "the assignments of 1 node are lost")),
+        # One that has never seen the header, but nodes that were in that round.
+        (view(Header(), {"a": node(round=3), "b": node()}, **OUTAGE), 9, HEADER_LOST),
     ],
 )
 def test_next_action(seen, now, action):
@@ -199,39 +222,6 @@ def test_a_node_changes_places_to_show_what_a_failure_follows(moves, ranks):
     assert (f"the ranks of node {moves} move" in action.reason) == (ranks != "abc")
     shorter = Limits(1, 1, last_call_s=0)
     assert next_action(view(JUDGED, waits, "abc", moves="a"), shorter, 0) == Seal(("a",), "3 nodes joined")
-
-
-OF_TWO = Header(3, State.RUNNING, nodes=2)
-OUTAGE = {"returning_until": 10.0}
-LOST_B = dataclasses.replace(BROKEN, lost="b")
-REWRITTEN = "the assignments of 1 node in round 3 are being written again"
-HEADER_LOST = Wait("the header of round 3 is lost; its nodes are writing it again", 10.0)
-
-
-@pytest.mark.parametrize(
-    ("seen", "now", "action"),
-    [
-        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
-        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 10, End(State.BROKEN, "lost node b", lost="b")),
-        (view(OF_TWO, {"a": node(done=3)}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
-        # What has ended the round need not wait; the next one does.
-        (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED)),
-        (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, A_LEFT),
-        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
-        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes joined")),
-        # The round has ended because it was gone: nobody waits for it once more.
-        (view(LOST_B, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Seal(("a", "c"), "2 nodes joined")),
-        (view(LOST_B, {"a": node(3), "d": node()}, "abc", **OUTAGE), 9, Wait("node c may come back after the outage", 10.0)),
-        # A leader that does not know all parts must not take those that it knows for all: it would hold the job for done.
-        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 3, Wait(REWRITTEN, 4.0)),
-        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 9.5, Wait(REWRITTEN, 10.0)),
-        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a"), 0, End(State.BROKEN, "the assignments of 1 node are lost")),
-        # One that has never seen the header, but nodes that were in that round.
-        (view(Header(), {"a": node(round=3), "b": node()}, **OUTAGE), 9, HEADER_LOST),
-    ],
-)
-def test_next_action_after_an_outage(seen, now, action):
-    assert next_action(seen, LIMITS, now) == action
 
 
 ASKED = dataclasses.replace(RUNNING, drains=(Drain("a", "a", 1, "fan"),), drains_made=1)

@@ -71,13 +71,6 @@ def test_from_nothing_and_from_one_that_is_named(where: str) -> None:
     assert resume_in(where, resume_from="8").reason.startswith("named by resume_from, ")
 
 
-def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
-    save_own(tmp_path / "mine", 1)
-    name = save_own(tmp_path / "other", 5)
-    named = str(tmp_path / "other" / name)
-    assert resume_in(tmp_path / "mine", resume_from=named).path == named
-
-
 def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
     names = [save_own(tmp_path, step) for step in (1, 2)]
     with pytest.raises(UsageError, match=r"resume_from=77: no such checkpoint in .*, which holds step_00000002"):

@@ -77,7 +77,13 @@ class Cluster:
         name = f"node-{self._started}"
         self._started += 1
         conf = "--rdzv-conf=lease_ttl=10,last_call=0.5,stop_grace=2"
-        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={self._server.endpoint}", "--rdzv-id=job", conf]
+        where = [
+            "--rdzv-backend=ext_etcd",
+            f"--rdzv-endpoint={self._server.endpoint}",
+            "--rdzv-id=job",
+            f"--nnodes={NODES}",
+            conf,
+        ]
         script = [str(SCRIPTS / "memory_kills_job.py"), str(self._tmp_path / "told"), str(BALLAST)]
         settings = {
             "NODE": name,

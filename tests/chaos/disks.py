@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
 
 
@@ -17,16 +17,11 @@ def newest_whole(local_dirs: Mapping[str, Path], remote: Path) -> str:
     local_dirs: by node; each holds the files of its own ranks.
     """
     names = {path.name for folder in (*local_dirs.values(), remote) if folder.is_dir() for path in folder.iterdir()}
-    ours = sorted((name for name in names if order_of(name)), key=order_of_own, reverse=True)
+    ours = sorted((name for name in names if order_of(name)), key=order_or_oldest, reverse=True)
     for name in ours:
         if whole_locally(name, list(local_dirs.values())) or whole_remotely(name, remote):
             return name
     return ""
-
-
-def order_of_own(name: str) -> tuple[int, int]:
-    """Of nothing: before all."""
-    return order_of(name) or (0, 0)
 
 
 def whole_locally(name: str, folders: list[Path]) -> bool:

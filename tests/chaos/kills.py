@@ -3,13 +3,15 @@
     python -m tests.chaos.kills etcd --kills 300 --seed 7 --folder /some/empty/folder
 
 Backends: `etcd`: three nodes on this host with a disk each, a shared checkpoint_dir, an etcd. `c10d`: one node of two workers,
-with the same two tiers and a ledger file. FOLDER gets the agents' logs, history.jsonl (one object a kill: who, how, when, what
-followed) and what the job saves. Exit code 0: every promise was kept; else each broken one is a line on stderr, with the seed.
+with the same two tiers and a ledger file. FOLDER gets the agents' logs, history.jsonl (what the workers told, and an object for
+each kill: who, how, when, what followed) and what the job saves. Exit code 0: every promise was kept; else each broken one is a
+line on stderr, with the seed.
 
 After each kill is checked: all ranks train again and get further than before; a group that begins does so at the newest
-checkpoint that was whole on the nodes' disks, or in the remote directory, when the kill came; all ranks loaded that one;
-nothing is charged to the budget but what a killed worker may cost; no agent leaves but one that was struck. At the end: exit
-code 0 on all nodes, and nothing is left: no process, nothing in shared memory, no temporary file.
+checkpoint that was whole on the nodes' disks, or in the remote directory, when the kill came; all ranks loaded that one, and the
+state after a step is the same to the bit whenever it comes; nothing is charged to the budget but what a killed worker may cost;
+no agent leaves but one that was struck. At the end: exit code 0 on all nodes, and nothing is left: no process, nothing in shared
+memory, no temporary file.
 
 A process that is killed leaves this process its children (see `processes`), so run it as a process of its own. Its /dev/shm is
 its own, too, where that can be had.
@@ -20,7 +22,6 @@ from __future__ import annotations
 import argparse
 import base64
 import ctypes
-import json
 import os
 import random
 import signal
@@ -29,23 +30,25 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from elastic_ext.base import records
+from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures import ledger as job
 from elastic_ext.own_etcd.saved_keys import SCHEMA, SavedFile
 from elastic_ext.rendezvous.keys import JobKeys
 from tests.chaos import disks, processes
 from tests.chaos.processes import Process
+from tests.chaos.seeded.history import History, Told
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, environment, wait_gone
 from tests.until import LIMIT_S
 
-SCRIPT = SCRIPTS / "chaos_job.py"
+SCRIPT = SCRIPTS / "chaos_training.py"
 RUN_ID = "chaos"
 BOUND_S = END_S = 300.0  # for all to train again, or to end; the host may be busy with other things
 LOOK_S = 0.2  # how often /proc is looked at while something is waited for that no event tells of
@@ -98,74 +101,51 @@ class Deck:
         return self._left.pop()
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a rank has told last."""
+class Events(History):
+    """What the workers tell, and what else happens."""
 
-    group: str
-    step: int
-    pid: int
-    node: str
-
-
-@dataclass(frozen=True)
-class Loaded:
-    group: str
-    rank: int
-    world: int
-    step: int
-    name: str
-    holds: int
-
-
-class Events:
-    """What the workers tell, and what else happens; `wait` returns at each change."""
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path)
-        self._pipe = os.open(path, os.O_RDWR)  # for writing, too: it has no end while workers come and go
-        self.changed = threading.Condition()
-        self.ranks: dict[int, Seen] = {}
+    def __init__(self, folder: Path) -> None:
+        self.ranks: dict[int, Told] = {}  # what each has told last
         self.world = 0
-        self.loaded: list[Loaded] = []
+        self.loaded: list[Told] = []
         self.saving = 0
-        self.errors: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self.wrong: list[str] = []
+        self._digests: dict[int, str] = {}  # of the state after each step
+        super().__init__(folder)
 
-    def _read(self) -> None:
-        pending = b""
-        while True:
-            *lines, pending = (pending + os.read(self._pipe, 1 << 16)).split(b"\n")
-            with self.changed:
-                for line in lines:
-                    self._take(json.loads(line))
-                self.changed.notify_all()
+    def _take(self, told: Told) -> None:
+        with self.changed:
+            if "rank" in told:
+                self._note(told)
+            super()._take(told)
 
-    def _take(self, told: dict) -> None:
+    def _note(self, told: Told) -> None:
         self.world = told["world"]
         what, rank, step = told["what"], told["rank"], told["step"]
+        told["group"] = f"{told['group']}.{told['restart']}"
         if what == "loaded":
-            name = told["path"].rpartition("/")[2]
-            self.loaded.append(Loaded(told["group"], rank, told["world"], step, name, int(told["holds"])))
+            self.loaded.append(told)
         if what in ("loaded", "step"):
-            self.ranks[rank] = Seen(told["group"], step, told["pid"], told["node"])
+            self.ranks[rank] = told
         self.saving += what == "saving"
+        if self._digests.setdefault(step, told["digest"]) != told["digest"]:
+            self.wrong.append(f"rank {rank}, {what}: another state of step {step} than before")
         if told.get("error"):
-            self.errors.append(f"rank {rank} could not save at the end: {told['error']}")
+            self.wrong.append(f"rank {rank} could not save at the end: {told['error']}")
 
     @property
     def furthest(self) -> int:
-        return max((seen.step for seen in self.ranks.values()), default=0)
+        return max((told["step"] for told in self.ranks.values()), default=0)
 
     @property
-    def group(self) -> str:
-        """Of all ranks; "" while they differ."""
-        groups = {seen.group for seen in self.ranks.values()}
+    def all_in(self) -> str:
+        """The group of all ranks; "" while they differ."""
+        groups = {told["group"] for told in self.ranks.values()}
         return groups.pop() if len(groups) == 1 and len(self.ranks) == self.world else ""
 
     @property
     def all_at(self) -> int:
-        return min((seen.step for seen in self.ranks.values()), default=0)
+        return min((told["step"] for told in self.ranks.values()), default=0)
 
 
 class Stuck(AssertionError):
@@ -225,7 +205,9 @@ class Loop:
         self.remote, self.tmp = folder / "remote", folder / "tmp"
         self.tmp.mkdir(parents=True)
         self._shm = set(os.listdir("/dev/shm"))
-        self._finish, events = folder / "finish", folder / "events"
+        self._finish = folder / "finish"
+        self.events = Events(folder)
+        stack.callback(self.events.close)
         self.etcd = stack.enter_context(EtcdServer(folder / "etcd")) if backend == "etcd" else None
         conf = f"checkpoint_dir={self.remote},backoff=0,lease_ttl=10,refuse_node=2,copy_mb_s={self.rng.choice((0, 0.05))}"
         where = ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
@@ -234,12 +216,10 @@ class Loop:
         else:
             conf += f",ledger_file={self._ledger_file}"
         options = [f"--rdzv-id={RUN_ID}", f"--log-dir={folder / 'logs'}", "--max-restarts=-1", f"--rdzv-conf={conf}"]
-        self.command = [str(part) for part in (*AGENT, *where, *options, SCRIPT, events, self._finish)]
+        self.command = [str(part) for part in (*AGENT, *where, *options, SCRIPT, self.events.pipe, 0, self._finish)]
         self.deck = Deck([*_ALL, *(_ETCD if self.etcd is not None else [])], random.Random(f"{seed} cards"))
         self._victim_node: dict[int, str] = {}  # by pid; "": not the job's
         self._verdicts: tuple[job.JobVerdict, ...] = ()
-        self._history = stack.enter_context((folder / "history.jsonl").open("w"))
-        self.events = Events(events)
         stack.callback(processes.kill_all, os.getpid())
         self.agents = Nodes(self, stack)
 
@@ -249,7 +229,7 @@ class Loop:
 
     def environment(self, node: str) -> dict[str, str]:
         return environment(
-            CHAOS_NODE=node,
+            CHAOS_HOST=node,
             ELASTIC_EXT_NODE_NAME=node,
             ELASTIC_EXT_LOCAL_DIR=str(self.folder / f"disk-{node}"),
             ELASTIC_EXT_STANDBY="on",
@@ -286,7 +266,7 @@ class Loop:
         if {card.role for card in cards} == _NOT_BOTH:
             del cards[1]
         before = len(events.loaded), len(self.agents.exits), events.furthest
-        newest, group = self._newest(), events.group
+        newest, group = self._newest(), events.all_in
         began, victims, resumed = time.monotonic(), [], []
         gone: set[int] = set()
         for position, card in enumerate(cards):
@@ -301,46 +281,38 @@ class Loop:
         at = before[2]
 
         def trains_again() -> bool:
-            there = events.group != "" and events.all_at >= at + FURTHER
+            there = events.all_in != "" and events.all_at >= at + FURTHER
             # A second kill may have struck the group that came after the first.
-            return there and (not ends or events.group != group) and gone.isdisjoint(seen.pid for seen in events.ranks.values())
+            return there and (not ends or events.all_in != group) and gone.isdisjoint(self._workers())
 
         self.wait(f"training after {cards} at step {at}", trains_again, look_s=LOOK_S)
         took = time.monotonic() - began
-        groups = self._groups(events.loaded[before[0] :])
+        groups: dict[str, list[Told]] = defaultdict(list)
+        for told in events.loaded[before[0] :]:
+            groups[told["group"]].append(told)
         exits = self.agents.exits[before[1] :]
         verdicts = self._new_verdicts()
-        record = {
-            "time": time.strftime("%H:%M:%S"),
-            "seed": self.seed,
-            "number": number,
-            "instant": instant,
-            "cards": [asdict(card) for card in cards],
-            "victims": [victim and {"pid": victim.pid, "node": self._victim_node.get(victim.pid, "")} for victim in victims],
-            "step": at,
-            "seconds": round(took, 2),
-            "newest": newest,
-            "groups": {group: sorted({each.name for each in loaded}) for group, loaded in groups.items()},
-            "exits": exits,
-            "verdicts": [
-                {
-                    "round": each.round,
-                    "kind": each.decision.kind,
-                    "rule": each.decision.rule,
-                    "charged": each.decision.charged,
-                    "reason": each.decision.reason,
-                }
-                for each in verdicts
-            ],
-        }
         problems = [
             *self._starts(groups, newest),
             *self._charges(cards, verdicts),
             *self._leavings(cards, victims, exits),
         ]
-        record["problems"] = problems
-        self._history.write(json.dumps(record) + "\n")
-        self._history.flush()
+        decided = ("kind", "rule", "charged", "reason")
+        events.record(
+            "kill",
+            seed=self.seed,
+            number=number,
+            instant=instant,
+            cards=[asdict(card) for card in cards],
+            victims=[victim and {"pid": victim.pid, "node": self._victim_node.get(victim.pid, "")} for victim in victims],
+            step=at,
+            seconds=round(took, 2),
+            newest=newest,
+            groups={group: sorted({each["path"] for each in loaded}) for group, loaded in groups.items()},
+            exits=exits,
+            verdicts=[{"round": each.round, **{name: getattr(each.decision, name) for name in decided}} for each in verdicts],
+            problems=problems,
+        )
         self.problems += [f"kill {number}, {[f'{card.signal} {card.role}' for card in cards]}: {problem}" for problem in problems]
 
     def _await_instant(self) -> str:
@@ -389,7 +361,10 @@ class Loop:
     def _workers_beside(self, victim: Process) -> set[int]:
         """Those that told something last on the node that it was of; it may be one of them."""
         node = self._victim_node[victim.pid]
-        return {seen.pid for seen in self.events.ranks.values() if seen.node == node}
+        return {told["pid"] for told in self.events.ranks.values() if told["host"] == node}
+
+    def _workers(self) -> set[int]:
+        return {told["pid"] for told in self.events.ranks.values()}
 
     def _strike_etcd(self, card: Card, resumed: list[threading.Thread]) -> Process:
         assert self.etcd is not None
@@ -409,10 +384,11 @@ class Loop:
         resumed.append(timer)
 
     def _of_role(self, role: str) -> Iterator[Process]:
-        workers = {seen.pid for seen in self.events.ranks.values()}
+        workers = self._workers()
         for each in processes.descendants(os.getpid()):
             is_agent = bool(self.agents.node_of(each.pid))
-            found = "worker" if each.pid in workers else "" if each.role == "agent" and not is_agent else each.role
+            works = each.pid in workers or (not each.role and str(SCRIPT) in each.command)
+            found = "worker" if works else "" if each.role == "agent" and not is_agent else each.role
             if found == role and self._node_of(each):
                 yield each
 
@@ -421,22 +397,12 @@ class Loop:
 
     # Promises.
 
-    @staticmethod
-    def _groups(loaded: Sequence[Loaded]) -> dict[str, list[Loaded]]:
-        groups = defaultdict(list)
-        for each in loaded:
-            groups[each.group].append(each)
-        return dict(groups)
-
-    def _starts(self, groups: dict[str, list[Loaded]], newest: str) -> Iterator[str]:
+    def _starts(self, groups: Mapping[str, list[Told]], newest: str) -> Iterator[str]:
         for loaded in groups.values():
-            names = {each.name for each in loaded}
-            if len(names) > 1 or len({each.step for each in loaded}) > 1:
+            names = {each["path"] for each in loaded}
+            if len(names) > 1 or len({each["step"] for each in loaded}) > 1:
                 yield f"the ranks loaded different checkpoints: {sorted(names)}"
-            for each in loaded:
-                if each.holds != each.step:
-                    yield f"rank {each.rank} holds the state of step {each.holds} at step {each.step} of {each.name}"
-            if any(disks.order_of_own(name) < disks.order_of_own(newest) for name in names):
+            if any(order_or_oldest(name) < order_or_oldest(newest) for name in names):
                 yield f"the group began at {sorted(names)[0] or 'nothing'}, and {newest} was whole"
 
     @staticmethod
@@ -484,7 +450,6 @@ class Loop:
         self.wait("the end of all agents", lambda: len(self.agents.codes) == len(self.nodes), END_S, look_s=LOOK_S)
         if any(self.agents.codes.values()):
             self.problems.append(f"at the end the agents left with {self.agents.codes}")
-        self.problems += self.events.errors
         etcd = {self.etcd.process.pid} if self.etcd is not None and self.etcd.process is not None else set()
         here = [each for each in processes.descendants(os.getpid()) if each.pid not in etcd]
         left = wait_gone([each.pid for each in here])
@@ -513,15 +478,15 @@ def run(backend: str, seed: int, kills: int, folder: Path, stop_at_first: bool =
         loop = Loop(backend, seed, folder, stack)
         number = 0
         try:
-            loop.wait("the first steps", lambda: loop.events.group != "" and loop.events.all_at >= FURTHER)
+            loop.wait("the first steps", lambda: loop.events.all_in != "" and loop.events.all_at >= FURTHER)
             for number in range(1, kills + 1):
                 loop.kill(number)
-                if stop_at_first and loop.problems:
+                if stop_at_first and loop.problems + loop.events.wrong:
                     break
             loop.finish()
         except Stuck as stuck:
             loop.problems.append(f"kill {number}: {stuck}; running: {_shown()}")
-        return loop.problems
+        return loop.problems + loop.events.wrong
 
 
 def _shown() -> list[str]:

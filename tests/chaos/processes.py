@@ -20,7 +20,6 @@ _ROLES = (
     ("standby/server", "standby server"),
     ("own_etcd.keeper", "keeper"),
     ("embedded.process", "store"),
-    ("chaos_job", "worker"),
 )
 
 

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import zipfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -34,18 +33,16 @@ from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import job_status, rounds
-from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Limits, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
+from tests.checkpoints.choice.scenes import plant
 from tests.checkpoints.formats.test_formats import save_trainer
-from tests.etcd_client import EtcdClient
 
 pytestmark = pytest.mark.timeout(60 + CASES, method="thread")  # SIGALRM is the cases' own
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # of a terminal; but tab and newline
-EX_NO_SAVE = 75
 
 
 def share(part: float) -> int:
@@ -178,28 +175,6 @@ def test_manifests(fuzz: Fuzz) -> None:
     fuzz.run(check, [good], mutated_json, share(0.06))
 
 
-@pytest.mark.full
-def test_commands_on_planted_records(fuzz: Fuzz, server) -> None:  # type: ignore[no-untyped-def]
-    """`explain` and `checkpoints save` on a job in a real etcd, one of whose records is another's."""
-    keys = [key for key in RECORDS if key not in ("verdict", "report")]
-    with EtcdClient(server.endpoint) as client:
-
-        def check(data: bytes) -> None:
-            number, _, value = data.partition(b":")
-            planted = {**RECORDS, keys[int(number) % len(keys)]: value}
-            for key in keys:
-                client.put(f"{JobKeys('job').prefix}{key}", planted[key])
-            where = ("--rdzv-endpoint", server.endpoint, "--rdzv-id", "job")
-            command("explain", *where)
-            command("checkpoints", "save", *where, "--timeout=0.05", codes=(0, EX_NO_SAVE, EX_CONFIG))
-
-        def mutate(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-            number = rng.randrange(len(keys))
-            return b"%d:%s" % (number, mutated_json(RECORDS[keys[number]], rng))
-
-        fuzz.run(check, [b""], mutate, share(0.02))
-
-
 # Settings, rules, evidence.
 
 CONF = {
@@ -318,24 +293,6 @@ def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path, monke
 
 def same(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
     return data
-
-
-def plant(path: Path, kind: str) -> None:
-    """Something that is no plain file."""
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as made:
-            here = os.getcwd()
-            os.chdir(path.parent)  # the path of a socket is 108 bytes at most
-            try:
-                made.bind(path.name)
-            finally:
-                os.chdir(here)
-    elif kind == "directory":
-        path.mkdir()
-    elif kind in ("loop", "up", "root", "dangling"):
-        path.symlink_to({"loop": path.name, "up": ".", "root": "/", "dangling": "nowhere"}[kind])
 
 
 # Directories of checkpoints.

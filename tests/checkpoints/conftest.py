@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 
 
@@ -33,3 +35,21 @@ def successor(forking_too: RankGroups) -> Iterator[RankGroups]:
     """For a group that begins while one of `groups` is there."""
     with forking_too.lent() as lent:
         yield lent
+
+
+@pytest.fixture(params=["local", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A directory that is not there yet."""
+    return f"{request.getfixturevalue('s3') if request.param == 's3' else tmp_path}/run"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
+    """One with two ranks, at first."""
+    return Hosts(tmp_path, groups, [2])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """Of the checkpoints of `groups`."""
+    return str(tmp_path / "checkpoints")

@@ -192,7 +192,9 @@ class Invariants:
         self._nodes: dict[str, Record] = {}
 
     def __call__(self, change: Change) -> None:
-        event = Event.parse(change.event)
+        self.take(Event.parse(change.event))
+
+    def take(self, event: Event) -> None:
         kind, _, id_ = event.kv.key.decode()[len(KEYS.prefix) :].partition("/")
         if kind == "round":
             header = header_in(event.kv) if event.kind == "put" else None
@@ -201,7 +203,9 @@ class Invariants:
                 self._on_header(header)
         elif kind == "assign" and event.kind == "put" and (part := READER.assignment(event.kv)) is not None:
             self._parts[id_] = part
-        elif kind == "nodes" and event.kind == "put" and READER.node(event.kv) is not None:
+        elif kind == "nodes" and event.kind == "delete":
+            self._nodes.pop(id_, None)
+        elif kind == "nodes" and READER.node(event.kv) is not None:
             self._nodes[id_] = decode(Record, event.kv.value, id_)
         elif kind == "ledger" and event.kind == "put" and (ledger := READER.ledger(event.kv)) is not None:
             judged = [verdict.round for verdict in ledger.verdicts]
@@ -216,8 +220,19 @@ class Invariants:
             self.wrong.append(f"another job: {new} came after {old}")
         if new.round and self._sealed.get(new.round) != new.seal:
             self._on_seal(new)
+            if old is not None and not self.lost:
+                self._on_turn(old, new)
         if new.verdict and self._verdicts.setdefault((new.round, new.seal), new.verdict) != new.verdict and not self.lost:
             self.wrong.append(f"a second verdict: {new}")
+
+    def _on_turn(self, old: Header, new: Header) -> None:
+        """A round begins after another one."""
+        if old.state is not State.BROKEN or new.round != old.round + 1:
+            self.wrong.append(f"a round out of turn: {new} came after {old}")
+        if not old.verdict and any(node.reported == old.round and node.report for node in self._nodes.values()):
+            self.wrong.append(f"a failure that nobody has judged: {new} came after {old}")
+        if back := [id_ for id_ in drains.released(old) if id_ in self._parts and self._parts[id_].of(new)]:
+            self.wrong.append(f"{back} were released: {new} came after {old}")
 
     def _is_known(self, round_: int) -> bool:
         """Whether a node that was never away has been in this round or a later one, or no record was lost."""

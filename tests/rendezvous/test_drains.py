@@ -1,4 +1,4 @@
-"""Who may drain which node, and how a drain ends: decisions over plain values."""
+"""Who may drain which node, how a drain ends, and whether a spare replaces a host: decisions over plain values."""
 
 import dataclasses
 
@@ -7,7 +7,9 @@ import pytest
 from elastic_ext.agent.leaving import DrainFacts, DrainPlan, SaveResult, Step, plan_drain
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
+from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.drain_requests import JobRecordsNow
 from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
 
@@ -175,18 +177,10 @@ def test_who_is_ready_but_cannot_be_spared_saves_again_before_leaving():
 def test_nobody_is_held_who_can_go_or_has_nothing_saved():
     header = drained(NODES[0], NODES[1])
     assert drains.held(header, dict.fromkeys(NODES, node()), NODES, 4) is header
-    held = dataclasses.replace(header, drains=tuple(dataclasses.replace(each, held=True) for each in header.drains))
-    after = drains.held(held, dict.fromkeys(NODES, node(1, 40)), NODES, 3)
-    assert [each.held for each in after.drains] == [False, True]  # one can be spared, not both
-
-
-def test_a_place_that_was_promised_to_one_node_is_not_promised_to_another():
-    """Else the second one saves for nothing."""
-    header = drained(NODES[0], NODES[1])
-    held = dataclasses.replace(header, drains=tuple(dataclasses.replace(each, held=True) for each in header.drains))
     nodes = dict.fromkeys(NODES, node(1, 40))
-    after = drains.held(held, nodes, NODES, 3)
-    assert drains.held(after, nodes, NODES, 3) is after
+    after = drains.held(drained(NODES[0], NODES[1], held=True), nodes, NODES, 3)
+    assert [each.held for each in after.drains] == [False, True]  # one can be spared, not both
+    assert drains.held(after, nodes, NODES, 3) is after, "the second would save for nothing: its place was promised to the first"
 
 
 def test_machines_of_one_name_are_known_by_their_boot():
@@ -198,3 +192,47 @@ def test_machines_of_one_name_are_known_by_their_boot():
     assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("z", "10.0.0.2")}) == {"b"}
     assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("z")}) == frozenset(), "booted again"
     assert drains.ambiguous_hosts({**nodes, "b-1-dddddd": node("", "10.0.0.2")}) == frozenset(), "unknown"
+
+
+# Whether a spare replaces a host.
+
+MEMBERS = ("n1-10-aaaaaa", "n2-10-bbbbbb", "n3-10-cccccc")
+SPARES = ("n4-10-dddddd", "n5-10-eeeeee")
+BECAUSE = "slow_node=replace: rank 3 on "
+
+
+def keeps(spares: int, leaving: tuple[str, ...] = (), refused: dict[str, str] | None = None) -> str:
+    """What there is to say against replacing n2."""
+    nodes = dict.fromkeys((*MEMBERS, *SPARES[:spares]), Node(2, 1, "w", "h", 1))
+    seen = KeyValue(b"header", b"", 1, 1, 1, 0)
+    return JobRecordsNow(drained(*leaving), seen, nodes, refused or {}, 1, frozenset(MEMBERS)).keeps("n2", BECAUSE)
+
+
+@pytest.mark.parametrize(
+    ("spares", "leaving", "expected"),
+    [
+        (0, (), "no spare waits; nothing was changed"),
+        (1, (), ""),
+        (1, ("n1-10-aaaaaa",), "no spare waits but for 1 node that is to leave before; nothing was changed"),
+        (2, ("n1-10-aaaaaa",), ""),
+        (1, ("n2-10-bbbbbb",), ""),  # itself, which was asked before
+        (1, ("n9-10-ffffff",), ""),  # it has gone
+        (1, ("n4-10-dddddd",), "no spare waits; nothing was changed"),
+    ],
+)
+def test_each_node_that_leaves_needs_a_spare_of_its_own(spares, leaving, expected):
+    assert keeps(spares, leaving) == expected
+
+
+@pytest.mark.parametrize(
+    ("why", "kept"),
+    [
+        (f"drained: {BECAUSE}n7 is late by 9 ms of a step of 60 ms: 15%", True),
+        ("drained: slow_node=replace: rank 4 on n7 is late by 9 ms of a step of 60 ms: 15%", False),
+        ("drained: fan", False),
+    ],
+)
+def test_a_rank_that_is_late_on_one_host_after_another_costs_one_host_only(why, kept):
+    """Rank 0 that writes the log, say: the job would restart every few minutes, until no host is left."""
+    assert keeps(1, refused={"n7": why}) == ("n7 has left for the same before; nothing was changed" if kept else "")
+    assert keeps(1, refused={"n2": why}) == ""

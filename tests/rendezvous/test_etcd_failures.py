@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,110 +19,98 @@ from elastic_ext.failures import ledger as job_records
 from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, TORCHRUN, Job, wait_gone
-from tests.rendezvous.test_etcd_jobs import ELASTIC, GLOO, Store, nodes, reports, seen, store, wait_for_nodes
+from tests.rendezvous.test_etcd_jobs import GLOO, Nodes, Store, reports, seen, wait_for_nodes
 
 pytestmark = pytest.mark.full
 
 KEYS = JobKeys("job")
 
-CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
+
+@pytest.fixture
+def start(nodes: Nodes, tmp_path: Path) -> Callable[..., Job]:
+    """Starts an agent on a host of this name, of which tmp_path gets the verdict."""
+
+    def start(name: str, server: Store, nnodes: str, *more: str, **options: Any) -> Job:
+        own = {"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}")}
+        return nodes.start(name, server.endpoint, nnodes, *more, **{**own, **options})
+
+    return start
 
 
-__all__ = ["nodes", "store"]
+def verdicts(tmp_path: Path, names: str) -> list[dict]:
+    return [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in names]
 
 
-def start(stack: ExitStack, server: Store, tmp_path: Path, name: str, nnodes: str, *script: str, **env: str) -> Job:
-    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={CONF}"]
-    env = {"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}"), "NODE": name, **env}
-    command = [*TORCHRUN, *server.options, *where, "--max-restarts=3", *script]
-    return stack.enter_context(Job(command, tmp_path, **env))
-
-
-def test_a_bug_that_the_others_feel_before_its_own_node_does(store, tmp_path):
+def test_a_bug_that_the_others_feel_before_its_own_node_does(store, start, tmp_path):
     """The process that raised is still about to end when the other node reports its lost connection; it need not even be the
     last: a worker beside it may use up the grace, which is longer than the verdict settles. The bug is the cause all the same.
     """
     faults = ["late:0", "ignore:1", "receive:2"]
-    with ExitStack() as stack:
-        bug = start(stack, store, tmp_path, "a", "2", "--nproc-per-node=2", GLOO, *faults)
-        wait_for_nodes(store, 1)
-        other = start(stack, store, tmp_path, "b", "2", GLOO, *faults)
-        done = [job.finish() for job in (bug, other)]
+    bug = start("a", store, "2", *faults, script=GLOO, launcher=[*TORCHRUN, "--nproc-per-node=2"])
+    wait_for_nodes(store, 1)
+    other = start("b", store, "2", *faults, script=GLOO)
+    done = [job.finish() for job in (bug, other)]
     assert [each.returncode for each in done] == [65, 65], [each.err for each in done]
     assert "KeyError" in done[0].err
-    verdicts = [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in "ab"]
-    assert verdicts[0] == verdicts[1]
-    assert (verdicts[0]["rank"], verdicts[0]["round"], verdicts[0]["decision"]["kind"]) == (0, 1, "code")
-    assert "rank 1 did not end on SIGTERM" in verdicts[0]["stacks"]
-    assert "in ignore_term" in verdicts[0]["stacks"]
+    verdict, others = verdicts(tmp_path, "ab")
+    assert verdict == others
+    assert (verdict["rank"], verdict["round"], verdict["decision"]["kind"]) == (0, 1, "code")
+    assert "rank 1 did not end on SIGTERM" in verdict["stacks"]
+    assert "in ignore_term" in verdict["stacks"]
 
 
 @pytest.mark.seam
-def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(store, nodes, tmp_path):
+def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(store, nodes, start):
     """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
-    with ExitStack() as stack:
-        gate = {"GATE": str(nodes.gate.path)}
-        good = [start(stack, store, tmp_path, name, "2:3", ELASTIC, **gate) for name in "ab"]
-        for job in good:
-            job.wait_for('"attempt"')
-        bad = start(stack, store, tmp_path, "c", "2:3", ELASTIC, "segv:1", "segv:2", **gate)
-        assert bad.finish().returncode == 69, bad.err
-        for job in good:
-            job.wait_for(seen(2, 3))
-        refused = start(stack, store, tmp_path, "c", "2:3", ELASTIC, **gate)
-        assert refused.finish().returncode == 69, refused.err
-        assert "may not come back yet" in refused.err
-        nodes.open_gate()
-        assert [job.finish().returncode for job in good] == [0, 0]
+    for name in "ab":
+        start(name, store, "2:3")
+    nodes.wait_for('"attempt"')
+    bad = start("c", store, "2:3", "segv:1", "segv:2")
+    assert bad.finish().returncode == 69, bad.err
+    nodes.wait_for(seen(2, 3), "ab")
+    refused = start("c", store, "2:3")
+    assert refused.finish().returncode == 69, refused.err
+    assert "may not come back yet" in refused.err
+    nodes.finish("ab")
 
 
 @pytest.mark.seam
-def test_the_budget_of_a_job_outlives_its_agents(store, nodes, tmp_path):
+def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""
-    with ExitStack() as stack:
-        gate = {"GATE": str(nodes.gate.path)}
-        first = start(stack, store, tmp_path, "a", "1:2", ELASTIC, "exit3:0", "exit4:1", **gate)
-        first.wait_for(seen(1, 2))
-        first.process.kill()
-        first.process.wait()
-        second = start(stack, store, tmp_path, "a", "1:2", ELASTIC, "exit5:3", "exit6:4", **gate)
-        assert second.finish().returncode == 1
-        assert "the budget of 3 restarts" in second.err
-        assert {line["attempt"] for line in reports(second)} == {3, 4}
-        told = subprocess.run(
-            [sys.executable, "-m", "elastic_ext.cli", "explain", f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-        assert told.startswith("job job: closed, round 5\n")
-        assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
-        assert "rank 0 on a: rank 0 ended with exit code 3" in told
-        assert "stop, exit code 1\n" in told
-        with EtcdClient(store.endpoint) as client:
-            kv = client.get(KEYS.ledger).kv
-            assert kv is not None
-            assert kv.lease_id != 0  # it expires
-            assert len(job_records.decode_ledger(kv.value.decode()).failures) == 4
-        # Somebody has looked at it and starts the job anew: with a new budget.
-        third = start(stack, store, tmp_path, "a", "1:2", ELASTIC, "exit8:0", **gate)
-        third.wait_for(seen(1, 1))
-        nodes.open_gate()
-        assert third.finish().returncode == 0
+    first = start("a", store, "1:2", "exit3:0", "exit4:1")
+    first.wait_for(seen(1, 2))
+    first.process.kill()
+    first.process.wait()
+    second = start("a", store, "1:2", "exit5:3", "exit6:4")
+    assert second.finish().returncode == 1
+    assert "the budget of 3 restarts" in second.err
+    assert {line["attempt"] for line in reports(second)} == {3, 4}
+    explain = [sys.executable, "-m", "elastic_ext.cli", "explain", f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"]
+    told = subprocess.run(explain, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert told.startswith("job job: closed, round 5\n")
+    assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
+    assert "rank 0 on a: rank 0 ended with exit code 3" in told
+    assert "stop, exit code 1\n" in told
+    with EtcdClient(store.endpoint) as client:
+        kv = client.get(KEYS.ledger).kv
+        assert kv is not None
+        assert kv.lease_id != 0  # it expires
+        assert len(job_records.decode_ledger(kv.value.decode()).failures) == 4
+    # Somebody has looked at it and starts the job anew: with a new budget.
+    third = start("a", store, "1:2", "exit8:0")
+    third.wait_for(seen(1, 1))
+    nodes.finish()
 
 
-def test_the_budget_is_the_jobs_whoever_fails(store, nodes, tmp_path):
+def test_the_budget_is_the_jobs_whoever_fails(store, start, tmp_path):
     """Two restarts, spent by two nodes; the third failure, on a third node, stops all, with one verdict."""
     faults = {"a": "exit3:0", "b": "exit4:1", "c": "exit5:2"}
-    with ExitStack() as stack:
-        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_MAX_RESTARTS": "2"}
-        jobs = [start(stack, store, tmp_path, name, "3", ELASTIC, fault, **env) for name, fault in faults.items()]
-        done = [job.finish() for job in jobs]
+    jobs = [start(name, store, "3", fault, ELASTIC_EXT_MAX_RESTARTS="2") for name, fault in faults.items()]
+    done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [1, 1, 1], [each.err for each in done]
-    verdicts = [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in faults]
-    assert all(verdict == verdicts[0] for verdict in verdicts)
-    assert (verdicts[0]["host"], verdicts[0]["restarts"], verdicts[0]["decision"]["rule"]) == ("c", 2, "budget")
+    verdict, *others = verdicts(tmp_path, "abc")
+    assert others == [verdict] * 2
+    assert (verdict["host"], verdict["restarts"], verdict["decision"]["rule"]) == ("c", 2, "budget")
     assert {line["attempt"] for line in reports(*jobs)} == {0, 1, 2}
     for each, own in zip(done, ("restart", "restart", "stop"), strict=True):  # all of its own failure, a line on each other one
         told = re.findall(r" elastic_ext: (restart|stop): .*?(?:; more in the log of (\w))?$", each.err, re.MULTILINE)
@@ -131,79 +120,70 @@ def test_the_budget_is_the_jobs_whoever_fails(store, nodes, tmp_path):
 
 
 @pytest.mark.seam
-def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(store, nodes, tmp_path):
+def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(store, nodes, start, tmp_path):
     """Under our own command; under torchrun, see the next one, and test_etcd_jobs."""
-    with ExitStack() as stack:
-        gate = {"GATE": str(nodes.gate.path)}
-        stays = start(stack, store, tmp_path, "a", "1:2", ELASTIC, **gate)
-        stays.wait_for(seen(1, 0))
-        where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={CONF}"]
-        command = [*AGENT, *store.options, *where, "--max-restarts=3", ELASTIC]
-        goes = stack.enter_context(Job(command, tmp_path, NODE="b", ELASTIC_EXT_VERDICT_FILE=str(tmp_path / "verdict"), **gate))
-        goes.wait_for(seen(2, 1))
-        goes.process.terminate()
-        assert goes.finish().returncode == 75, goes.err
-        decision = json.loads((tmp_path / "verdict").read_text())["decision"]
-        assert decision["exit_code"] == 75
-        assert decision["reason"].startswith("the agent received SIGTERM: ")
-        stays.wait_for(seen(1, 2))
-        with EtcdClient(store.endpoint) as client:
-            assert client.get(KEYS.ledger).kv is None
-        nodes.open_gate()
-        assert stays.finish().returncode == 0
+    stays = start("a", store, "1:2")
+    stays.wait_for(seen(1, 0))
+    verdict = tmp_path / "verdict"
+    goes = nodes.start("b", store.endpoint, "1:2", launcher=AGENT, ELASTIC_EXT_VERDICT_FILE=str(verdict))
+    goes.wait_for(seen(2, 1))
+    goes.process.terminate()
+    assert goes.finish().returncode == 75, goes.err
+    decision = json.loads(verdict.read_text())["decision"]
+    assert decision["exit_code"] == 75
+    assert decision["reason"].startswith("the agent received SIGTERM: ")
+    stays.wait_for(seen(1, 2))
+    with EtcdClient(store.endpoint) as client:
+        assert client.get(KEYS.ledger).kv is None
+    nodes.finish("a")
 
 
 @pytest.mark.parametrize(
     ("waits", "sig", "code"),
     [("for etcd", signal.SIGINT, 130), ("before a restart", signal.SIGTERM, 75)],
 )
-def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes, tmp_path, waits, sig, code):
+def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, start, tmp_path, waits, sig, code):
     """The signal is why it ends, and not the failure, and the waits of a minute and more are not waited out."""
     faults = ["exit3:0"] if waits == "before a restart" else []
-    with ExitStack() as stack:
-        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_BACKOFF": "1000", "ELASTIC_EXT_BACKOFF_MAX": "1000"}
-        job = start(stack, server, tmp_path, "a", "1", ELASTIC, *faults, **env)
-        if waits == "for etcd":
-            job.wait_for(seen(1, 0))
-            server.kill()
-            pid = reports(job)[0]["pid"]
-            os.kill(pid, signal.SIGKILL)
-            assert wait_gone([pid]) == []
-        else:
-            job.wait_for(r"restart 1 of 3.*; in \d{3}")
-        job.process.send_signal(sig)
-        assert job.finish(60).returncode == code, job.err
-        decision = json.loads((tmp_path / "verdict-a").read_text())["decision"]
-        assert (decision["exit_code"], sig.name in decision["reason"]) == (code, True)
-
-
-def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(store, nodes, tmp_path):
-    """Whether its workers have just finished or are stopped: that they have could neither be told nor be learnt of others."""
-    with ExitStack() as stack:
-        job = start(stack, store, tmp_path, "a", "1:2", ELASTIC, GATE=str(nodes.gate.path))
+    job = start("a", server, "1", *faults, ELASTIC_EXT_BACKOFF="1000", ELASTIC_EXT_BACKOFF_MAX="1000")
+    if waits == "for etcd":
         job.wait_for(seen(1, 0))
-        with EtcdClient(store.endpoint) as client:
-            others = Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
-            client.txn([], [Delete(KEYS.header), others])
-        job.wait_for("another job with other settings")
-        nodes.open_gate()
-        assert job.finish(60).returncode == 78
+        server.kill()
+        pid = reports(job)[0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert wait_gone([pid]) == []
+    else:
+        job.wait_for(r"restart 1 of 3.*; in \d{3}")
+    job.process.send_signal(sig)
+    assert job.finish(60).returncode == code, job.err
+    (verdict,) = verdicts(tmp_path, "a")
+    assert (verdict["decision"]["exit_code"], sig.name in verdict["decision"]["reason"]) == (code, True)
 
 
-def test_a_restart_counts_for_as_long_as_the_window_says(store, nodes, tmp_path):
+def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(store, nodes, start):
+    """Whether its workers have just finished or are stopped: that they have could neither be told nor be learnt of others."""
+    job = start("a", store, "1:2")
+    job.wait_for(seen(1, 0))
+    with EtcdClient(store.endpoint) as client:
+        others = Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+        client.txn([], [Delete(KEYS.header), others])
+    job.wait_for("another job with other settings")
+    nodes.open_gate()
+    assert job.finish(60).returncode == 78
+
+
+def test_a_restart_counts_for_as_long_as_the_window_says(store, nodes, start):
     """Three restarts with a budget of two: etcd has taken the first two away before the third."""
-    with ExitStack() as stack:
-        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_BUDGET_WINDOW": "2", "ELASTIC_EXT_MAX_RESTARTS": "2"}
-        job = start(stack, store, tmp_path, "a", "1:2", ELASTIC, "exit3:0", "exit4:1", **env)
-        job.wait_for(seen(1, 2))
-        with EtcdClient(store.endpoint) as client:
-            with client.watch_with_snapshot(KEYS.charges) as watch:
-                while client.get_prefix(KEYS.charges).kvs:
-                    assert watch.get(60) is not None
-            job.process.kill()
-            job.process.wait()
-            again = start(stack, store, tmp_path, "a", "1:2", ELASTIC, "exit5:3", **env)
-            again.wait_for(seen(1, 4))
-            assert len(client.get_prefix(KEYS.charges).kvs) <= 1
-        nodes.open_gate()
-        assert again.finish().returncode == 0
+    env = {"ELASTIC_EXT_BUDGET_WINDOW": "2", "ELASTIC_EXT_MAX_RESTARTS": "2"}
+    job = start("a", store, "1:2", "exit3:0", "exit4:1", **env)
+    job.wait_for(seen(1, 2))
+    with EtcdClient(store.endpoint) as client:
+        with client.watch_with_snapshot(KEYS.charges) as watch:
+            while client.get_prefix(KEYS.charges).kvs:
+                assert watch.get(60) is not None
+        job.process.kill()
+        job.process.wait()
+        again = start("a", store, "1:2", "exit5:3", **env)
+        again.wait_for(seen(1, 4))
+        assert len(client.get_prefix(KEYS.charges).kvs) <= 1
+    nodes.finish()

@@ -23,7 +23,7 @@ from tests.embedded_server import EmbeddedServer
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone
+from tests.jobs import SCRIPTS, TORCHRUN, Finished, Gate, Job, run, wait_gone
 
 KEYS = JobKeys("job")
 
@@ -33,33 +33,52 @@ CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
 
 
 class Nodes:
-    """Agents of one job; their workers go on when the gate is opened."""
+    """Agents of one job, by name; their workers go on when the gate is opened."""
 
-    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+    def __init__(self, tmp_path: Path, stack: ExitStack, gate: Gate | None = None) -> None:
         self.tmp_path = tmp_path
         self.stack = stack
-        self.gate = Gate(tmp_path / "gate")
+        self.gate = gate or Gate(tmp_path / "gate")
         self.options = ["--rdzv-backend=ext_etcd"]
+        self.jobs: dict[str, Job] = {}
 
-    def start(
-        self, name: str, endpoint: str, nnodes: str, *more: str, script: str = ELASTIC, conf: str = CONF, **variables: str
-    ) -> Job:
+    def start(self, name, endpoint, nnodes, *more, script=ELASTIC, conf=CONF, launcher=TORCHRUN, **variables: str) -> Job:
+        """more: options of the script. launcher: how torchrun is started."""
         where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
-        command = [*TORCHRUN, *self.options, *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
-        return self.stack.enter_context(Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path), **variables))
+        command = [*launcher, *self.options, *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
+        job = Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path), **variables)
+        self.jobs[name] = self.stack.enter_context(job)
+        return job
+
+    def wait_for(self, pattern: str, names: str = "") -> None:
+        """Until the output of these nodes, or of all, has it."""
+        for name in names or self.jobs:
+            self.jobs[name].wait_for(pattern)
 
     def open_gate(self) -> None:
         self.gate.open()
 
+    def finish(self, names: str = "") -> None:
+        """Open the gate; these nodes, or all, end well."""
+        self.gate.open()
+        for name in names or self.jobs:
+            done = self.jobs[name].finish()
+            assert done.returncode == 0, f"node {name}\n{done.err}"
+
 
 @pytest.fixture
-def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    """Of a job on `store`, where a test has that; else on etcd."""
-    with ExitStack() as stack:
-        made = Nodes(tmp_path, stack)
-        if "store" in request.fixturenames:
-            made.options = request.getfixturevalue("store").options
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
         yield made
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, stack: ExitStack, request: pytest.FixtureRequest) -> Nodes:
+    """Of a job on `store`, where a test has that; else on etcd."""
+    made = Nodes(tmp_path, stack)
+    if "store" in request.fixturenames:
+        made.options = request.getfixturevalue("store").options
+    return made
 
 
 Store: TypeAlias = EtcdServer | EmbeddedServer
@@ -87,6 +106,14 @@ def wait_for_nodes(server: Store, count: int) -> None:
             assert watch.get(60) is not None, f"fewer than {count} nodes after 60 s without news"
 
 
+def assert_one_line(done: Finished, code: int, said: str) -> None:
+    """The agent has ended with this code, and says why in one line."""
+    assert done.returncode == code, done.all
+    (line,) = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
+    assert said in line
+    assert "Traceback" not in done.err
+
+
 @pytest.mark.seam
 def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(store, tmp_path):
     """Mixed local world sizes and roles; every node takes part in the second round, none fails on its own account."""
@@ -107,25 +134,18 @@ def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(store, tmp
 
 @pytest.mark.seam
 def test_nodes_join_and_leave_and_ranks_stay(store, nodes):
-    first = nodes.start("a", store.endpoint, "1:3")
-    first.wait_for(seen(1, 0))
-    second = nodes.start("b", store.endpoint, "1:3")
-    first.wait_for(seen(2, 1))
-    second.wait_for(seen(2, 1))
-    third = nodes.start("c", store.endpoint, "1:3")
-    for job in (first, second, third):
-        job.wait_for(seen(3, 2))
-    spare = nodes.start("d", store.endpoint, "1:3")
+    for attempt, name in enumerate("abc"):
+        nodes.start(name, store.endpoint, "1:3")
+        nodes.wait_for(seen(attempt + 1, attempt))
+    nodes.start("d", store.endpoint, "1:3")
     wait_for_nodes(store, 4)
     # A node that is told to stop leaves at once: the others go on without it, and the spare steps in.
-    second.process.send_signal(signal.SIGTERM)
-    assert second.finish().returncode == 75
-    for job in (first, third, spare):
-        job.wait_for(seen(3, 3))
-    ranks = {(line["attempt"], line["node"]): line["rank"] for line in reports(first, second, third, spare)}
+    nodes.jobs["b"].process.send_signal(signal.SIGTERM)
+    assert nodes.jobs["b"].finish().returncode == 75
+    nodes.wait_for(seen(3, 3), "acd")
+    ranks = {(line["attempt"], line["node"]): line["rank"] for line in reports(*nodes.jobs.values())}
     assert [ranks[3, name] for name in "acd"] == [0, 1, 2]
-    nodes.open_gate()
-    assert [job.finish().returncode for job in (first, third, spare)] == [0, 0, 0]
+    nodes.finish("acd")
 
 
 @pytest.mark.seam
@@ -133,27 +153,23 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, node
     first = nodes.start("a", store.endpoint, "1:2")
     first.wait_for(seen(1, 0))
     second = nodes.start("b", store.endpoint, "1:2")
-    second.wait_for(seen(2, 1))
-    first.wait_for(seen(2, 1))
+    nodes.wait_for(seen(2, 1))
     (pid,) = [line["pid"] for line in reports(first) if line["attempt"] == 1]
     first.process.kill()
     assert wait_gone([pid]) == []
     second.wait_for(seen(1, 2))
     second.wait_for("lost node")
-    nodes.open_gate()
-    assert second.finish().returncode == 0
+    nodes.finish("b")
 
 
 @pytest.mark.full
 def test_etcd_down_for_longer_than_the_lease_restarts_nothing(server, nodes):
     jobs = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=10") for name in "ab"]
-    for job in jobs:
-        job.wait_for(seen(2, 0))
+    nodes.wait_for(seen(2, 0))
     server.kill()
     assert wait_gone([line["pid"] for line in reports(*jobs)], timeout_s=14) == [line["pid"] for line in reports(*jobs)]
     server.restart()
-    nodes.open_gate()
-    assert [job.finish().returncode for job in jobs] == [0, 0]
+    nodes.finish()
     assert {line["attempt"] for line in reports(*jobs)} == {0}, [job.err for job in jobs]
 
 
@@ -163,8 +179,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(store, 
         first = nodes.start("a", store.endpoint, "1:2")
         first.wait_for(seen(1, 0))
         second = nodes.start("b", proxy.endpoint, "1:2", conf=f"{CONF},is_host=0")
-        second.wait_for(seen(2, 1))
-        first.wait_for(seen(2, 1))
+        nodes.wait_for(seen(2, 1))
         (pid,) = [line["pid"] for line in reports(second)]
         proxy.deaf()
         assert wait_gone([pid]) == []
@@ -173,13 +188,11 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(store, 
         # The link is back: it joins again.
         proxy.stop()
         proxy.start()
-        second.wait_for(seen(2, 3))
-        first.wait_for(seen(2, 3))
+        nodes.wait_for(seen(2, 3))
         with EtcdClient(store.endpoint) as client:
             found = [decode(Node, kv.value, "nodes") for kv in client.get_prefix(KEYS.nodes).kvs]
         assert sorted(node.cut for node in found) == [0, 2]
-        nodes.open_gate()
-        assert [job.finish().returncode for job in (first, second)] == [0, 0]
+        nodes.finish()
 
 
 ONE_WAITS_FOR_THE_OTHER = """
@@ -199,7 +212,7 @@ else:
 @pytest.mark.full
 def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(store, nodes, tmp_path):
     """Its agent was paused: its lease ends, the others go on without it, and its worker fails as theirs are gone. No restart is
-    charged: with --max-restarts=0 the job would end."""
+    charged: with a budget of none the job would end."""
     first, second = waiting_pair(store, nodes, tmp_path, "2")
     first.wait_for("lost node")
     second.process.send_signal(signal.SIGCONT)
@@ -219,12 +232,9 @@ def test_a_node_that_was_left_behind_does_not_take_that_for_a_failure(store, nod
 
 def waiting_pair(server: Store, nodes: Nodes, tmp_path: Path, nnodes: str) -> list[Job]:
     """Two agents; the second one is paused, and its worker has failed."""
-    script = tmp_path / "waits.py"
-    script.write_text(ONE_WAITS_FOR_THE_OTHER)
-    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=6,last_call=60"]
-    command = [*TORCHRUN, *server.options, *where, "--max-restarts=0", str(script)]
-    env = {"GATE": str(nodes.gate.path)}
-    first, second = (nodes.stack.enter_context(Job(command, tmp_path, NODE=name, **env)) for name in "ab")
+    (tmp_path / "waits.py").write_text(ONE_WAITS_FOR_THE_OTHER)
+    own = {"script": "waits.py", "conf": "lease_ttl=6,last_call=60", "ELASTIC_EXT_MAX_RESTARTS": "0"}
+    first, second = (nodes.start(name, server.endpoint, nnodes, **own) for name in "ab")
     first.wait_for("trains a 0")
     pid = int(second.wait_for(r"trains b 0 (\d+)")[0][1])
     second.process.send_signal(signal.SIGSTOP)
@@ -240,14 +250,12 @@ def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(
         first = nodes.start("a", store.endpoint, "1:2", conf=conf)
         first.wait_for(seen(1, 0))
         second = nodes.start("b", proxy.endpoint, "1:2", "deaf:1", conf=f"{conf},is_host=0")
-        second.wait_for(seen(2, 1))
-        first.wait_for(seen(2, 1))
+        nodes.wait_for(seen(2, 1))
         (pid,) = [line["pid"] for line in reports(second)]
         proxy.deaf()
         first.wait_for(seen(1, 2))
         assert wait_gone([pid], timeout_s=0) == []
-        nodes.open_gate()
-        assert first.finish().returncode == 0
+        nodes.finish("a")
 
 
 @pytest.mark.seam
@@ -278,14 +286,13 @@ def test_a_crash_that_follows_its_rank_is_a_bug(store, nodes):
 
 @pytest.mark.full
 def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
-    nodes.open_gate()
-    job = nodes.start("a", server.endpoint, "1")
-    assert job.finish().returncode == 0, job.err
+    nodes.start("a", server.endpoint, "1")
+    nodes.finish()
     # With another number of nodes: nobody is in the old job any more.
-    both = [nodes.start(name, server.endpoint, "2") for name in "ab"]
-    for job in both:
-        job.wait_for(seen(2, 0))
-    assert [job.finish().returncode for job in both] == [0, 0]
+    nodes.start("a", server.endpoint, "2")
+    nodes.start("b", server.endpoint, "2")
+    nodes.wait_for(seen(2, 0))
+    nodes.finish()
     with EtcdClient(server.endpoint) as client:
         leases = {kv.lease_id for kv in client.get_prefix("/elastic_ext/").kvs}
         assert 0 not in leases  # whatever is left expires
@@ -302,8 +309,7 @@ def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
         spare.process.wait(4.5)
     first.process.send_signal(signal.SIGTERM)
     spare.wait_for(seen(1, 1))
-    nodes.open_gate()
-    assert spare.finish().returncode == 0, spare.err
+    nodes.finish("b")
 
 
 @pytest.mark.full
@@ -319,10 +325,7 @@ def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
         assert job.finish().returncode == 0, job.err
     conf = "--rdzv-conf=join_timeout=3,lease_ttl=2"
     away = run([*command, conf, "--rdzv-endpoint=127.0.0.1:1", "ok.py"], tmp_path)
-    assert away.returncode == 75, away.all
-    (line,) = [line for line in away.err.splitlines() if " ERROR elastic_ext: " in line]
-    assert "127.0.0.1:1 has not answered for 3 s" in line
-    assert "Traceback" not in away.err
+    assert_one_line(away, 75, "127.0.0.1:1 has not answered for 3 s")
 
 
 @pytest.mark.parametrize(
@@ -344,15 +347,3 @@ def test_wrong_usage_is_one_line(run_id, endpoint, conf, said):
     with pytest.raises(UsageError, match=said) as error:
         begin()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.full
-def test_wrong_usage_is_one_line_and_78(tmp_path):
-    (tmp_path / "ok.py").write_text("print('started')")
-    options = ["--rdzv-id=j", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=etcd_ca=/no/such/ca"]
-    job = run([*TORCHRUN, "--rdzv-backend=ext_etcd", *options, "ok.py"], tmp_path)
-    assert job.returncode == 78, job.all
-    (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
-    assert "/no/such/ca" in line
-    assert "Traceback" not in job.err
-    assert "started" not in job.out

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
 import os
-import platform
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,19 +13,21 @@ import pytest
 
 from elastic_ext.etcd import Event, QuotaExceeded
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Header, State, decode
+from elastic_ext.rendezvous.rounds import Limits
+from tests.chaos.seeded.surroundings import clocks, unavailable
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
-from tests.jobs import TORCHRUN, Finished, Gate, Job, command_of, descendants, wait_gone
-from tests.rendezvous.test_etcd_jobs import ELASTIC, reports, seen
+from tests.jobs import Job, command_of, descendants, wait_gone
+from tests.programs import required
+from tests.rendezvous.random_jobs import Invariants
+from tests.rendezvous.test_etcd_jobs import Nodes, assert_one_line, reports, seen
 
 pytestmark = pytest.mark.full
 
 KEYS = JobKeys("job")
 PREFIX = KEYS.prefix
-LEASE_S = 10
-CONF = f"lease_ttl={LEASE_S},last_call=0.5,stop_grace=2"
-OUTAGE_S = 1.5 * LEASE_S  # long enough for every lease to end, if it can
+OUTAGE_S = 15.0  # the lease is 10 s: long enough for every one to end, if it can
 NEWS_S = 60.0
 PASSWORD = "ann-secret-5527"
 TOKEN_TTL_S = 2
@@ -69,11 +65,6 @@ class History:
         self.until(lambda event: event.kv.key == end and event.kv.mod_revision == written)
         return self.events
 
-    def begin_again(self, revision: int) -> None:
-        """Watch from after this revision: what was before may be compacted away, and must have been read."""
-        self._watch.close()
-        self._watch = self._client.watch(PREFIX, prefix=True, start_revision=revision + 1)
-
 
 def shown(event: Event) -> str:
     return f"{event.kv.mod_revision} {event.kind} {event.kv.key.decode()} {event.kv.value.decode()}"
@@ -90,77 +81,35 @@ def runs(header: Header) -> bool:
 
 def violations(events: Sequence[Event]) -> list[str]:
     """What in the recorded history of one job contradicts the invariants of `rounds`; see its module docstring."""
-    found: list[str] = []
-    header = Header()
-    nodes: dict[str, Node] = {}
-    parts: dict[str, Assignment] = {}
+    invariants = Invariants(Limits(1, 3, 0.0), [])
     for event in events:
-        kind, _, id_ = event.kv.key.decode()[len(PREFIX) :].partition("/")
-        if event.kind == "delete":
-            if kind == "round":
-                header, parts = Header(), {}
-            nodes.pop(id_, None) if kind == "nodes" else None  # the leader may seal with a node whose death is still on its way
-        elif kind == "nodes":
-            nodes[id_] = decode(Node, event.kv.value, kind)
-        elif kind == "assign":
-            parts[id_] = decode(Assignment, event.kv.value, kind)
-        elif kind == "round":
-            new = decode(Header, event.kv.value, kind)
-            found += [f"{shown(event)}: {wrong}" for wrong in [*_step(header, new), *_sealed(header, new, parts, nodes)]]
-            header = new
-    return found
+        invariants.take(event)
+    return invariants.wrong
 
 
-def _step(old: Header, new: Header) -> list[str]:
-    """What is wrong with the step from one header to the next."""
-    if runs(new):
-        fits = old.state in (State.FORMING, State.BROKEN) and new.round == old.round + 1
-    elif new.state is State.CLOSED:
-        fits = new.round == old.round and old.state is not State.CLOSED
-    else:
-        judged = old.state is State.BROKEN and new.verdict and not old.verdict
-        fits = new.round == old.round and (runs(old) or judged)
-    return [] if fits else [f"came after round {old.round} {old.state.value}"]
+class Watched(Nodes):
+    """Agents of one job, all at one endpoint, and its history."""
 
-
-def _sealed(old: Header, new: Header, parts: dict[str, Assignment], nodes: dict[str, Node]) -> list[str]:
-    """What is wrong with the numbering of a round that begins; nothing is, in a header that ends one."""
-    if not runs(new) or runs(old):
-        return []
-    of_round = sorted((part for part in parts.values() if part.round == new.round), key=lambda part: part.rank)
-    wrong = [] if [part.rank for part in of_round] == list(range(new.nodes)) else [f"ranks {[part.rank for part in of_round]}"]
-    ends = [*(part.base_rank for part in of_round), new.world]
-    if ends[0] != 0 or any(first >= second for first, second in itertools.pairwise(ends)):
-        wrong.append(f"workers' ranks begin at {ends[:-1]} of {new.world}")
-    late = [id_ for id_, part in parts.items() if part.round == new.round and id_ in nodes and nodes[id_].after >= new.round]
-    return wrong + [f"{id_} waits for a later round" for id_ in late]
-
-
-class Nodes:
-    """Agents of one job and its history; their workers go on when the gate is opened."""
-
-    def __init__(self, folder: Path, stack: ExitStack, client: EtcdClient, **variables: str) -> None:
-        self._folder = folder
-        self._stack = stack
-        self.gate = Gate(folder / "gate")
-        self._variables = variables
+    def __init__(self, folder: Path, stack: ExitStack, client: EtcdClient, endpoint: str, **variables: str) -> None:
+        super().__init__(folder, stack)
+        self._endpoint, self._variables = endpoint, variables
         self.history = History(client)
         stack.callback(self.history.close)
-        self.jobs: dict[str, Job] = {}
 
-    def start(self, name: str, endpoint: str, nnodes: str, script: str = ELASTIC, **variables: str) -> Job:
-        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
-        command = [*TORCHRUN, *where, f"--rdzv-conf={CONF}", "--max-restarts=3", script]
-        job = Job(command, self._folder, NODE=name, GATE=str(self.gate.path), **{**self._variables, **variables})
-        self.jobs[name] = self._stack.enter_context(job)
+    def enter(self, names: str, nnodes: str, **variables: str) -> Job:
+        """Start agents with these names; return the last one."""
+        for name in names:
+            job = self.start(name, self._endpoint, nnodes, **{**self._variables, **variables})
         return job
 
-    def finish(self) -> None:
+    def form(self, names: str, nnodes: str) -> None:
+        """Let the job begin, with these."""
+        self.enter(names, nnodes)
+        self.wait_for(seen(len(names), 0))
+
+    def end(self) -> None:
         """Open the gate; every node that has not been killed must end well, and the history must be right."""
-        self.gate.open()
-        for name, job in self.jobs.items():
-            if job.process.poll() != -signal.SIGKILL:
-                assert job.finish().returncode == 0, f"node {name}\n{job.err}"
+        self.finish("".join(name for name, job in self.jobs.items() if job.process.poll() != -signal.SIGKILL))
         assert violations(self.history.all()) == []
 
     def pids(self, attempt: int) -> dict[str, int]:
@@ -169,154 +118,78 @@ class Nodes:
     def attempts(self) -> set[int]:
         return {line["attempt"] for line in reports(*self.jobs.values())}
 
+    def leading(self) -> str:
+        """The name of the node that leads the rendezvous: its key is the oldest, and its agent's pid is in the node's id."""
+        keys = [event.kv for event in self.history.all() if event.kv.key.startswith(KEYS.nodes.encode())]
+        pid = int(min(keys, key=lambda kv: kv.create_revision).key.decode().rsplit("-", 2)[1])
+        return next(name for name, job in self.jobs.items() if job.process.pid == pid)
+
+
+def on(stack: ExitStack, folder: Path, endpoint: str) -> Watched:
+    return Watched(folder, stack, stack.enter_context(EtcdClient(endpoint)), endpoint)
+
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path / "cluster") as started:
-        yield started
-
-
-def on(stack: ExitStack, folder: Path, endpoint: str) -> Nodes:
-    return Nodes(folder, stack, stack.enter_context(EtcdClient(endpoint)))
-
-
-def leading(nodes: Nodes) -> str:
-    """The name of the node that leads the rendezvous: its key is the oldest, and its agent's pid is in the node's id."""
-    keys = [event.kv for event in nodes.history.all() if event.kv.key.startswith(f"{PREFIX}nodes/".encode())]
-    pid = int(min(keys, key=lambda kv: kv.create_revision).key.decode().rsplit("-", 2)[1])
-    return next(name for name, job in nodes.jobs.items() if job.process.pid == pid)
+def watched(server: EtcdServer, tmp_path: Path, stack: ExitStack) -> Watched:
+    return on(stack, tmp_path, server.endpoint)
 
 
 # etcd goes away.
 
 
-def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(cluster, tmp_path, stack):
+def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(tmp_path, stack):
     """The leader, the hardest to lose. Afterwards all is as before: a third node joins."""
-    endpoints = ",".join(cluster.endpoints)
-    nodes = on(stack, tmp_path, endpoints)
-    for name in "ab":
-        nodes.start(name, endpoints, "2:3")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 0))
+    cluster = stack.enter_context(EtcdCluster(tmp_path / "cluster"))
+    nodes = on(stack, tmp_path, ",".join(cluster.endpoints))
+    nodes.form("ab", "2:3")
     cluster.leader().kill()
     pids = list(nodes.pids(0).values())
     assert wait_gone(pids, timeout_s=OUTAGE_S) == pids
     assert nodes.attempts() == {0}
-    nodes.start("c", endpoints, "2:3")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(3, 1))
-    nodes.finish()
+    nodes.enter("c", "2:3")
+    nodes.wait_for(seen(3, 1))
+    nodes.end()
     assert nodes.attempts() == {0, 1}
-
-
-def test_a_history_that_was_compacted_under_the_watches_loses_no_news(server, tmp_path, stack):
-    """A live watch does not care; one that has to begin again, as after a restart of etcd, finds its revision gone."""
-    nodes = on(stack, tmp_path, server.endpoint)
-    for name in "ab":
-        nodes.start(name, server.endpoint, "2:3")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 0))
-    nodes.history.all()
-    with EtcdClient(server.endpoint) as client:
-        for _ in range(3):
-            revision = client.put("/of-others", "x").revision
-        client.compact(revision)
-    nodes.history.begin_again(revision)  # it must not end with the news that is made for the others
-    server.restart()
-    nodes.start("c", server.endpoint, "2:3")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(3, 1))
-    nodes.finish()
 
 
 # Agents go away.
 
 
 @pytest.mark.seam
-def test_the_node_that_leads_the_rendezvous_is_killed_and_another_leads(server, tmp_path, stack):
-    nodes = on(stack, tmp_path, server.endpoint)
-    for name in "abc":
-        nodes.start(name, server.endpoint, "1:3")
-    first = nodes.history.until_round(3).round - 1
-    for job in nodes.jobs.values():
-        job.wait_for(seen(3, first))
-    leader = leading(nodes)
-    nodes.jobs[leader].process.kill()
-    assert wait_gone([nodes.pids(first)[leader]]) == []
-    left = [job for name, job in nodes.jobs.items() if name != leader]
-    for job in left:
-        job.wait_for(seen(2, first + 1))
-    late = nodes.start("d", server.endpoint, "1:3")
-    for job in [*left, late]:
-        job.wait_for(seen(3, first + 2))
-    nodes.finish()
+def test_the_node_that_leads_the_rendezvous_is_killed_and_another_leads(watched):
+    watched.enter("abc", "1:3")
+    first = watched.history.until_round(3).round - 1
+    watched.wait_for(seen(3, first))
+    leader = watched.leading()
+    left = "abc".replace(leader, "")
+    watched.jobs[leader].process.kill()
+    assert wait_gone([watched.pids(first)[leader]]) == []
+    watched.wait_for(seen(2, first + 1), left)
+    watched.enter("d", "1:3")
+    watched.wait_for(seen(3, first + 2), left + "d")
+    watched.end()
 
 
-def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joins_again(server, tmp_path, stack):
+def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joins_again(watched, stack):
     """A stale group: its workers go on while nobody supervises them, and the node that followed it has formed a round."""
-    nodes = on(stack, tmp_path, server.endpoint)
-    for name in "ab":
-        nodes.start(name, server.endpoint, "1:2")
-    first = nodes.history.until_round(2).round - 1
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, first))
-    frozen = leading(nodes)
-    other = next(name for name in "ab" if name != frozen)
-    stale = nodes.pids(first)[frozen]
-    nodes.jobs[frozen].process.send_signal(signal.SIGSTOP)
-    stack.callback(nodes.jobs[frozen].process.send_signal, signal.SIGCONT)
-    nodes.jobs[other].wait_for(seen(1, first + 1))
+    watched.enter("ab", "1:2")
+    first = watched.history.until_round(2).round - 1
+    watched.wait_for(seen(2, first))
+    frozen = watched.leading()
+    agent, stale = watched.jobs[frozen].process, watched.pids(first)[frozen]
+    agent.send_signal(signal.SIGSTOP)
+    stack.callback(agent.send_signal, signal.SIGCONT)
+    watched.wait_for(seen(1, first + 1), "ab".replace(frozen, ""))
     assert wait_gone([stale], timeout_s=0) == [stale]
-    nodes.jobs[frozen].process.send_signal(signal.SIGCONT)
+    agent.send_signal(signal.SIGCONT)
     assert wait_gone([stale]) == []
-    again = nodes.history.until_round(2).round - 1
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, again))
-    nodes.finish()
+    again = watched.history.until_round(2).round - 1
+    watched.wait_for(seen(2, again))
+    watched.end()
     assert again == first + 2
 
 
 # Clocks jump.
-
-
-class Clock:
-    """The wall clock of the processes that get its `variables`, as their C library tells it; the monotonic one is as ever.
-
-    A server of etcd cannot have one: Go asks the kernel without the C library.
-    """
-
-    def __init__(self, file: Path) -> None:
-        [folder] = importlib.util.find_spec("libfaketime").submodule_search_locations
-        self.library = Path(folder, "vendor/libfaketime/src/libfaketime.so.1")
-        self._file = file
-        self.jump("+0")
-        self.variables = {
-            "LD_PRELOAD": str(self.library),
-            "FAKETIME_TIMESTAMP_FILE": str(file),
-            "FAKETIME_NO_CACHE": "1",  # it looks into the file each time
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-
-    def jump(self, offset: str) -> None:
-        """To so much before or after the time that it is."""
-        new = self._file.with_suffix(".new")
-        new.write_text(offset + "\n")
-        new.rename(self._file)
-
-    def is_of(self, process: int) -> bool:
-        return str(self.library) in Path(f"/proc/{process}/maps").read_text()
-
-    def offset_h(self) -> int:
-        """Whole hours that a process sees the time off by."""
-        command = [sys.executable, "-c", "import time; print(time.time())"]
-        done = subprocess.run(command, env={**os.environ, **self.variables}, check=True, capture_output=True, text=True)
-        return round((float(done.stdout) - time.time()) / 3600)
 
 
 def is_marker(event: Event) -> bool:
@@ -328,32 +201,30 @@ def is_claim(event: Event) -> bool:
     return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the package libfaketime holds a library for x86_64")
-def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(server, tmp_path, stack):
-    """That of one node forwards, that of the other back, for longer than a lease; one of them leads."""
-    nodes = on(stack, tmp_path, server.endpoint)
-    clocks = {name: Clock(tmp_path / f"clock-{name}") for name in "ab"}
-    for name, clock in clocks.items():
-        nodes.start(name, server.endpoint, "2:3", **clock.variables)
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 0))
-    pids = list(nodes.pids(0).values())
-    told = len(nodes.history.all())
-    for (name, clock), hours in zip(clocks.items(), (1, -1), strict=True):
-        clock.jump(f"{hours:+d}h")
-        assert clock.is_of(nodes.jobs[name].process.pid)
-        assert clock.offset_h() == hours
+def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(watched, tmp_path):
+    """That of one node forwards, that of the other back, for longer than a lease; one of them leads. A server of etcd cannot have
+    a clock of its own: Go asks the kernel without the C library.
+    """
+    required(not unavailable("clock step"), unavailable("clock step"))
+    by_name = clocks(tmp_path, "ab")
+    for name, clock in by_name.items():
+        watched.enter(name, "2:3", **clock.environ)
+    watched.wait_for(seen(2, 0))
+    pids = list(watched.pids(0).values())
+    told = len(watched.history.all())
+    for (name, clock), hours in zip(by_name.items(), (1, -1), strict=True):
+        clock.step(3600 * hours)
+        assert clock.environ["LD_PRELOAD"] in Path(f"/proc/{watched.jobs[name].process.pid}/maps").read_text()
     assert wait_gone(pids, timeout_s=OUTAGE_S) == pids
     for_people = (KEYS.goodput, KEYS.goodput_sum, KEYS.reports)  # written all the time
-    after = [event for event in nodes.history.all()[told:] if not event.kv.key.decode().startswith(for_people)]
+    after = [event for event in watched.history.all()[told:] if not event.kv.key.decode().startswith(for_people)]
     changed = [shown(event) for event in after if not (is_marker(event) or is_claim(event))]
     assert changed == []  # no lease was lost: its node would be gone, and come again
-    assert nodes.attempts() == {0}
-    nodes.start("c", server.endpoint, "2:3")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(3, 1))
-    nodes.finish()
-    assert nodes.attempts() == {0, 1}
+    assert watched.attempts() == {0}
+    watched.enter("c", "2:3")
+    watched.wait_for(seen(3, 1))
+    watched.end()
+    assert watched.attempts() == {0, 1}
 
 
 # etcd with a lock on the door.
@@ -377,31 +248,27 @@ def auth_server(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def auth_job(auth_server: EtcdServer, tmp_path: Path, stack: ExitStack) -> tuple[EtcdServer, Nodes]:
+def auth_job(auth_server: EtcdServer, tmp_path: Path, stack: ExitStack) -> Watched:
     client = stack.enter_context(EtcdClient(auth_server.endpoint, user="ann", password=PASSWORD))
     secret = {"ELASTIC_EXT_ETCD_USER": "ann", "ELASTIC_EXT_ETCD_PASSWORD": PASSWORD}
-    return auth_server, Nodes(tmp_path, stack, client, LOGLEVEL="DEBUG", **secret)
+    return Watched(tmp_path, stack, client, auth_server.endpoint, LOGLEVEL="DEBUG", **secret)
 
 
 def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_password(auth_job):
     """The workers do not even get it."""
-    server, nodes = auth_job
-    for name in "ab":
-        nodes.start(name, server.endpoint, "2")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 0))
-    pids = nodes.pids(0)
+    auth_job.form("ab", "2")
+    pids = auth_job.pids(0)
     alive = list(pids.values())
     assert wait_gone(alive, timeout_s=2 * TOKEN_TTL_S) == alive
-    told = [pid for job in nodes.jobs.values() for pid in descendants(job.process.pid) if PASSWORD in command_of(pid)]
+    jobs = auth_job.jobs.values()
+    told = [pid for job in jobs for pid in descendants(job.process.pid) if PASSWORD in command_of(pid)]
     inherited = Path(f"/proc/{pids['a']}/environ").read_text(errors="replace")
     os.kill(pids["a"], signal.SIGKILL)
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 1))
-    nodes.finish()
+    auth_job.wait_for(seen(2, 1))
+    auth_job.end()
     assert told == []
     assert ("NODE=a" in inherited, PASSWORD in inherited) == (True, False)
-    for job in nodes.jobs.values():
+    for job in jobs:
         assert PASSWORD not in job.out + job.err
 
 
@@ -411,34 +278,28 @@ def test_with_certificates_on_both_sides(tmp_path, stack):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", certificates=made, client_certificates=True))
     client = stack.enter_context(EtcdClient(server.endpoint, tls=made.tls(client=True)))
     files = {"CA": made.path("ca.crt"), "CERT": made.path("client.crt"), "KEY": made.path("client.key")}
-    nodes = Nodes(tmp_path, stack, client, **{f"ELASTIC_EXT_ETCD_{name}": path for name, path in files.items()})
-    for name in "ab":
-        nodes.start(name, server.endpoint, "2")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 0))
+    variables = {f"ELASTIC_EXT_ETCD_{name}": path for name, path in files.items()}
+    nodes = Watched(tmp_path, stack, client, server.endpoint, **variables)
+    nodes.form("ab", "2")
     os.kill(nodes.pids(0)["b"], signal.SIGKILL)
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 1))
-    nodes.finish()
+    nodes.wait_for(seen(2, 1))
+    nodes.end()
 
 
-def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_job):
-    server, nodes = auth_job
+def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_server, auth_job):
     root = ("--user", "root:root-secret-1180")
     for command in ("user add bob --new-user-password bob-secret-9041", "user grant-role bob ann"):
-        server.etcdctl(*root, *command.split())
-    leader = nodes.start("a", server.endpoint, "1:2")
-    leader.wait_for(seen(1, 0))
-    server.etcdctl(*root, "user", "revoke-role", "ann", "ann")
-    other = nodes.start("b", server.endpoint, "1:2", ELASTIC_EXT_ETCD_USER="bob", ELASTIC_EXT_ETCD_PASSWORD="bob-secret-9041")
+        auth_server.etcdctl(*root, *command.split())
+    auth_job.form("a", "1:2")
+    auth_server.etcdctl(*root, "user", "revoke-role", "ann", "ann")
+    other = auth_job.enter("b", "1:2", ELASTIC_EXT_ETCD_USER="bob", ELASTIC_EXT_ETCD_PASSWORD="bob-secret-9041")
     other.wait_for(seen(1, 1))
-    done = leader.finish()
+    done = auth_job.jobs["a"].finish()
     assert done.returncode != 0
     assert "this node can no longer take part in the job: " in done.err
     assert "permission denied" in done.err
-    assert wait_gone([nodes.pids(0)["a"]], timeout_s=0) == []
-    nodes.gate.open()
-    assert other.finish().returncode == 0, other.err
+    assert wait_gone([auth_job.pids(0)["a"]], timeout_s=0) == []
+    auth_job.finish("b")
 
 
 def fill(client: EtcdClient) -> None:
@@ -449,27 +310,19 @@ def fill(client: EtcdClient) -> None:
                 client.put("/of-others", "x" * size)
 
 
-def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
+def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack, nodes):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=1000000"]))
-    client = stack.enter_context(EtcdClient(server.endpoint))
-    fill(client)
-    nodes = on(stack, tmp_path, server.endpoint)
-    done: Finished = nodes.start("a", server.endpoint, "1").finish()
-    assert "database space exceeded; compact and defragment etcd" in done.err
-    lines = [line for line in done.err.splitlines() if " ERROR elastic_ext: " in line]
-    assert (done.returncode, len(lines), "Traceback" in done.err) == (78, 1, False), done.err
+    fill(stack.enter_context(EtcdClient(server.endpoint)))
+    done = nodes.start("a", server.endpoint, "1").finish()
+    assert_one_line(done, 78, "database space exceeded; compact and defragment etcd")
 
 
 def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_room(tmp_path, stack):
     """A worker of the node that does not lead fails: once there is room, that node writes, and the one that leads does."""
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=4000000"]))
     nodes = on(stack, tmp_path, server.endpoint)
-    for name in "ab":
-        nodes.start(name, server.endpoint, "2")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 0))
-    leader = leading(nodes)
-    failing = next(name for name in "ab" if name != leader)
+    nodes.form("ab", "2")
+    failing = "ab".replace(nodes.leading(), "")
     client = stack.enter_context(EtcdClient(server.endpoint))
     fill(client)
     pids = nodes.pids(0)
@@ -480,9 +333,6 @@ def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_ro
     client.compact(client.revision("/of-others"))
     server.etcdctl("defrag")
     server.etcdctl("alarm", "disarm")
-    for job in nodes.jobs.values():
-        job.wait_for(seen(2, 1))
+    nodes.wait_for(seen(2, 1))
     assert nodes.attempts() == {0, 1}
-    nodes.gate.open()
-    for job in nodes.jobs.values():
-        assert job.finish().returncode == 0, job.err
+    nodes.finish()

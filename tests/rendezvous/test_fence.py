@@ -8,7 +8,7 @@ from torch.distributed import TCPStore
 
 from elastic_ext.rendezvous import fence
 from elastic_ext.rendezvous.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
-from elastic_ext.rendezvous.round_store import NodeStates, RoundStore
+from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, NodeStates, RoundStore, recently_silent
 from elastic_ext.rendezvous.tasks import returning_s
 from tests.store_server import StoreServer
 from tests.until import until
@@ -175,12 +175,6 @@ def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
 
 
 @pytest.mark.full
-def test_while_nobody_can_renew_all_train_on(nodes, store):
-    all_in_trouble(nodes, store)
-    assert not any(node.changed.is_set() for node in nodes)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("lease_id", [None, 77])
 def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, lease_id, monkeypatch):
     """With its old lease, which the server had kept, or with a new one: it has registered again."""
@@ -243,3 +237,18 @@ def test_what_was_said_of_an_earlier_outage_excuses_nobody(nodes, store):
     store.set("elastic_ext/trouble/2", "2")
     nodes[1].ends_in(TTL_S / 2)
     assert nodes[1].changed.wait(LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("silent", "round_", "found"),
+    [
+        ({}, 9, ()),
+        ({"a": 9}, 9, ("a",)),
+        ({"a": 9}, 8 + ROUNDS_SILENT, ("a",)),
+        ({"a": 9}, 9 + ROUNDS_SILENT, ()),  # the network may have been mended
+        ({"a": 9, "b": 10}, 9 + ROUNDS_SILENT, ("b",)),
+        ({str(number): 9 for number in range(MAX_SILENT + 1)}, 9, tuple(map(str, range(1, MAX_SILENT + 1)))),
+    ],
+)
+def test_a_store_that_did_not_answer_is_forgotten_after_some_rounds(silent, round_, found):
+    assert recently_silent(silent, round_) == found

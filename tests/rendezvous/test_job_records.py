@@ -1,16 +1,19 @@
-"""Nodes that begin the next job under the run id of one that has ended, at the same time."""
+"""A job's records: nodes that begin the next job under the run id of one that has ended, at the same time; members; keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import Delete, Put
+from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.job_records import JobRecords, JobSnapshot, SharedSettings
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Header, Node, RecordReader, State, encode
+from elastic_ext.rendezvous.leader import Members
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State, encode
 from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import LostRace, NodeConfig, NodeContext, TaskRunner
 from tests.simulation import Client, Lane, Process, World
@@ -131,3 +134,43 @@ def test_a_container_that_was_started_again_takes_over_the_job_of_its_killed_sel
     world.run(5)
     with pytest.raises(UsageError, match="set --rdzv-conf=address=INTERFACE"):
         late.read_or_create()
+
+
+# The members of a round, as a leader learns them from assignments of which some are lost.
+
+
+ORDER = ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize("lost", ["", "a", "d", "bd"])
+def test_a_lost_member_is_known_by_its_neighbors(lost: str) -> None:
+    """A node and the store are lost together: nobody writes its assignment again, and the others still know that it was there."""
+    header = Header(3, State.RUNNING, nodes=len(ORDER), world=4, seal="s")
+    waited: list[bool] = []
+    client = Client(World())
+    lease = client.lease_grant(60).lease_id
+    for rank, id_ in enumerate(ORDER):
+        if id_ not in lost:
+            assignment = Assignment(3, rank, rank, rank, 4, seal="s", neighbors=rounds.neighbors(rank, ORDER))
+            client.txn([], [Put(KEYS.assignment(id_), encode(assignment), lease_id=lease)])
+    context = SimpleNamespace(client=client, keys=KEYS, reader=RecordReader())
+    outage = SimpleNamespace(expect_members=lambda: waited.append(True))
+    members = Members(context, SimpleNamespace(value=header), outage)  # type: ignore[arg-type]
+    members.load()
+    assert members.ranks == {id_: rank for rank, id_ in enumerate(ORDER)}
+    assert waited == [True] * bool(lost), "those that live write their own again"
+
+
+# Versions of this package that share an etcd must agree on the keys.
+
+
+def test_the_keys_of_a_job():
+    keys = JobKeys("j")
+    assert [keys.job, keys.header, keys.last_node, keys.ledger] == [
+        f"/elastic_ext/j/{name}" for name in ("job", "round", "last", "ledger")
+    ]
+    assert keys.node("a") == "/elastic_ext/j/nodes/a"
+    assert keys.assignment("a") == "/elastic_ext/j/assign/a"
+    assert keys.offer("s", 3) == "/elastic_ext/j/offers/s/3"
+    assert keys.charge(4) == "/elastic_ext/j/charges/4"
+    assert keys.refusal("h") == "/elastic_ext/j/refused/h"

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import Delete, Put
-from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Node, encode
 from elastic_ext.rendezvous.rounds import NO_JOIN_LIMIT, JoinAnswer, after_join, is_late
-from elastic_ext.rendezvous.tasks import Dispatcher, TaskRunner
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.rendezvous.test_etcd_jobs import CONF, Nodes
-
-
-@pytest.mark.parametrize(
-    ("joins", "limit", "answer"),
-    [
-        *[(1, 20, JoinAnswer.NOTHING), (20, 20, JoinAnswer.NOTHING), (21, 20, JoinAnswer.REFUSE), (22, 20, JoinAnswer.LEAVE)],
-        *[(1, 0, JoinAnswer.REFUSE), (2, 0, JoinAnswer.LEAVE), (1000, NO_JOIN_LIMIT, JoinAnswer.NOTHING)],
-    ],
-)
-def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer) -> None:
-    assert after_join(joins, limit).answer is answer
 
 
 @pytest.mark.parametrize("joins", [2, 3, 99])
@@ -40,19 +21,25 @@ def test_a_name_of_several_machines_is_not_refused(joins: int) -> None:
     assert ("several machines of the job have its name" in decided.line(7)) is (joins > 2)
 
 
+NEW = "this host was not in the round before: it has joined the running job"
+REFUSED = "this host may not come back for 7 s: it has joined the running job"
+
+
 @pytest.mark.parametrize(
-    ("joins", "limit", "level", "line"),
+    ("joins", "limit", "answer", "level", "line"),
     [
-        (1, 2, logging.INFO, "this host was not in the round before: it has joined the running job once within 60 minutes"),
-        (2, 2, logging.WARNING, "this host was not in the round before: it has joined the running job 2 times"),
-        (3, 2, logging.WARNING, "once it has left, this host may not come back for 7 s: it has joined the running job 3 times"),
-        (1, 0, logging.WARNING, "once it has left, this host may not come back for 7 s: it has joined the running job once"),
-        (4, 2, logging.WARNING, "this host may not come back for 7 s: it has joined the running job 4 times within 60 minutes"),
+        (1, 20, JoinAnswer.NOTHING, logging.INFO, f"{NEW} once within 60 minutes"),
+        (20, 20, JoinAnswer.NOTHING, logging.WARNING, f"{NEW} 20 times"),
+        (21, 20, JoinAnswer.REFUSE, logging.WARNING, f"once it has left, {REFUSED} 21 times"),
+        (22, 20, JoinAnswer.LEAVE, logging.WARNING, f"{REFUSED} 22 times within 60 minutes"),
+        (1, 0, JoinAnswer.REFUSE, logging.WARNING, f"once it has left, {REFUSED} once"),
+        (2, 0, JoinAnswer.LEAVE, logging.WARNING, f"{REFUSED} 2 times"),
+        (1000, NO_JOIN_LIMIT, JoinAnswer.NOTHING, logging.WARNING, f"{NEW} 1000 times"),
     ],
 )
-def test_what_is_said_of_a_join(joins: int, limit: int, level: int, line: str) -> None:
+def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer, level: int, line: str) -> None:
     decided = after_join(joins, limit)
-    assert decided.level == level
+    assert (decided.answer, decided.level) == (answer, level)
     assert decided.line(refused_s=7).startswith(line)
 
 
@@ -62,41 +49,6 @@ def test_who_was_not_in_the_round_before_is_late(round_: int, last: int, late: b
 
 
 KEYS = JobKeys("job")
-
-
-@pytest.mark.seam
-def test_whose_name_is_counted(server: EtcdServer) -> None:
-    """At first one machine has it, then two; the limit is reached each time."""
-    with EtcdClient(server.endpoint) as client, ExitStack() as stack:
-        dispatcher = Dispatcher()
-        stack.callback(dispatcher.close, 5)
-        refused = []
-        for number, machine in enumerate(("one", "another")):
-            lease_id = client.lease_grant(600).lease_id
-            node = Node(1, 1, "", f"10.0.0.{number}", 1, machine=machine)
-            client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
-            tasks, counted = a_runner(dispatcher), threading.Event()
-            LateJoins(client, KEYS, "gpu", 0, 60).entered(7, tasks)
-            tasks.post(counted.set)
-            assert counted.wait(60)
-            refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
-            client.txn([], [Delete(KEYS.refusal("gpu"))])
-    assert (refused, tasks.failure) == ([True, False], None)
-
-
-def a_runner(dispatcher: Dispatcher) -> TaskRunner:
-    def nothing() -> None:
-        pass
-
-    return TaskRunner(
-        dispatcher, "gpu-1-abcdef", in_job=lambda: True, on_lease_lost=nothing, on_timer=nothing, on_failure=nothing
-    )
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with ExitStack() as stack:
-        yield Nodes(tmp_path, stack)
 
 
 @pytest.mark.full
@@ -109,7 +61,5 @@ def test_a_host_that_joins_too_often_may_not_come_back(nodes: Nodes, server: Etc
     late.wait_for("once it has left, this host may not come back .* joined the running job once within 60 minutes")
     with EtcdClient(server.endpoint) as client:
         assert [client.get(KEYS.refusal(name)).kv is not None for name in ("late", "steady")] == [True, False]
-    for job in (steady, late):
-        job.wait_for('"world": 2')
-    nodes.open_gate()
-    assert [job.finish().returncode for job in (steady, late)] == [0, 0]
+    nodes.wait_for('"world": 2')
+    nodes.finish()

@@ -79,12 +79,6 @@ def messages() -> Iterator[Messages]:
         logger.removeHandler(handler)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is: what follows from the end of a link is decided."""
@@ -567,12 +561,6 @@ def test_an_end_right_after_the_start(server, stack):
 # Real agents.
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with ExitStack() as stack:
-        yield Nodes(tmp_path, stack)
-
-
 CONF = "lease_ttl=300,last_call=30,stop_grace=2"  # the lease is longer than a test may take
 
 
@@ -599,14 +587,11 @@ def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(
     server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str]
 ) -> None:
     jobs = [nodes.start(name, server.endpoint, "2:3", conf=CONF, **unhurried_agents) for name in "abc"]
-    for job in jobs:
-        job.wait_for(r'"world": 3')
+    nodes.wait_for(r'"world": 3')
     die_whole(jobs.pop().process.pid)
-    for job in jobs:
-        job.wait_for(r'"world": 2')
+    nodes.wait_for(r'"world": 2', "ab")
     assert "counts as dead" in "".join(job.err for job in jobs)
-    nodes.open_gate()
-    assert [job.finish().returncode for job in jobs] == [0, 0]
+    nodes.finish("ab")
 
 
 @pytest.mark.full
@@ -615,8 +600,7 @@ def test_the_reaper_of_a_killed_agent_is_given_its_time(
 ) -> None:
     """It kills the workers before the others go on: as long as it lives, nobody declares the node dead."""
     jobs = [nodes.start(name, server.endpoint, "1:2", conf=CONF, **unhurried_agents) for name in "ab"]
-    for job in jobs:
-        job.wait_for(r'"world": 2')
+    nodes.wait_for(r'"world": 2')
     (worker,) = [line["pid"] for line in reports(jobs[0]) if line["world"] == 2]
     (reaper,) = [pid for pid in descendants(jobs[0].process.pid) if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(reaper, signal.SIGSTOP)
@@ -627,20 +611,15 @@ def test_the_reaper_of_a_killed_agent_is_given_its_time(
     jobs[1].wait_for(r'"world": 1, "attempt": [1-9]')
     assert wait_gone([worker], timeout_s=0) == []
     assert "taken for dead" not in jobs[1].err
-    nodes.open_gate()
-    assert jobs[1].finish().returncode == 0
+    nodes.finish("b")
 
 
 @pytest.mark.full
 def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: EtcdServer, nodes: Nodes) -> None:
     """Not with the usual grace: the others may have begun the next round."""
     patient = {"conf": CONF.replace("stop_grace=2", "stop_grace=600"), "PET_SHUTDOWN_TIMEOUT": "600"}
-    jobs = [
-        nodes.start("a", server.endpoint, "1:2", conf=CONF),
-        nodes.start("b", server.endpoint, "1:2", "deaf:0", **patient),
-    ]
-    for job in jobs:
-        job.wait_for(r'"world": 2')
+    jobs = [nodes.start("a", server.endpoint, "1:2", conf=CONF), nodes.start("b", server.endpoint, "1:2", "deaf:0", **patient)]
+    nodes.wait_for(r'"world": 2')
     (worker,) = [line["pid"] for line in reports(jobs[1]) if line["world"] == 2]
     with EtcdClient(server.endpoint) as client:
         ids = [kv.key.decode().rpartition("/")[2] for kv in client.get_prefix(KEYS.nodes).kvs]
@@ -656,7 +635,5 @@ def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: 
     assert wait_gone([worker]) == []
     # As it goes on, it may hear first of the round's end, and that its record was deleted.
     jobs[1].wait_for("may continue without this one: another node has declared this one dead|round 1 is over: lost node")
-    for job in jobs:
-        job.wait_for(r'"world": 2, "attempt": [1-9]')
-    nodes.open_gate()
-    assert [job.finish().returncode for job in jobs] == [0, 0]
+    nodes.wait_for(r'"world": 2, "attempt": [1-9]')
+    nodes.finish()

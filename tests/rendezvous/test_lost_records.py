@@ -29,43 +29,29 @@ from tests.agent.test_supervisor import DEAF
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
-from tests.rendezvous.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
+from tests.jobs import AGENT, wait_gone
+from tests.rendezvous.test_etcd_jobs import Nodes, reports, seen, wait_for_nodes
 
 PREFIX = JobKeys("job").prefix
-NAMES = ("a", "b", "c")
 BACK_S = 60.0  # for all to be as before; a failed test waits for it, no other
 GRACE_S = 60.0  # that an agent has to end: stop_grace, and what its threads may be in
 
 
-class Trio:
+class Trio(Nodes):
     """Three agents of one job that needs all of them, and their ways to etcd: one `shared`, a `link` of the last one's own."""
 
     def __init__(self, folder: Path, stack: ExitStack, server: EtcdServer, ttl_s: int) -> None:
+        super().__init__(folder, stack)
         self.server = server
-        self.gate = Gate(folder / "gate")
         self.client = stack.enter_context(EtcdClient(server.endpoint))
         port = int(server.endpoint.rpartition(":")[2])
         self.shared, self.link = (stack.enter_context(Proxy(port)) for _ in range(2))
-        self.jobs: dict[str, Job] = {}
-        for name in NAMES:
+        for name in "abc":
             endpoint = (self.link if name == "c" else self.shared).endpoint
-            where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=3"]
-            conf = f"--rdzv-conf=lease_ttl={ttl_s},last_call=0.5,stop_grace=2"
-            command = [*TORCHRUN, *where, conf, "--max-restarts=3", ELASTIC]
-            self.jobs[name] = stack.enter_context(Job(command, folder, NODE=name, GATE=str(self.gate.path)))
-        for job in self.jobs.values():
-            job.wait_for(seen(3, 0))
+            self.start(name, endpoint, "3", conf=f"lease_ttl={ttl_s},last_call=0.5,stop_grace=2")
+        self.wait_for(seen(3, 0))
         self.workers = [line["pid"] for line in reports(*self.jobs.values())]
         self.until(lambda: len(self.keys("nodes/")) == len(self.keys("assign/")) == 3)
-        self.id_of = {name: self._id_of(job) for name, job in self.jobs.items()}
-
-    def _id_of(self, job: Job) -> str:
-        return next(each for each in self.keys("nodes/") if int(each.rsplit("-", 2)[1]) == job.process.pid)
-
-    def id_of_leader(self) -> str:
-        nodes = self.client.get_prefix(PREFIX + "nodes/").kvs
-        return min(nodes, key=lambda kv: kv.create_revision).key.decode()[len(PREFIX + "nodes/") :]
 
     @property
     def agents(self) -> list[int]:
@@ -114,22 +100,15 @@ class Trio:
             and {"job", "round"} <= set(self.keys(""))
         )
 
-    def finish(self, restarts: int) -> None:
+    def end(self, restarts: int) -> None:
         """All end well, have seen so many restarts at most, and none was charged; nobody has stumbled."""
-        self.gate.open()
+        self.finish()
         for name, job in self.jobs.items():
-            assert job.finish().returncode == 0, f"node {name}\n{job.err}"
             assert "Traceback" not in job.out + job.err, f"node {name}\n{job.err}"
         assert max(self.attempts()) <= restarts, "\n".join(job.err for job in self.jobs.values())
         assert self.worlds() == sorted(set(self.worlds()))
         assert self.keys("charges/") == []
         assert self.keys("ledger") == []
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
 
 
 def cpu_s(pid: int) -> float:
@@ -204,32 +183,8 @@ def test_the_job_outlives(server, tmp_path, stack, what, seconds):
     assert max(used.values()) < 1 + 0.25 * seconds, used  # none spins, however slow this machine is
     trio.until(trio.is_whole)
     if trio.header().round > 1:
-        for job in trio.jobs.values():
-            job.wait_for(seen(3, 1))
-    trio.finish(restarts)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_key_that_is_deleted_comes_back_and_the_round_goes_on(server, tmp_path, stack):
-    """Each of them, by hand, one after the other; then all at once. Before that, to the leader a node's lost key looks like the
-    node's death, which costs one free restart.
-    """
-    trio = Trio(tmp_path, stack, server, 20)
-    trio.client.delete(f"{PREFIX}nodes/{next(iter(set(trio.id_of.values()) - {trio.id_of_leader()}))}")
-    for job in trio.jobs.values():
-        job.wait_for(seen(3, 1))
-    trio.until(trio.is_whole)
-    workers = [line["pid"] for line in reports(*trio.jobs.values()) if line["attempt"] == 1]
-    leader, other = trio.id_of_leader(), next(iter(set(trio.id_of.values()) - {trio.id_of_leader()}))
-    for key in ("round", "job", "last", f"assign/{leader}", f"assign/{other}", f"nodes/{leader}"):
-        trio.client.delete(PREFIX + key)
-        trio.until(trio.is_whole)
-    for below in ("assign/", "nodes/", ""):
-        trio.client.delete_prefix(PREFIX + below)
-        trio.until(trio.is_whole)
-    assert wait_gone(workers, timeout_s=0) == workers
-    trio.finish(restarts=1)
+        trio.wait_for(seen(3, 1))
+    trio.end(restarts)
 
 
 @pytest.mark.full
@@ -244,11 +199,8 @@ def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
     assert trio.header().round == 1
     assert trio.attempts() == {0}
     os.kill(trio.workers[0], signal.SIGKILL)
-    for job in trio.jobs.values():
-        job.wait_for(seen(3, 1))
-    trio.gate.open()
-    for job in trio.jobs.values():
-        assert job.finish().returncode == 0, job.err
+    trio.wait_for(seen(3, 1))
+    trio.finish()
 
 
 @pytest.mark.full
@@ -259,8 +211,7 @@ def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_
         """Return how many restarts were charged by then."""
         line = next(line for line in reports(trio.jobs["a"]) if line["attempt"] == attempt)
         os.kill(line["pid"], signal.SIGKILL)
-        for job in trio.jobs.values():
-            job.wait_for(seen(3, attempt + 1))
+        trio.wait_for(seen(3, attempt + 1))
         return decode_ledger(trio.client.get(PREFIX + "ledger").kv.value.decode()).charged
 
     assert fail(0) == 1
@@ -269,10 +220,9 @@ def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_
     assert fail(1) == 2
     trio.client.delete(PREFIX + "ledger")
     assert fail(2) == 1
-    trio.gate.open()
+    trio.finish()
     for job in trio.jobs.values():
-        done = job.finish()
-        assert (done.returncode, "Traceback" in done.err) == (0, False), done.err
+        assert "Traceback" not in job.err, job.err
 
 
 @pytest.mark.full
@@ -280,13 +230,11 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     trio = Trio(tmp_path, stack, server, 2)
     trio.server.pause()
     stack.callback(trio.server.resume)
-    for job in trio.jobs.values():
-        job.wait_for("etcd leases are not being renewed")
+    trio.wait_for("etcd leases are not being renewed")
     # Two wait for the verdict on the death of their workers when they are told to go, the third trains.
     for line in reports(trio.jobs["b"], trio.jobs["c"]):
         os.kill(line["pid"], signal.SIGKILL)
-    for name in "bc":
-        trio.jobs[name].wait_for("still waiting for the verdict of the job")
+    trio.wait_for("still waiting for the verdict of the job", "bc")
     for job in trio.jobs.values():
         job.process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents) == []
@@ -294,22 +242,20 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 
 @pytest.mark.full
-def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
+def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack, nodes):
     (tmp_path / "sitecustomize.py").write_text(
         DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.round_part").format(
             told="still waiting for the verdict of the job"
         )
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    gate = Gate(tmp_path / "gate")
-    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--max-restarts=3"]
-    with Job([*AGENT, *where, ELASTIC], tmp_path, PYTHONPATH=path, NODE="a", GATE=str(gate.path)) as job:
-        job.wait_for(seen(1, 0))
-        server.pause()
-        stack.callback(server.resume)
-        os.kill(reports(job)[0]["pid"], signal.SIGKILL)
-        job.wait_for("swallowed")
-        assert job.finish(GRACE_S).returncode == 75
+    job = nodes.start("a", server.endpoint, "1", launcher=AGENT, PYTHONPATH=path)
+    job.wait_for(seen(1, 0))
+    server.pause()
+    stack.callback(server.resume)
+    os.kill(reports(job)[0]["pid"], signal.SIGKILL)
+    job.wait_for("swallowed")
+    assert job.finish(GRACE_S).returncode == 75
 
 
 @pytest.mark.full
@@ -323,7 +269,7 @@ def test_sigterm_ends_agents_whose_header_is_gone(server, tmp_path, stack):
 
 
 @pytest.mark.full
-def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(server, tmp_path, stack):
+def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(server, stack, nodes):
     """As when the link to the host of rank 0 breaks while the round is formed. Then a round that ends; then a signal."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     silent.settimeout(BACK_S)
@@ -334,8 +280,7 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
     mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
     first.ready(mine)
     wait_for_nodes(server, 1)  # it leads, and will have rank 0
-    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2"]
-    job = stack.enter_context(Job([*TORCHRUN, *where, "--rdzv-conf=lease_ttl=10", ELASTIC], tmp_path, NODE="b", GATE="none"))
+    job = nodes.start("b", server.endpoint, "2", conf="lease_ttl=10")
     silent.accept()
     first.end_round(1, State.BROKEN, "its first try")
     first.ready(dataclasses.replace(mine, after=1))

@@ -185,14 +185,6 @@ def test_what_is_done_counts_for_its_round():
 # Elections.
 
 
-def test_the_leader_is_killed_and_another_leads():
-    few = Few("abc", Limits(1, 3, 0.0), joined=False)
-    few.until_stored(lambda header: header.round)
-    few.nodes["a"].kill()
-    few.world.run(2 * TTL_S)
-    assert few.leader() == "b"
-
-
 def test_a_leader_that_is_cut_off_is_replaced():
     """And comes back as the last one."""
     few = Few("abc", Limits(2, 3, 5.0))
@@ -445,8 +437,10 @@ def test_one_that_comes_in_time_is_in_the_next_round():
 # Records that are lost, or written over.
 
 
-def job_comes_back(few: Few, record: str) -> None:
-    """Write this over the job's record, without a lease, while a round runs."""
+@pytest.mark.parametrize("record", ["", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}', '{"schema": 2}'])
+def test_the_jobs_record_comes_back_under_its_lease(record):
+    """It is written over, without a lease, while a round runs."""
+    few = one()
     node, ours = few.nodes["a"], few.client.get(KEYS.job).kv
     few.client.put(KEYS.job, record or ours.value)
 
@@ -460,15 +454,9 @@ def job_comes_back(few: Few, record: str) -> None:
     node.join(1)
 
 
-@pytest.mark.parametrize("record", ["", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}', '{"schema": 2}'])
-def test_the_jobs_record_comes_back_under_its_lease(record):
-    job_comes_back(one(), record)
-
-
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_job_begins_over_a_record_without_lease(blank):
-    few = Few("", joined=False)
-    few.limits = Limits(1, 1, 0.0)
+    few = Few("", Limits(1, 1, 0.0), joined=False)
     few.client.put(KEYS.job, '{"schema": 1, "min_nodes": 1, "max_nodes": 1' + blank + "}")
     few.nodes["a"] = few.add("a")
     few.until_round(1)
@@ -536,19 +524,15 @@ def test_the_jobs_name_stays_and_others_differ():
     assert few.nodes["b"].participant.header.job not in ("", name)
 
 
-def test_another_job_has_taken_the_run_id():
-    few = one()
-    others = Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
-    few.client.txn([], [Delete(KEYS.header), others])
-    few.world.until(lambda: few.nodes["a"].failure)
-    assert "another job with other settings has taken this --rdzv-id" in str(few.nodes["a"].failure)
+OTHERS = '{"schema": 1, "min_nodes": 7, "max_nodes": 9}'
+THEIRS = Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")
 
 
-def test_another_jobs_round_comes_before_its_settings():
-    """Both are there, and the watch on the header delivers first."""
+@pytest.mark.parametrize("header", [Delete(KEYS.header), Put(KEYS.header, encode(THEIRS))], ids=["no-round", "its-round-first"])
+def test_another_job_has_taken_the_run_id(header):
+    """Where both are there, the watch on the header delivers before that on the settings."""
     few = one()
-    header = Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")
-    few.client.txn([], [Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}'), Put(KEYS.header, encode(header))])
+    few.client.txn([], [Put(KEYS.job, OTHERS), header])
     few.world.until(lambda: few.nodes["a"].failure)
     assert "another job with other settings has taken this --rdzv-id" in str(few.nodes["a"].failure)
 
@@ -560,25 +544,32 @@ def is_whole(few: Few) -> bool:
     return own | {KEYS.job, KEYS.header} <= there
 
 
+def all_comes_back(few: Few, spoil: Callable[[], object], there: Callable[[], object] | None = None) -> None:
+    """Do this; then all records are there again, and the round goes on."""
+    before = stored(few.world)
+    spoil()
+    few.world.until(there or (lambda: is_whole(few)))
+    few.world.run(2 * TTL_S)
+    assert stored(few.world) == before
+
+
 @pytest.mark.parametrize("key", [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), ""])
 def test_a_deleted_record_comes_back(key):
     few = Few("abc")
-    before = stored(few.world)
-    few.client.delete_prefix(key or KEYS.prefix)
-    few.world.until(lambda: is_whole(few))
-    few.world.run(2 * TTL_S)
-    assert stored(few.world) == before
+    all_comes_back(few, lambda: few.client.delete_prefix(key or KEYS.prefix))
 
 
 @pytest.mark.parametrize("content", GARBLED)
 @pytest.mark.parametrize("key", [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), KEYS.node("b")])
 def test_an_unreadable_record_is_replaced(key, content):
     few = Few("abc")
-    before, value = stored(few.world), few.client.get(key).kv.value
-    few.client.put(key, content)
-    few.world.until(lambda: (kv := few.client.get(key).kv) is not None and kv.value == value)
-    few.world.run(2 * TTL_S)
-    assert stored(few.world) == before
+    ours = few.client.get(key).kv
+
+    def is_back() -> bool:
+        kv = few.client.get(key).kv
+        return kv is not None and (kv.value, kv.lease_id) == (ours.value, ours.lease_id)
+
+    all_comes_back(few, lambda: few.client.put(key, content), is_back)
 
 
 def test_a_node_whose_key_is_deleted_returns():
@@ -613,8 +604,7 @@ def test_the_leaders_own_key_is_deleted():
 
 def test_a_node_that_was_in_later_rounds():
     """Nothing else knows of them any more."""
-    few = Few("", joined=False)
-    few.limits = Limits(1, 1, 0.0)
+    few = Few("", Limits(1, 1, 0.0), joined=False)
     Node(few.world, "a", few.limits, TTL_S).join(5)
     assert few.headers() == [(6, State.RUNNING)]
 
@@ -631,24 +621,20 @@ def test_the_jobs_records_last_as_long_as_it():
 @pytest.mark.parametrize("seconds", [2 * TTL_S, 4 * TTL_S], ids=["leases-of-nodes", "leases-of-all"])
 def test_all_are_cut_off_and_nothing_ends(seconds):
     few = Few("abc")
-    before = stored(few.world)
-    for node in few.nodes.values():
-        node.cut(seconds)
-    few.world.run(seconds - 1)
-    assert few.client.get_prefix(KEYS.nodes).kvs == ()
-    few.world.until(lambda: is_whole(few))
-    few.world.run(2 * TTL_S)
-    assert stored(few.world) == before
+
+    def cut_all() -> None:
+        for node in few.nodes.values():
+            node.cut(seconds)
+        few.world.run(seconds - 1)
+        assert few.client.get_prefix(KEYS.nodes).kvs == ()
+
+    all_comes_back(few, cut_all)
 
 
 @pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
 def test_a_store_that_is_set_up_again(revision):
     few = Few("abc")
-    before = stored(few.world)
-    few.world.set_up_store(revision)
-    few.world.until(lambda: is_whole(few))
-    few.world.run(2 * TTL_S)
-    assert stored(few.world) == before
+    all_comes_back(few, lambda: few.world.set_up_store(revision))
     few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
     few.until_broken()
     few.next_round(2)
@@ -685,11 +671,7 @@ def test_a_node_stands_still_beyond_its_lease():
     few.next_round(2, "ac")
     few.until_broken(2)
     few.next_round(3)
-    assert [header for header in few.headers() if header[1] is State.RUNNING] == [
-        (1, State.RUNNING),
-        (2, State.RUNNING),
-        (3, State.RUNNING),
-    ]
+    assert [number for number, state in few.headers() if state is State.RUNNING] == [1, 2, 3]
 
 
 # A node closes the job.
@@ -805,6 +787,19 @@ def test_a_node_counts_unless_it_was_there():
     assert JOIN_WINDOW_S - 60 < client.lease_left_s(lease) <= JOIN_WINDOW_S
 
 
+def test_a_name_of_two_machines_is_not_refused():
+    """At first one machine has it, then two; the limit is reached each time."""
+    client, refused = Client(World()), []
+    lease_id = client.lease_grant(600).lease_id
+    for number in range(2):
+        node = Record(1, 1, "", f"10.0.0.{number}", 1, machine=f"boot{number}")
+        client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
+        LateJoins(client, KEYS, "gpu", 0, 60).entered(7, Tasks())
+        refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
+        client.txn([], [Delete(KEYS.refusal("gpu"))])
+    assert refused == [True, False]
+
+
 # Drains.
 
 
@@ -851,6 +846,21 @@ def test_a_drain_outlives_an_outage():
     outcome = job.drain(lambda: [each.cut(15.0) for each in job.agents])
     assert outcome.ending is Ending.DRAINED
     assert stored(job.world).nodes == 3
+
+
+def test_a_host_that_is_to_leave_gets_no_other_node():
+    """Not even before the checkpoint that the node waits for."""
+    job = Drained(saves=False)
+    leaving = job.agents[1]
+
+    def meanwhile() -> None:
+        late = Agent(job.world, "b-2-abcdef", job.limits, job.agents)
+        job.world.until(lambda: late.failure is not None)
+        assert isinstance(late.failure, HostRefused)
+        leaving.part.report_ready_to_leave(drains.of_node(leaving.participant.header, leaving.name).number, 40)
+
+    outcome = job.drain(meanwhile)
+    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 40, round 2 runs with 3 nodes")
 
 
 def test_a_node_that_cannot_be_spared_saves_again():
@@ -916,8 +926,7 @@ def compact_under_watches(few: Few) -> None:
 
 
 def test_a_node_enters_while_watches_begin_again():
-    few = Few("", joined=False)
-    few.limits = Limits(1, 1, 0.0)
+    few = Few("", Limits(1, 1, 0.0), joined=False)
     node = Node(few.world, "a", few.limits, TTL_S)
     node.client.before("/nodes/a", lambda: few.world.set_up_store(1000))
     node.join(0)
@@ -925,8 +934,7 @@ def test_a_node_enters_while_watches_begin_again():
 
 def test_a_record_overwritten_before_the_leader_reads():
     """It waits for its first round, and nothing tells it that its record is unreadable."""
-    few = Few("", joined=False)
-    few.limits = Limits(1, 1, 0.0)
+    few = Few("", Limits(1, 1, 0.0), joined=False)
     node = Node(few.world, "a", few.limits, TTL_S)
     node.client.before(f"get {KEYS.nodes}*", lambda: few.client.put(KEYS.node("a"), "{}"))
     node.join(0)

@@ -40,9 +40,7 @@ from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
-from tests.rendezvous.test_etcd_jobs import Store, store
-
-__all__ = ["store"]
+from tests.rendezvous.test_etcd_jobs import wait_for_nodes
 
 KEYS = JobKeys("job")
 NOBODY = 65534
@@ -141,31 +139,23 @@ print("step", torch.load(path, weights_only=False)["step"], "of", path, flush=Tr
 
 @pytest.mark.full
 @as_root
-def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(tmp_path, stranger, store):
+def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(tmp_path, stranger, store, nodes):
     """He writes where an earlier version looked, before the second node comes: two agents, one job."""
-    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
-    script.write_text(LOADS)
+    directory = tmp_path / "checkpoints"
+    (tmp_path / "job.py").write_text(LOADS)
     directory.mkdir()
     path = save(directory, 7)
     planted = {"path": str(stranger.checkpoint()), "step": 99, "reason": "newest", "local": False}
-    where = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", f"--rdzv-conf=checkpoint_dir={directory}"]
-    command = [*AGENT, *where, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", script]
-    with ExitStack() as stack:
-        first = stack.enter_context(Job(command, tmp_path))
-        stranger.plant(port_of_the_only_node(store), **{"elastic_ext/elastic_ext.resume": json.dumps(planted)})
-        second = stack.enter_context(Job(command, tmp_path))
-        for job in (first, second):
-            done = job.finish()
-            assert done.returncode == 0, done.err
-            assert f"step 7 of {path}" in done.out
+    own = {"launcher": AGENT, "script": "job.py", "conf": f"checkpoint_dir={directory}"}
+    nodes.start("a", store.endpoint, "2", **own)
+    wait_for_nodes(store, 1)
+    with EtcdClient(store.endpoint) as client:
+        (first,) = client.get_prefix(KEYS.nodes).kvs
+    stranger.plant(decode(Node, first.value, "node").port, **{"elastic_ext/elastic_ext.resume": json.dumps(planted)})
+    nodes.start("b", store.endpoint, "2", **own)
+    nodes.finish()
+    assert all(f"step 7 of {path}" in job.out for job in nodes.jobs.values())
     assert not stranger.marker.exists()
-
-
-def port_of_the_only_node(server: Store) -> int:
-    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
-        while not (found := client.get_prefix(KEYS.nodes).kvs):
-            assert watch.get(LONG_S) is not None
-    return decode(Node, found[0].value, "node").port
 
 
 # Who listens where.
@@ -357,12 +347,12 @@ class Agents:
     """Rendezvous handlers of one job, without the rest of their agents."""
 
     def __init__(self, endpoint: str, nnodes: tuple[int, int]) -> None:
-        self._endpoint, self._nnodes = endpoint, nnodes
+        self.endpoint, self._nnodes = endpoint, nnodes
         self.all: list[EtcdRendezvous] = []
 
     def enter(self, name: str, **settings: object) -> EtcdRendezvous:
         """The order of the names is that of the ranks, whoever came first."""
-        params = RendezvousParameters("ext_etcd", self._endpoint, "job", *self._nnodes)
+        params = RendezvousParameters("ext_etcd", self.endpoint, "job", *self._nnodes)
         told = Settings(node_name=name, topology=name, lease_ttl=10, last_call=60.0, **settings)
         agent = EtcdRendezvous(params, told)
         agent.attached = True
@@ -391,9 +381,7 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
     """Rank 0 and 1; the one of rank 1 leads."""
     one = agents.enter("b", **settings)
     first = started(one.next_rendezvous)
-    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
-        while not client.get_prefix(KEYS.nodes).kvs:
-            assert watch.get(LONG_S) is not None
+    wait_for_nodes(agents, 1)
     zero = agents.enter("a", **settings)
     second = started(zero.next_rendezvous)
     assert (second.result(LONG_S).rank, first.result(LONG_S).rank) == (0, 1)
@@ -469,7 +457,7 @@ def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path)
     zero.part.exchange.offer("again 0")
     one.part.exchange.offer("again 1")
     assert waits.result(LONG_S) == ["again 0", "again 1"]
-    with EtcdClient(agents._endpoint) as client:
+    with EtcdClient(agents.endpoint) as client:
         assert len(client.get_prefix("/elastic_ext/job/offers/").kvs) == 2
     one.part.exchange.offer("late")
     one.leave()
@@ -481,7 +469,7 @@ def test_on_etcd_what_a_node_has_on_its_disk_outlives_an_etcd_that_loses_all(age
     """Else node 0 would wait in vain, and all resume from an older checkpoint."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
     one.part.exchange.offer("of 1")
-    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot(KEYS.offers("")[:-1]) as watch:
+    with EtcdClient(agents.endpoint) as client, client.watch_with_snapshot(KEYS.offers("")[:-1]) as watch:
         while not client.get_prefix(KEYS.offers("")[:-1]).kvs:
             assert watch.get(LONG_S) is not None
     server.kill()
@@ -497,7 +485,7 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
     zero, one = pair(agents)
     assert zero.part.exchange.offers(LONG_S) is None
     one.part.exchange.offer("nothing")
-    with EtcdClient(agents._endpoint) as client:
+    with EtcdClient(agents.endpoint) as client:
         zero.part.exchange.publish("7")
         assert client.get_prefix("/elastic_ext/job/offers/").kvs == ()
 
@@ -522,9 +510,9 @@ GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'o
 
 
 @pytest.mark.full
-def test_the_agent_that_looks_for_the_checkpoint_is_killed(tmp_path):
+def test_the_agent_that_looks_for_the_checkpoint_is_killed(tmp_path, stack, nodes):
     """Between the seal of a round and the choice: the other one does not wait for it, and chooses in the next round."""
-    plugin, directory, gate = tmp_path / "plugin", tmp_path / "checkpoints", Gate(tmp_path / "gate")
+    plugin, directory = tmp_path / "plugin", tmp_path / "checkpoints"
     (plugin / "held-0.dist-info").mkdir(parents=True)
     (plugin / "held-0.dist-info" / "METADATA").write_text("Name: held\nVersion: 0\n")
     (plugin / "held-0.dist-info" / "entry_points.txt").write_text("[elastic_ext.formats]\nheld = held_format:Held\n")
@@ -533,18 +521,16 @@ def test_the_agent_that_looks_for_the_checkpoint_is_killed(tmp_path):
     directory.mkdir()
     save(directory, 7, age_s=20)
     (directory / "held").write_text("newer")
-    with ExitStack() as stack:
-        store = stack.enter_context(EmbeddedServer())
-        where = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"]
-        command = [*AGENT, *where, f"--rdzv-conf=last_call=60,checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
-        paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
-        env = {"PYTHONPATH": paths, "GATE": str(gate.path)}
-        jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"}
-        told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in jobs.items()}
-        looks = told[wait_for_all(told, return_when=FIRST_COMPLETED).done.pop()]
-        other = "ab".replace(looks, "")
-        jobs[looks].process.kill()
-        gate.open()
-        done = jobs[other].finish()
+    store = stack.enter_context(EmbeddedServer())
+    nodes.options = store.options
+    paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
+    own = {"launcher": AGENT, "script": "job.py", "conf": f"last_call=60,checkpoint_dir={directory}", "PYTHONPATH": paths}
+    for name in "ab":
+        nodes.start(name, store.endpoint, "1:2", ELASTIC_EXT_NODE_NAME=name, **own)
+    told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in nodes.jobs.items()}
+    looks = told[wait_for_all(told, return_when=FIRST_COMPLETED).done.pop()]
+    nodes.jobs[looks].process.kill()
+    nodes.open_gate()
+    done = nodes.jobs["ab".replace(looks, "")].finish()
     assert done.returncode == 0, done.err
     assert re.findall("resumes (.*)", done.out) == ["7 of 1"]

@@ -22,8 +22,9 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from elastic_ext.base.errors import ElasticExtError, UsageError
-from elastic_ext.checkpoints.directory.generations import StaleGroup
+from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import mirror, pace, part, saver
@@ -49,6 +49,7 @@ from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
+from elastic_ext.checkpoints.writing.loading import TrainingPosition
 from tests.scripts import chaos_training
 from tests.scripts.memory_job import kill_when
 
@@ -117,59 +118,78 @@ class Training:
         return Checkpointer(directory, model=self.model, optimizer=self.optimizer, dataloader=self.loader, **options)
 
 
-def at_write(count: int, number: int) -> None:
-    """Send this process a signal when it is about to write for the count-th time, to a data file or a manifest."""
-    seen = 0
-    write, put_manifest = HashedFile.write, saving.commit
+def at_moment(args: dict, rank: int, *calls: tuple[Any, str]) -> None:
+    """Send this process the signal of args, if they name its rank: right before or after the n-th of these calls."""
+    if rank not in args.get("signal_ranks", ()):
+        return
+    moments = count(1)
 
-    def counted() -> None:
-        nonlocal seen
-        seen += 1
-        if seen == count:
-            os.kill(os.getpid(), number)
+    def pass_moment() -> None:
+        if next(moments) == args["signal_at"]:
+            os.kill(os.getpid(), args["signal"])
 
-    def counted_write(self: Any, data: Any) -> int:
-        counted()
-        return write(self, data)
+    def around(genuine: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            pass_moment()
+            found = genuine(*given, **named)
+            pass_moment()
+            return found
 
-    def counted_commit(*args: Any) -> Any:
-        counted()
-        outcome = put_manifest(*args)
-        counted()
-        return outcome
+        return call
 
-    HashedFile.write, saving.commit = counted_write, counted_commit
+    for owner, name in calls:
+        setattr(owner, name, around(getattr(owner, name)))
 
 
-def train(rank: int, world: int, args: dict) -> dict:
-    """Load, check, and save step after step. `told`: gets a line for each save that this rank was told is committed."""
+def tell(args: dict, rank: int, step: int) -> None:
+    """Write to the file of this rank that a step is committed, where a test wants that."""
+    if "told" in args:
+        with open(f"{args['told']}.{rank}", "a") as file:
+            file.write(f"{step}\n")
+
+
+def begin(rank: int, world: int, args: dict, **options: Any) -> tuple[Training, Checkpointer, TrainingPosition, list[str]]:
+    """Load; the last of the results is what is wrong then."""
     training = Training(rank, world, args.get("elements", 600))
-    events: list[SaveEvent] = []
-
-    def note(event: SaveEvent) -> None:
-        events.append(event)
-        if event.kind == "saved" and "told" in args:
-            with open(f"{args['told']}.{rank}", "a") as file:
-                file.write(f"{event.step}\n")
-
-    checkpointer = training.checkpointer(args["directory"], on_event=note, **args.get("options", {}))
+    checkpointer = training.checkpointer(args["directory"], **{**options, **args.get("options", {})})
     position = checkpointer.load()
     if rank == 0:
         os.write(READY, b"1")
     wrong = training.wrong(position.step, 0 < position.world_size != world) if position.path else []
-    if args.get("signal") and rank in args.get("signal_ranks", [0]):
-        at_write(args["signal_at"], args["signal"])
-    raised = ""
+    return training, checkpointer, position, wrong
+
+
+def raised_by(call: Callable[..., object], *args: Any, **named: Any) -> str:
+    """The error of ours that a call raises; "" if none."""
     try:
+        call(*args, **named)
+    except ElasticExtError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train(rank: int, world: int, args: dict) -> dict:
+    """Load, check, and save step after step. `told`: gets a line for each save that this rank was told is committed."""
+    events: list[SaveEvent] = []
+
+    def note(event: SaveEvent) -> None:
+        events.append(event)
+        if event.kind == "saved":
+            tell(args, rank, event.step)
+
+    training, checkpointer, position, wrong = begin(rank, world, args, on_event=note)
+    at_moment(args, rank, (HashedFile, "write"), (saving, "commit"))
+
+    def steps() -> None:
         for step in range(position.step + 1, position.step + 1 + args["steps"]):
             training.go_to(step)
             checkpointer.save(step)
             if args.get("wait"):
                 checkpointer.wait()
-                if "after" in args:
-                    AFTER[args["after"]](rank, step, args)
-    except ElasticExtError as error:
-        raised = f"{type(error).__name__}: {error}"
+                if "ballast" in args and (rank, step) == (0, 2):
+                    Path(args["ballast"]).unlink()  # the disk has room again
+
+    raised = raised_by(steps)
     checkpointer.close()
     return {
         "step": position.step,
@@ -196,21 +216,10 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     if "least_send_s" in args:
         pace.LEAST_SEND_S, mirror.FIRST_PAUSE_S = args["least_send_s"], mirror.MAX_PAUSE_S
     mirror.PIECE = args.get("piece", mirror.PIECE)
-    training = Training(rank, world, args.get("elements", 600))
-
-    def note(step: int, stall_s: float, every: int) -> None:
-        if "told" in args:
-            with open(f"{args['told']}.{rank}", "a") as file:
-                file.write(f"{step}\n")
-
-    saver.saves.report_copied = note
-    checkpointer = training.checkpointer(args["directory"], **{"memory_every": 1, **args.get("options", {})})
-    position = checkpointer.load()
-    if rank == 0:
-        os.write(READY, b"1")
-    wrong = training.wrong(position.step, 0 < position.world_size != world) if position.path else []
-    if args.get("signal") and rank in args["signal_ranks"]:
-        at_copy(args["signal_at"], args["signal"])
+    saver.saves.report_copied = lambda step, stall_s, every: tell(args, rank, step)
+    training, checkpointer, position, wrong = begin(rank, world, args, memory_every=1)
+    of_buffers = (Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")
+    at_moment(args, rank, *of_buffers, (saver, "_put"), (Ranks, "all_gather"), (Ranks, "send"))
     now = [position.step]
     if args.get("act", {}).get("rank") == rank:
         kill_when(args["act"], now)
@@ -252,10 +261,7 @@ def meter(rank: int, world: int, args: dict) -> dict:
     if rank in args.get("uneven", ()):
         held.state = {"another": torch.zeros(1000), **held.state}
     checkpointer = training.checkpointer(args["directory"], extra={"meter": held}, memory_every=1)
-    try:
-        step = checkpointer.load().step
-    except ElasticExtError as error:
-        return {"raised": str(error)}
+    step = checkpointer.load().step
     if "become" in args:
         held.state |= {"average": torch.ones(3), **args["become"]}
         for step in (1, 2):
@@ -314,10 +320,7 @@ def refused(rank: int, world: int, args: dict) -> dict:
     raised = {}
     for step, (name, state) in enumerate(states.items(), 1):
         held.state = {"a": state}
-        try:
-            checkpointer.save(step, wait=True)
-        except UsageError as error:
-            raised[name] = str(error)
+        raised[name] = raised_by(checkpointer.save, step, wait=True)
         checkpointer.wait()
         checkpointer.snapshot(step)
     checkpointer.close()
@@ -454,34 +457,6 @@ def left_out(rank: int, world: int, args: dict) -> dict:
     return {"next": checkpointer._memory._next}
 
 
-def at_copy(count: int, number: int) -> None:
-    """Send this process a signal at the count-th of these moments in the life of a copy in memory."""
-    seen = 0
-
-    def counted() -> None:
-        nonlocal seen
-        seen += 1
-        if seen == count:
-            os.kill(os.getpid(), number)
-
-    def between(owner: Any, name: str) -> None:
-        genuine = getattr(owner, name)
-
-        def around(*args: Any, **named: Any) -> Any:
-            counted()
-            found = genuine(*args, **named)
-            counted()
-            return found
-
-        setattr(owner, name, around)
-
-    for owner, name in ((Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")):
-        between(owner, name)
-    between(saver, "_put")
-    between(Ranks, "all_gather")
-    between(Ranks, "send")
-
-
 def stale_prune(rank: int, world: int, args: dict) -> dict:
     """Save, stop, and prune when another group has taken over."""
     training = Training(rank, world)
@@ -490,11 +465,7 @@ def stale_prune(rank: int, world: int, args: dict) -> dict:
     training.go_to(1)
     checkpointer.save(1, wait=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        list(checkpointer._retention.prune("step_00000001.g0001"))
-    except StaleGroup as error:
-        return {"raised": str(error)}
-    return {"raised": ""}
+    return {"raised": raised_by(lambda: list(checkpointer._retention.prune("step_00000001.g0001")))}
 
 
 def unsharded_gradients(rank: int, world: int, args: dict) -> dict:
@@ -504,11 +475,7 @@ def unsharded_gradients(rank: int, world: int, args: dict) -> dict:
     checkpointer.load()
     training.model.set_requires_gradient_sync(False)
     training.model(torch.ones(2, 30)).sum().backward()
-    raised = ""
-    try:
-        checkpointer.save(1, accumulation=1)
-    except UsageError as error:
-        raised = str(error)
+    raised = raised_by(checkpointer.save, 1, accumulation=1)
     checkpointer.wait()
     told = checkpointer.last_error
     checkpointer.save(1, wait=True)
@@ -531,22 +498,15 @@ def go_back(rank: int, world: int, args: dict) -> dict:
 
 
 def wrong_steps(rank: int, world: int, args: dict) -> dict:
-    """Some ranks save with a step that is none, and go on; then all save twice."""
-    training = Training(rank, world)
-    events: list[SaveEvent] = []
-    checkpointer = training.checkpointer(args["directory"], timeout=timedelta(seconds=60), on_event=events.append)
+    """Save with a step that is none, and then with two that are."""
+    checkpointer = Training(rank, world).checkpointer(args["directory"], timeout=timedelta(seconds=60))
     checkpointer.load()
-    raised = ""
-    try:
-        checkpointer.save(args["wrong"] if rank in args["faulty"] else 1)
-    except UsageError as error:
-        raised = str(error)
+    raised = raised_by(checkpointer.save, args["wrong"])
     told = []
-    for step in (2, 3):  # a rank that has left out one is one save ahead
+    for step in (2, 3):
         checkpointer.save(step, wait=True)
         told.append(checkpointer.last_error)
-    failed = [event.step for event in events if event.kind == "failed"]
-    return {"raised": raised, "told": told, "saved": checkpointer.last_saved, "failed": len(failed)}
+    return {"raised": raised, "told": told, "saved": checkpointer.last_saved}
 
 
 def calls(rank: int, world: int, args: dict) -> dict:
@@ -620,20 +580,16 @@ def extra_of_rank_0(rank: int, world: int, args: dict) -> dict:
     return {"error": error, "step": step, "held": held.state.get("t", torch.zeros(0)).tolist()}
 
 
-class Unwilling:
-    """Stands for an object of the user that cannot be saved the first time."""
+class Unwilling(Meter):
+    """One that cannot be saved the first time."""
 
-    def __init__(self, unwilling: bool) -> None:
-        self.unwilling = unwilling
+    failed = False
 
     def state_dict(self) -> dict:
-        if self.unwilling:
-            self.unwilling = False
+        if not self.failed:
+            self.failed = True
             raise LookupError("not now")
-        return {"a": 1}
-
-    def load_state_dict(self, state: dict) -> None:
-        pass
+        return super().state_dict()
 
 
 def fail_once(where: str, rank: int) -> dict[str, Any]:
@@ -653,7 +609,7 @@ def fail_once(where: str, rank: int) -> dict[str, Any]:
         saving.open_generation = failing(saving.open_generation)
     elif where == "between collectives":
         saving.save_to = failing(saving.save_to)
-    return {"extra": {"unwilling": Unwilling(where == "state of rank 1" and rank == 1)}}
+    return {"extra": {"meter": Unwilling() if where == "state of rank 1" and rank == 1 else Meter()}}
 
 
 def unforeseen(rank: int, world: int, args: dict) -> list[str | None]:
@@ -685,11 +641,7 @@ def unreadable_manifest(rank: int, world: int, args: dict) -> dict:
 
 def refused_load(rank: int, world: int, args: dict) -> dict:
     """Load what cannot be loaded into this model."""
-    try:
-        Training(rank, world, args["elements"]).checkpointer(args["directory"]).load()
-    except ElasticExtError as error:
-        return {"raised": str(error), "kind": type(error).__name__}
-    return {"raised": ""}
+    return {"raised": raised_by(Training(rank, world, args["elements"]).checkpointer(args["directory"]).load)}
 
 
 def alone(rank: int, world: int, args: dict) -> list[str]:
@@ -706,34 +658,13 @@ def checkpointed(rank: int, world: int, args: dict) -> list[str]:
     return Path(f"{words.out}.{rank}").read_text().splitlines()
 
 
-def free_space(rank: int, step: int, args: dict) -> None:
-    """The disk has room again after the second save."""
-    if rank == 0 and step == 2:
-        Path(args["ballast"]).unlink()
-
-
-AFTER = {"free_space": free_space}
 TASKS = {
-    "calls": calls,
-    "train": train,
-    "copy_to_memory": copy_to_memory,
-    "meter": meter,
-    "averages": averages,
-    "refused": refused,
-    "together": together,
-    "slow_buffers": slow_buffers,
-    "left_out": left_out,
-    "late_generation": late_generation,
-    "stale_prune": stale_prune,
-    "unsharded_gradients": unsharded_gradients,
-    "go_back": go_back,
-    "wrong_steps": wrong_steps,
-    "extra_of_rank_0": extra_of_rank_0,
-    "unforeseen": unforeseen,
-    "unreadable_manifest": unreadable_manifest,
-    "refused_load": refused_load,
-    "alone": alone,
-    "checkpointed": checkpointed,
+    task.__name__: task
+    for task in (
+        *(calls, train, copy_to_memory, meter, averages, refused, together, slow_buffers, left_out, late_generation, stale_prune),
+        *(unsharded_gradients, go_back, wrong_steps, extra_of_rank_0, unforeseen, unreadable_manifest, refused_load),
+        *(alone, checkpointed),
+    )
 }
 
 

@@ -15,8 +15,7 @@ from elastic_ext.telemetry.collectors import EtcdHealth, OutageChange, OutageWat
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
-from tests.rendezvous.test_etcd_failures import start as start_node
-from tests.rendezvous.test_etcd_jobs import ELASTIC, Nodes, seen
+from tests.rendezvous.test_etcd_jobs import Nodes, seen
 from tests.until import LIMIT_S, until
 
 URL = r"http://(127\.0\.0\.1:\d+)/metrics"
@@ -115,11 +114,10 @@ def test_a_node_that_is_replaced(tmp_path, server):
     """Its workers crash twice, and the others learn of the verdicts though nothing has failed there."""
     with ExitStack() as stack:
         nodes = Nodes(tmp_path, stack)
-        gate = {"GATE": str(nodes.gate.path)}
-        good = [start_node(stack, server, tmp_path, name, "2:3", ELASTIC, **gate) for name in "ab"]
+        good = [nodes.start(name, server.endpoint, "2:3", ELASTIC_EXT_NODE_NAME=name) for name in "ab"]
         for job in good:
             job.wait_for('"attempt"')
-        bad = start_node(stack, server, tmp_path, "c", "2:3", ELASTIC, "segv:1", "segv:2", **gate)
+        bad = nodes.start("c", server.endpoint, "2:3", "segv:1", "segv:2", ELASTIC_EXT_NODE_NAME="c")
         assert bad.finish().returncode == 69, bad.err
         for job in good:
             job.wait_for(seen(2, 3))

@@ -30,7 +30,6 @@ from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.hosts import SCRIPT
 from tests.chaos.seeded.run import PATIENT, Limits, Run
 from tests.chaos.seeded.schedule import Plan
-from tests.chaos.seeded.shrink import fewest
 from tests.jobs import RUNNING, Finished, ended, environment
 
 RUN_S = 1200.0
@@ -129,7 +128,7 @@ def many(first: int, runs: int, folder: Path, side_by_side: int, embedded: bool)
 
 def shrunk(seed: int, folder: Path, embedded: bool) -> None:
     plan = schedule.plan(seed, embedded)
-    kept = fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions, embedded)))
+    kept = schedule.fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions, embedded)))
     faults, only = [plan.faults[each] for each in sorted(kept)], ",".join(map(str, sorted(kept)))
     again = " ".join(["python -m tests.chaos.seeded", f"--seed {seed} --only {only}", *mode(embedded)])
     print(f"seed {seed}: the fewest faults that fail: {faults}\n    again: {again}")

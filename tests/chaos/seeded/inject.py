@@ -221,11 +221,12 @@ def _object_store(fault: Fault, target: str, hosts: Hosts) -> Struck:
 
 def _clock(fault: Fault, host: str, hosts: Hosts) -> Struck:
     """An hour forward or back; it is set right by another step."""
-    if hosts.surroundings.clock(host) != 0:
+    clock = hosts.surroundings.clock(host)
+    if clock.ahead_s != 0:
         raise NotYet  # another fault has it
     ahead_s = random.Random(repr(fault)).choice((3600, -3600))
-    hosts.surroundings.set_clock(host, ahead_s)
-    return Struck(host, [], f"{ahead_s:+d} s", lambda: hosts.surroundings.set_clock(host, 0))
+    clock.step(ahead_s)
+    return Struck(host, [], f"{ahead_s:+d} s", lambda: clock.step(0))
 
 
 def _memory(fault: Fault, host: str, hosts: Hosts) -> Struck:

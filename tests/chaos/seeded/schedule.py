@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -263,6 +263,19 @@ def _together(kinds: Sequence[str], setups: Sequence[Setup]) -> bool:
 def only(whole: Plan, positions: set[int]) -> Plan:
     """The same with fewer faults."""
     return replace(whole, faults=tuple(each for number, each in enumerate(whole.faults) if number in positions))
+
+
+def fewest(count: int, fails: Callable[[set[int]], bool]) -> set[int]:
+    """Positions of faults, none of which can be left out any more.
+
+    fails: whether a run with these faults alone breaks something; it is asked once for each set.
+    """
+    kept = set(range(count))
+    for position in range(count):
+        without = kept - {position}
+        if without and fails(without):
+            kept = without
+    return kept
 
 
 def encode(value: Plan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -36,12 +37,7 @@ class Surroundings:
 
     def __init__(self, plan: Plan, folder: Path, stack: ExitStack) -> None:
         kinds = {fault.kind for fault in plan.faults if not unavailable(fault.kind)}
-        self._clocks = {host: folder / f"clock-{host}" for host in plan.hosts if "clock step" in kinds}
-        self._library = folder / "clock.so"
-        if self._clocks:
-            build_clock(self._library)
-        for path in self._clocks.values():
-            path.write_bytes(bytes(SECONDS.size))
+        self._clocks = clocks(folder, plan.hosts) if "clock step" in kinds else {}
         self._groups = {
             host: Memory(CGROUPS / f"memory/elastic_ext_chaos_{os.getpid()}_{host}", stack)
             for host in plan.hosts
@@ -53,27 +49,39 @@ class Surroundings:
         return self._groups[host].inside if host in self._groups else []
 
     def environ(self, host: str) -> dict[str, str]:
-        if host not in self._clocks:
-            return {}
-        return {"LD_PRELOAD": str(self._library), "CHAOS_CLOCK": str(self._clocks[host])}
+        return self._clocks[host].environ if host in self._clocks else {}
 
     def memory(self, host: str) -> Memory:
         return self._groups[host]
 
-    def clock(self, host: str) -> int:
-        """Seconds by which it is ahead of that of the machine."""
-        (ahead_s,) = SECONDS.unpack(self._clocks[host].read_bytes())
-        return int(ahead_s)
+    def clock(self, host: str) -> Clock:
+        return self._clocks[host]
 
-    def set_clock(self, host: str, ahead_s: int) -> None:
-        with self._clocks[host].open("r+b") as file:  # the same file: it is mapped
+
+class Clock:
+    """The time of day of the processes that get its `environ`; their monotonic clock is the machine's."""
+
+    def __init__(self, file: Path, library: Path) -> None:
+        self._file = file
+        file.write_bytes(bytes(SECONDS.size))
+        self.environ = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(file)}
+
+    @property
+    def ahead_s(self) -> int:
+        """By which it is ahead of that of the machine."""
+        return int(SECONDS.unpack(self._file.read_bytes())[0])
+
+    def step(self, ahead_s: int) -> None:
+        with self._file.open("r+b") as file:  # the same file: it is mapped
             file.write(SECONDS.pack(ahead_s))
 
 
-def build_clock(library: Path) -> None:
-    source = Path(__file__).with_name("clock.c")
+def clocks(folder: Path, hosts: Iterable[str]) -> dict[str, Clock]:
+    """One for each host, with files in this folder."""
+    library, source = folder / "clock.so", Path(__file__).with_name("clock.c")
     command = ["cc", "-O1", "-Wall", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True, capture_output=True)
+    return {host: Clock(folder / f"clock-{host}", library) for host in hosts}
 
 
 class Memory:

@@ -17,6 +17,7 @@ from tests.chaos.seeded.schedule import (
     SETUPS,
     decode,
     encode,
+    fewest,
     kinds_of,
     only,
     plan,
@@ -84,3 +85,22 @@ def test_a_plan_survives_json_and_can_be_cut_down():
     whole = next(each for each in PLANS if len(each.faults) == 3)
     assert decode(json.loads(json.dumps(encode(whole)))) == whole
     assert only(whole, {0, 2}).faults == (whole.faults[0], whole.faults[2])
+
+
+# The fewest that fail, with made-up outcomes.
+
+
+@pytest.mark.parametrize("culprits", [{0}, {2}, {0, 2}, {1, 2}, {0, 1, 2}])
+def test_only_the_faults_that_matter_are_left(culprits):
+    asked = []
+
+    def fails(positions: set[int]) -> bool:
+        asked.append(frozenset(positions))
+        return culprits <= positions
+
+    assert fewest(3, fails) == culprits
+    assert len(asked) == len(set(asked)), "a run takes long"
+
+
+def test_what_no_fault_explains_keeps_one():
+    assert len(fewest(3, lambda positions: True)) == 1

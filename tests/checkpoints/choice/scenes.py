@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import socket
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.ordering import Resume
+from elastic_ext.checkpoints.storage import Entry, Storage
 
 T0 = 1_700_000_000
 
@@ -89,6 +91,34 @@ def flip(path: Path, at: int = 0) -> Path:
     return path
 
 
+def ranks(directory: Path, name: str, count: int, step: int = 0, start: int = 0) -> None:
+    """A file of each rank."""
+    for rank in range(start, count):
+        saved(directory / name.format(rank), TRAINING, step + rank / 100)
+
+
+def plant(path: Path, kind: str) -> None:
+    """Something that is no plain file."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            here = os.getcwd()
+            os.chdir(path.parent)  # the path of a socket is 108 bytes at most
+            try:
+                made.bind(path.name)
+            finally:
+                os.chdir(here)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind in ("loop", "up", "root", "dangling"):
+        path.symlink_to({"loop": path.name, "up": ".", "root": "/", "dangling": "nowhere"}[kind])
+
+
+def entry_of(storage: Storage, name: str) -> Entry:
+    return next(entry for entry in storage.entries() if entry.name == name)
+
+
 # What a job resumes from.
 
 
@@ -122,7 +152,7 @@ def reasons(directory: Path | str, **wanted: Any) -> dict[str, str]:
     return {os.path.basename(passed.path): passed.reason for passed in choice.passed_over}
 
 
-# Each tool's checkpoint.
+# Each tool's checkpoint; of several the step is in the name alone.
 
 
 def trainer(path: Path, step: int) -> Path:
@@ -152,15 +182,15 @@ def trainer_of_fsdp(path: Path, step: int) -> Path:
     return path
 
 
-def accelerate(path: Path, ranks: int = 1, weights: str = "model.safetensors") -> Path:
+def accelerate(path: Path, step: int = 0, weights: str = "model.safetensors") -> Path:
     """Of accelerate's save_state; diffusers has the weights in folders."""
     tensors(path / weights)
-    for name in ("optimizer.bin", "scheduler.bin", *(f"random_states_{rank}.pkl" for rank in range(ranks))):
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
         saved(path / name, {"step": 3})  # the step of random_states counts from the last save
     return path
 
 
-def accelerate_of_deepspeed(path: Path) -> Path:
+def accelerate_of_deepspeed(path: Path, step: int = 0) -> Path:
     deepspeed(path / "pytorch_model", 7)
     text(path / "latest", "pytorch_model")
     saved(path / "random_states_0.pkl", {"step": 3})
@@ -180,8 +210,8 @@ def deepspeed(path: Path, step: int, ranks: int = 2) -> Path:
     return path
 
 
-def lightning_of_deepspeed(path: Path, step: int) -> Path:
-    deepspeed(path / "checkpoint", step)
+def lightning_of_deepspeed(path: Path, step: int, ranks: int = 2) -> Path:
+    deepspeed(path / "checkpoint", step, ranks)
     text(path / "latest", "checkpoint")
     return path
 
@@ -193,7 +223,7 @@ def megatron(path: Path, step: int, tensor: int = 2, pipeline: int = 2) -> Path:
     return path
 
 
-def nemo(path: Path) -> Path:
+def nemo(path: Path, step: int = 0) -> Path:
     shards(path / "weights")
     saved(path / "weights" / "common.pt", {})
     text(path / "weights" / "metadata.json", {"sharded_backend": "torch_dist"})
@@ -214,7 +244,7 @@ def nanotron(path: Path, step: int) -> Path:
     return path
 
 
-def torchtune(path: Path) -> Path:
+def torchtune(path: Path, step: int = 0) -> Path:
     for number in (1, 2):
         tensors(path / f"model-{number:05}-of-00002.safetensors")
     text(path / "model.safetensors.index.json", {"weight_map": {"w": "model-00001-of-00002.safetensors"}})
@@ -222,8 +252,14 @@ def torchtune(path: Path) -> Path:
     return path
 
 
-def verl(path: Path) -> Path:
-    for rank in range(2):
+def verl(path: Path, step: int = 0, ranks: int = 2) -> Path:
+    for rank in range(ranks):
         for part in ("model", "optim", "extra_state"):
-            saved(path / "actor" / f"{part}_world_size_2_rank_{rank}.pt", {})
+            saved(path / "actor" / f"{part}_world_size_{ranks}_rank_{rank}.pt", {})
+    return path
+
+
+def cosmos(path: Path, step: int = 0) -> Path:
+    for part in ("model", "optim"):
+        shards(path / part)
     return path

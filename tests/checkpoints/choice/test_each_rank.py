@@ -13,8 +13,7 @@ from elastic_ext.checkpoints.choice import agreement, offers
 from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
-from tests.checkpoints.choice.scenes import resumed
-from tests.checkpoints.choice.test_tools import ranks
+from tests.checkpoints.choice.scenes import ranks, resumed
 from tests.jobs import AGENT, run
 
 

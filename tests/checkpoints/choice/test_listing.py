@@ -23,9 +23,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice.listing import candidates, newest_complete
-from elastic_ext.checkpoints.choice.ordering import Choice, choose, families
+from elastic_ext.checkpoints.choice.ordering import Choice, choose
 from elastic_ext.checkpoints.formats import detect, single_files
-from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, Inspection
 from elastic_ext.checkpoints.storage import Entry, open_storage
 from tests.checkpoints.choice.scenes import chosen, reasons, resume_in
 
@@ -82,13 +82,6 @@ def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
     assert [(passed.path, passed.reason) for passed in choice.passed_over] == [("/c/s_4.pt", "said so"), ("/c/s_3.pt", "said so")]
 
 
-def test_nothing_complete() -> None:
-    choice = decide([entry("s_1.pt")], {"s_1.pt"})
-    assert choice.resume is None
-    assert len(choice.passed_over) == 1
-    assert choose([], lambda item: pytest.fail("nothing to look at")) == Choice(None)
-
-
 def test_a_family_counts_by_its_newest_complete_member() -> None:
     """The newest file of all is broken; what is left of its family is older than the other family's best."""
     entries = [entry("step_8.pt", 8), entry("step_2.pt", 2), entry("epoch_1.pt", 5)]
@@ -118,23 +111,11 @@ def test_names_that_are_never_looked_at() -> None:
     assert looked == []
 
 
-def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -> None:
-    entries = [entry("logs", is_dir=True), entry("checkpoint-500", is_dir=True)]
-    choice = choose(candidates(entries), lambda item: Inspection(False, UNKNOWN, "not one"))
-    assert [passed.path for passed in choice.passed_over] == ["/c/checkpoint-500"]
-
-
 def test_unusable_entries_are_passed_over_without_a_look() -> None:
     looked: list[str] = []
     choice = decide([entry("s_2.pt", unusable="a dangling link"), entry("s_1.pt")], set(), looked)
     assert looked == ["s_1.pt"]
     assert choice.passed_over[0].reason == "a dangling link"
-
-
-def test_families_come_with_the_one_first_that_may_hold_the_newest() -> None:
-    found = families([entry("a_1.pt", 1), entry("b_1.pt", 3), entry("a_2.pt", 2), entry("d_1", 0, is_dir=True)])
-    assert [(family.pattern, family.newest) for family in found] == [("d_#", float("inf")), ("b_#.pt", 3), ("a_#.pt", 2)]
-    assert [member.name for member in found[2].members] == ["a_2.pt", "a_1.pt"]
 
 
 # Real checkpoints.

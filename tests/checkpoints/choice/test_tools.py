@@ -6,6 +6,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.checkpoints.choice.scenes import (
     WEIGHTS,
     chosen,
     half,
+    ranks,
     reasons,
     resume_in,
     saved,
@@ -33,43 +35,25 @@ from tests.checkpoints.choice.scenes import (
 
 Make = Callable[[Path, int], Path]
 
+ZERO = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+UNET = "unet/diffusion_pytorch_model.safetensors"
 TOOLS: dict[str, tuple[str, Make, str, str]] = {
     # By tool: the name of the directory, what makes it, the format, and a part of it.
     "trainer": ("checkpoint-{}", scenes.trainer, "Hugging Face Trainer", "optimizer.pt"),
-    "trainer-deepspeed": (
-        "checkpoint-{}",
-        scenes.trainer_of_deepspeed,
-        "Hugging Face Trainer",
-        "global_step200/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    ),
+    "trainer-deepspeed": ("checkpoint-{}", scenes.trainer_of_deepspeed, "Hugging Face Trainer", f"global_step200/{ZERO}"),
     "trainer-fsdp": ("checkpoint-{}", scenes.trainer_of_fsdp, "Hugging Face Trainer", "optimizer_0/.metadata"),
-    "accelerate": ("checkpoint_{}", lambda path, step: scenes.accelerate(path), "accelerate", "optimizer.bin"),
-    "accelerate-deepspeed": ("step_{}", lambda path, step: scenes.accelerate_of_deepspeed(path), "accelerate", "latest"),
-    "diffusers": (
-        "checkpoint-{}",
-        lambda path, step: scenes.accelerate(path, weights="unet/diffusion_pytorch_model.safetensors"),
-        "accelerate",
-        "random_states_0.pkl",
-    ),
+    "accelerate": ("checkpoint_{}", scenes.accelerate, "accelerate", "optimizer.bin"),
+    "accelerate-deepspeed": ("step_{}", scenes.accelerate_of_deepspeed, "accelerate", "latest"),
+    "diffusers": ("checkpoint-{}", partial(scenes.accelerate, weights=UNET), "accelerate", "random_states_0.pkl"),
     "kohya": ("lora-{:06}-state", scenes.kohya, "accelerate", "train_state.json"),
-    "deepspeed": ("global_step{}", scenes.deepspeed, "DeepSpeed", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "deepspeed": ("global_step{}", scenes.deepspeed, "DeepSpeed", ZERO),
     "lightning-deepspeed": ("epoch=0-step={}.ckpt", scenes.lightning_of_deepspeed, "DeepSpeed", "latest"),
     "megatron": ("iter_{:07}", scenes.megatron, "Megatron", "mp_rank_00_001/model_optim_rng.pt"),
-    "nemo": (
-        "gpt--val_loss=1.5-step={}-consumed_samples=800.0",
-        lambda path, step: scenes.nemo(path),
-        "NeMo 2",
-        "weights/__0_0.distcp",
-    ),
+    "nemo": ("gpt--val_loss=1.5-step={}-consumed_samples=800.0", scenes.nemo, "NeMo 2", "weights/__0_0.distcp"),
     "nanotron": ("{}", scenes.nanotron, "nanotron", "optimizer/optimizer_pp-1-of-2_dp-0-of-2_tp-0-of-1_exp-0-of-1.pt"),
-    "torchtune": ("epoch_{}", lambda path, step: scenes.torchtune(path), "torchtune", "model-00002-of-00002.safetensors"),
-    "verl": ("global_step_{}", lambda path, step: scenes.verl(path), "directory of files", "actor/optim_world_size_2_rank_1.pt"),
-    "cosmos": (
-        "iter_{:09}",
-        lambda path, step: scenes.shards(scenes.shards(path / "model").parent / "optim").parent,
-        "directory of files",
-        "optim/.metadata",
-    ),
+    "torchtune": ("epoch_{}", scenes.torchtune, "torchtune", "model-00002-of-00002.safetensors"),
+    "verl": ("global_step_{}", scenes.verl, "directory of files", "actor/optim_world_size_2_rank_1.pt"),
+    "cosmos": ("iter_{:09}", scenes.cosmos, "directory of files", "optim/.metadata"),
     "own script": ("step_{}", lambda path, step: saved(path / "all.pt").parent, "directory of files", "all.pt"),
 }
 
@@ -79,7 +63,7 @@ def tool(request: pytest.FixtureRequest) -> tuple[str, Make, str, str]:
     return TOOLS[request.param]
 
 
-def test_the_newest_of_each_tool(tmp_path: Path, tool: tuple[str, Make, str, str]) -> None:
+def test_the_newest_of_each_tool(tmp_path: Path, tool) -> None:
     name, make, format, _ = tool
     for step in (9, 100, 200):
         make(tmp_path / name.format(step), step)
@@ -88,9 +72,7 @@ def test_the_newest_of_each_tool(tmp_path: Path, tool: tuple[str, Make, str, str
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, half, lambda path: path.write_bytes(b"")], ids=["gone", "half", "empty"])
-def test_a_torn_checkpoint_of_each_tool(
-    tmp_path: Path, tool: tuple[str, Make, str, str], damage: Callable[[Path], object]
-) -> None:
+def test_a_torn_checkpoint_of_each_tool(tmp_path: Path, tool, damage) -> None:
     name, make, _, part = tool
     for step in (100, 200):
         make(tmp_path / name.format(step), step)
@@ -130,7 +112,7 @@ def test_what_is_said_of_torn_ones(tmp_path: Path) -> None:
     [
         ("latest", "{name}", "global_step{}", scenes.deepspeed),
         ("latest_checkpointed_iteration.txt", "{step}", "iter_{:07}", scenes.megatron),
-        ("latest_checkpointed_iteration.txt", "{step}", "global_step_{}", lambda path, step: scenes.verl(path)),
+        ("latest_checkpointed_iteration.txt", "{step}", "global_step_{}", scenes.verl),
         ("latest.txt", "{step}", "{}", scenes.nanotron),
         ("last_checkpoint", "/elsewhere/run/{name}", "epoch_{}", lambda path, step: saved(path / "a.pt")),
     ],
@@ -159,19 +141,20 @@ def test_a_tracker_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
         assert chosen(tmp_path) == ("global_step5", 5)
 
 
-def test_a_mark_of_an_unfinished_save(tmp_path: Path) -> None:
+def test_copies_and_marks_beside_nemos_checkpoints(tmp_path: Path) -> None:
+    """The last of NeMo is of the same step as another: either will do, and nobody is asked. A recipe's state is no checkpoint."""
     for step in (100, 200):
         scenes.nemo(tmp_path / f"gpt--step={step}")
+    scenes.nemo(tmp_path / "gpt--step=200-last")
+    assert step_in(tmp_path) == 200
+    shutil.rmtree(tmp_path / "gpt--step=200-last")
     text(tmp_path / "gpt--step=200-unfinished", "")
     assert chosen(tmp_path) == ("gpt--step=100", 100)
     assert reasons(tmp_path) == {"gpt--step=200": "gpt--step=200-unfinished is there: the save did not finish"}
-
-
-def test_the_last_of_nemo_is_a_copy(tmp_path: Path) -> None:
-    """Of the same step as another: either will do, and nobody is asked."""
-    for name in ("gpt--step=100", "gpt--step=200", "gpt--step=200-last"):
-        scenes.nemo(tmp_path / name)
-    assert step_in(tmp_path) == 200
+    for epoch in (0, 1):
+        scenes.torchtune(tmp_path / "tune" / f"epoch_{epoch}")
+    saved(tmp_path / "tune" / "recipe_state" / "recipe_state.pt", {"optimizer": {}, "epoch": 2}, 900)
+    assert chosen(tmp_path / "tune") == ("epoch_1", 1)
 
 
 def test_a_model_that_a_trainer_left_in_the_root(tmp_path: Path) -> None:
@@ -187,13 +170,6 @@ def test_a_model_that_a_trainer_left_in_the_root(tmp_path: Path) -> None:
     (tmp_path / "dataset.pt").unlink()
     shutil.rmtree(tmp_path / "checkpoint-200")
     assert chosen(tmp_path) is None
-
-
-def test_torchtunes_recipe_state_is_none(tmp_path: Path) -> None:
-    scenes.torchtune(tmp_path / "epoch_0")
-    scenes.torchtune(tmp_path / "epoch_1")
-    saved(tmp_path / "recipe_state" / "recipe_state.pt", {"optimizer": {}, "epoch": 2}, 900)
-    assert chosen(tmp_path) == ("epoch_1", 1)
 
 
 # Files.
@@ -216,11 +192,6 @@ def test_safetensors_are_said_to_be_weights_only(tmp_path: Path) -> None:
 
 
 # A file per rank.
-
-
-def ranks(directory: Path, name: str, count: int, step: int = 0, start: int = 0) -> None:
-    for rank in range(start, count):
-        saved(directory / name.format(rank), TRAINING, step + rank / 100)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +342,9 @@ def test_a_pattern_makes_directories_of_unknown_formats_count(tmp_path: Path) ->
     assert chosen(tmp_path, pattern="state-{step}") == ("state-10", 10)
     half(saved(tmp_path / "step_12" / "a.pt"))  # what is understood is held to its format
     assert chosen(tmp_path, pattern="st*") == ("state-10", 10)
+    text(tmp_path / "b" / "step_5" / "brain.ckpt", "step: 1\n")  # of another program
+    assert chosen(tmp_path / "b") is None
+    assert chosen(tmp_path / "b", pattern="step_{step}") == ("step_5", 5)
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "data", "wandb", "run-20240501_120000", "version_1", "fold_3"])
@@ -383,57 +357,24 @@ def test_directories_that_are_none(tmp_path: Path, name: str) -> None:
 # A job that shrinks, and saves that miss a part.
 
 
-def deepspeed_with_tracker(directory: Path) -> None:
+SHRUNK = {  # with the tracker that is beside them
+    "deepspeed": (lambda at, step, n: scenes.deepspeed(at / f"global_step{step}", step, n), "latest=global_step200"),
+    "megatron": (lambda at, step, n: scenes.megatron(at / f"iter_{step:07}", step, n), "latest_checkpointed_iteration.txt=200"),
+    "files": (lambda at, step, n: ranks(at, f"s_{step}_rank{{}}.pt", n), "latest=s_200_rank0.pt"),
+    "trainer": (lambda at, step, n: (scenes.trainer_of_deepspeed(at / f"checkpoint-{step}", step, n) / "latest").unlink(), ""),
+    "lightning": (lambda at, step, n: scenes.lightning_of_deepspeed(at / f"epoch=0-step={step}.ckpt", step, n), ""),
+    "totals": (lambda at, step, n: scenes.verl(at / f"global_step_{step}", step, n), ""),
+    "shards": (lambda at, step, n: ranks(scenes.shards(at / f"step_{step}", "optimizer"), f"rng_state_{{}}_of_{n}.pt", n), ""),
+}
+
+
+@pytest.mark.parametrize(("make", "tracker"), SHRUNK.values(), ids=SHRUNK)
+def test_a_shrunk_job_resumes_from_its_newest(tmp_path: Path, make, tracker: str) -> None:
+    """A tracker, the tool's own state, the `latest` within, or a total in each name says that there are fewer ranks."""
     for step, count in ((100, 8), (200, 4)):
-        scenes.deepspeed(directory / f"global_step{step}", step, count)
-    text(directory / "latest", "global_step200")
-
-
-def megatron_with_tracker(directory: Path) -> None:
-    for step, tensor in ((100, 4), (200, 2)):
-        scenes.megatron(directory / f"iter_{step:07}", step, tensor)
-    text(directory / "latest_checkpointed_iteration.txt", "200")
-
-
-def trainer_with_its_state(directory: Path) -> None:
-    for step, count in ((100, 8), (200, 6)):
-        path = scenes.trainer_of_deepspeed(directory / f"checkpoint-{step}", step, count)
-        (path / "latest").unlink()
-
-
-def lightning_with_inner_latest(directory: Path) -> None:
-    for step, count in ((100, 8), (200, 4)):
-        path = scenes.lightning_of_deepspeed(directory / f"epoch=0-step={step}.ckpt", step)
-        scenes.deepspeed(path / "checkpoint", step, count)
-
-
-def totals_in_names(directory: Path) -> None:
-    for step, count in ((100, 4), (200, 2)):
-        for part in ("model", "optim"):
-            ranks(directory, f"global_step_{step}/actor/{part}_world_size_{count}_rank_{{}}.pt", count)
-
-
-def files_with_tracker(directory: Path) -> None:
-    for step, count in ((100, 4), (200, 2)):
-        ranks(directory, f"s_{step}_rank{{}}.pt", count)
-    text(directory / "latest", "s_200_rank0.pt")
-
-
-def shards_with_others(directory: Path) -> None:
-    for step, count in ((100, 4), (200, 2)):
-        scenes.shards(directory / f"step_{step}", "optimizer")
-        ranks(directory / f"step_{step}", f"rng_state_{{}}_of_{count}.pt", count)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(deepspeed_with_tracker, megatron_with_tracker, trainer_with_its_state, lightning_with_inner_latest),
-        *(totals_in_names, files_with_tracker, shards_with_others),
-    ],
-)
-def test_a_shrunk_job_resumes_from_its_newest(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path)
+        make(tmp_path, step, count)
+    if tracker:
+        text(tmp_path / tracker.partition("=")[0], tracker.partition("=")[2])
     assert step_in(tmp_path) == 200, reasons(tmp_path)
     rows = {row.step: row for row in list_checkpoints(open_storage(str(tmp_path)))}
     assert rows[200].complete, rows[200].state
@@ -535,12 +476,6 @@ def test_files_of_other_programs_make_nothing_torn(tmp_path: Path) -> None:
     for length in range(1, len(whole)):
         (tmp_path / "CKPT_2" / "args.pt").write_bytes(whole[:length])
         assert chosen(tmp_path) == ("CKPT_1", 1), length
-
-
-def test_a_directory_of_other_programs_files_is_none(tmp_path: Path) -> None:
-    text(tmp_path / "step_5" / "brain.ckpt", "step: 1\n")
-    assert chosen(tmp_path) is None
-    assert chosen(tmp_path, pattern="step_{step}") == ("step_5", 5)
 
 
 @pytest.mark.parametrize("name", ["rl_model_2000_steps.zip", "ck_2000.npz"])

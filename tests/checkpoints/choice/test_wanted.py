@@ -16,13 +16,8 @@ from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.formats.manifest import directory_name
 from elastic_ext.checkpoints.storage import LocalStorage, RemoteStorage, Storage, open_storage
-from tests.checkpoints.choice.scenes import resume_in, saved
+from tests.checkpoints.choice.scenes import resume_in
 from tests.checkpoints.formats.test_formats import save_own
-
-
-@pytest.fixture(params=["local", "s3"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3") + "/run"
 
 
 def chosen(directory: str, **wanted: Any) -> str:
@@ -30,13 +25,13 @@ def chosen(directory: str, **wanted: Any) -> str:
 
 
 @pytest.mark.full("s3")
-def test_quarantined_ones_are_passed_over_until_lifted(directory: str) -> None:
-    held = open_storage(directory)
+def test_quarantined_ones_are_passed_over_until_lifted(where: str) -> None:
+    held = open_storage(where)
     names = [save_own(held, step) for step in (1, 2, 3)]
-    assert chosen(directory) == names[2]
+    assert chosen(where) == names[2]
     marks.quarantine(held, names[2], "KeyError at load, twice", "agent")
-    choice = newest_complete(directory)
-    assert chosen(directory) == names[1]
+    choice = newest_complete(where)
+    assert chosen(where) == names[1]
     assert [(passed.path, passed.reason, passed.distrusted) for passed in choice.passed_over] == [
         (held.path(names[2]), "quarantined: KeyError at load, twice", True)
     ]
@@ -45,42 +40,35 @@ def test_quarantined_ones_are_passed_over_until_lifted(directory: str) -> None:
     assert (mark.by, mark.at > 0) == ("agent", True)
     assert marks.quarantined_names(held) == {names[2]}
     marks.lift_quarantine(held, names[2])
-    assert chosen(directory) == names[2]
+    assert chosen(where) == names[2]
     with pytest.raises(FileNotFoundError):
         marks.lift_quarantine(held, names[2])
 
 
 @pytest.mark.full("s3")
-def test_all_bad_is_not_the_same_as_nothing(directory: str) -> None:
-    held = open_storage(directory)
+def test_all_bad_is_not_the_same_as_nothing(where: str) -> None:
+    held = open_storage(where)
     held.put(f"{directory_name(9, 1)}/__0_0.distcp", b"torn")
-    choice = newest_complete(directory)
+    choice = newest_complete(where)
     assert (choice.resume, choice.all_bad, len(choice.passed_over)) == (None, False, 1)  # the very first save was cut off
     names = [save_own(held, step) for step in (1, 2)]
     marks.quarantine(held, names[0], "bad")
     marks.quarantine(held, names[1], "bad")
-    choice = newest_complete(directory)
+    choice = newest_complete(where)
     assert (choice.resume, choice.all_bad) == (None, True)
     assert [os.path.basename(passed.path) for passed in choice.passed_over] == [directory_name(9, 1), names[1], names[0]]
 
 
 @pytest.mark.full("s3")
-def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
-    held = open_storage(directory)
+def test_from_nothing_and_from_one_that_is_named(where: str) -> None:
+    held = open_storage(where)
     names = [save_own(held, 7, 1), save_own(held, 8, 1), save_own(held, 7, 2)]
-    assert newest_complete(directory, Wanted(resume_from="none")) == Choice(None)
-    assert chosen(directory, resume_from="8") == names[1]
-    assert chosen(directory, resume_from="7") == names[2]  # the newer of the two
+    assert newest_complete(where, Wanted(resume_from="none")) == Choice(None)
+    assert chosen(where, resume_from="8") == names[1]
+    assert chosen(where, resume_from="7") == names[2]  # the newer of the two
     for text in (names[0], held.path(names[0]), held.path(names[0]) + "/"):
-        assert chosen(directory, resume_from=text) == names[0]
-    assert resume_in(directory, resume_from="8").reason.startswith("named by resume_from, ")
-
-
-def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
-    save_own(tmp_path / "mine", 1)
-    name = save_own(tmp_path / "other", 5)
-    named = str(tmp_path / "other" / name)
-    assert resume_in(tmp_path / "mine", resume_from=named).path == named
+        assert chosen(where, resume_from=text) == names[0]
+    assert resume_in(where, resume_from="8").reason.startswith("named by resume_from, ")
 
 
 def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
@@ -95,23 +83,17 @@ def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.full("s3")
-def test_damage_is_found_before_the_choice(directory: str) -> None:
-    held = open_storage(directory)
+def test_damage_is_found_before_the_choice(where: str) -> None:
+    held = open_storage(where)
     names = [save_own(held, step) for step in (1, 2)]
     data = bytearray(held.read(f"{names[1]}/__1_0.distcp"))
     data[17] ^= 4
     held.put(f"{names[1]}/__1_0.distcp", bytes(data))
-    assert chosen(directory) == names[1]  # nobody has asked for a look at the content
-    assert chosen(directory, verify=Mode.FULL) == names[0]
-    (passed,) = newest_complete(directory, Wanted(verify=Mode.FULL)).passed_over
+    assert chosen(where) == names[1]  # nobody has asked for a look at the content
+    assert chosen(where, verify=Mode.FULL) == names[0]
+    (passed,) = newest_complete(where, Wanted(verify=Mode.FULL)).passed_over
     assert passed.reason.startswith("damaged: __1_0.distcp: its checksum is ")
     assert passed.distrusted
-
-
-def test_the_markers_are_no_checkpoints(tmp_path: Path) -> None:
-    held = open_storage(str(tmp_path))
-    held.create(".elastic_ext/generation-00000001", b"{}")
-    assert newest_complete(str(tmp_path)) == Choice(None)
 
 
 # What it costs.
@@ -138,23 +120,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.full("s3")
-def test_one_listing_and_one_for_the_candidate(directory: str, calls: Counter[str]) -> None:
-    held = open_storage(directory)
+def test_one_listing_and_one_for_the_candidate(where: str, calls: Counter[str]) -> None:
+    held = open_storage(where)
     for step in range(1, 21):
         save_own(held, step)
     calls.clear()
-    assert chosen(directory) == directory_name(20, 1)
+    assert chosen(where) == directory_name(20, 1)
     # The directory, the checkpoint, its folder of one rank's files; its manifest.
     assert calls == {"entries": 3, "open": 1}
     held.put(".elastic_ext/generation-00000001", b"{}")
     calls.clear()
-    assert chosen(directory) == directory_name(20, 1)
+    assert chosen(where) == directory_name(20, 1)
     assert calls == {"entries": 3, "open": 2}  # and one question for a mark of the one candidate, no listing of marks
-
-
-def test_ten_thousand(tmp_path: Path, calls: Counter[str]) -> None:
-    data = saved(tmp_path / "checkpoint_epoch_0.pt").read_bytes()
-    for step in range(1, 10_000):
-        (tmp_path / f"checkpoint_epoch_{step}.pt").write_bytes(data)
-    assert chosen(str(tmp_path)) == "checkpoint_epoch_9999.pt"
-    assert calls == {"entries": 1, "open": 1}

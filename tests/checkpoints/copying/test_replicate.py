@@ -227,32 +227,28 @@ def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize("directory", ["local", "s3"])
-def test_the_manifest_comes_last_by_the_node_of_rank_0(request, tmp_path, nodes, directory):
-    remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
+def test_the_manifest_comes_last_by_the_node_of_rank_0(nodes, where):
     name = save(nodes, 2)
-    with Process(nodes[0], remote) as first, Process(nodes[1], remote) as second:
+    with Process(nodes[0], where) as first, Process(nodes[1], where) as second:
         first.until(lambda told: told["sent"])
         assert second.until(lambda told: told["complete"])["complete"] == name
         assert first.finish() == second.finish() == 0
-    assert complete(remote, name)
+    assert complete(where, name)
     assert sum(told["sent"] for each in (first, second) for told in each.told) == 2 * (1000 + len("own")) + len("sharedmetadata")
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize("directory", ["local", "s3"])
-def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, directory):
-    remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
+def test_killed_in_mid_copy_another_one_finishes(nodes, where):
     name = save(nodes[:1], 2, size=300_000)
-    storage = open_storage(str(remote))
-    with Process(nodes[0], remote, mb_s=1e-6) as first:  # one file at once, then days' wait
+    storage = open_storage(where)
+    with Process(nodes[0], where, mb_s=1e-6) as first:  # one file at once, then days' wait
         until(lambda: storage.stat(f"{name}/__0_0.distcp"))
         first.process.kill()
         first.process.wait()
-    assert not complete(remote, name)
-    with Process(nodes[0], remote) as second:
+    assert not complete(where, name)
+    with Process(nodes[0], where) as second:
         assert second.finish() == 0
-    assert complete(remote, name)
+    assert complete(where, name)
     assert 0 < sum(told["sent"] for told in second.told) < 300_000  # not the large file again
 
 

@@ -8,8 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,19 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
-from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, flip, half, resume_in, saved, tensors, text
-from tests.checkpoints.choice.test_tools import ranks
+from tests.checkpoints.choice.scenes import (
+    OPTIMIZER,
+    TRAINING,
+    WEIGHTS,
+    entry_of,
+    flip,
+    half,
+    ranks,
+    resume_in,
+    saved,
+    tensors,
+    text,
+)
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 # Pruning, which is pure.
@@ -92,23 +102,28 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypa
 # Copying.
 
 
-@pytest.fixture(params=["local", "s3"])
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path / "target") if request.param == "local" else request.getfixturevalue("s3") + "/target")
+@pytest.fixture
+def target(where: str) -> Storage:
+    return open_storage(where)
 
 
-def entry_of(storage: Storage, name: str) -> Entry:
-    return next(entry for entry in storage.entries() if entry.name == name)
+NAME = directory_name(5, 1)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Storage:
+    """It holds one of ours."""
+    made = open_storage(str(tmp_path / "source"))
+    save_own(made, 5)
+    return made
 
 
 @pytest.mark.full("s3")
-def test_copies_are_whole(tmp_path: Path, target: Storage) -> None:
-    source = open_storage(str(tmp_path / "source"))
-    names = [save_own(source, 5), "step_1", "checkpoint-5", "a.pt"]
+def test_copies_are_whole(tmp_path: Path, source: Storage, target: Storage) -> None:
     dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "source" / "step_1", no_dist=True)
     save_trainer(tmp_path / "source" / "checkpoint-5")
     torch.save({"step": 3}, tmp_path / "source" / "a.pt")
-    for name in names:
+    for name in (NAME, "step_1", "checkpoint-5", "a.pt"):
         seen: list[tuple[int, int]] = []
         sent = copy(source, target, entry_of(source, name), lambda *counts: seen.append(counts))  # noqa: B023
         assert seen[-1] == (sent, sent)
@@ -116,14 +131,12 @@ def test_copies_are_whole(tmp_path: Path, target: Storage) -> None:
         assert verify(target, entry_of(target, name)).sound
         sent_again = copy(source, target, entry_of(source, name))
         assert sent_again == 0
-    copy(target, open_storage(str(tmp_path / "back")), entry_of(target, names[0]))
+    copy(target, open_storage(str(tmp_path / "back")), entry_of(target, NAME))
     assert newest_complete(str(tmp_path / "back")).resume is not None
 
 
 @pytest.mark.full("s3")
-def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, target: Storage) -> None:
-    source = open_storage(str(tmp_path / "source"))
-    name = save_own(source, 5)
+def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, source: Storage, target: Storage) -> None:
     for most in range(4):
         blocks = 0
 
@@ -134,47 +147,41 @@ def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, target: Stor
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            copy(source, target, entry_of(source, name), throttle=throttle)
+            copy(source, target, entry_of(source, NAME), throttle=throttle)
         assert newest_complete(target.address).resume is None
         if most == 2:
             break  # two files are there; what is left is one of them and the manifest
-    total = sum(file.stat().st_size for file in tmp_path.glob(f"source/{name}/**/*") if file.is_file())
-    assert 0 < copy(source, target, entry_of(source, name)) < total - 1000
-    assert verify(target, entry_of(target, name)).sound
+    total = sum(file.stat().st_size for file in tmp_path.glob(f"source/{NAME}/**/*") if file.is_file())
+    assert 0 < copy(source, target, entry_of(source, NAME)) < total - 1000
+    assert verify(target, entry_of(target, NAME)).sound
 
 
 @pytest.mark.seam("s3")
-def test_a_damaged_one_is_not_copied(tmp_path: Path, target: Storage) -> None:
-    source = open_storage(str(tmp_path / "source"))
-    name = save_own(source, 5)
-    path = flip(tmp_path / "source" / name / "__1_0.distcp")
+def test_a_damaged_one_is_not_copied(tmp_path: Path, source: Storage, target: Storage) -> None:
+    path = flip(tmp_path / "source" / NAME / "__1_0.distcp")
     with pytest.raises(CopyError, match=r"__1_0\.distcp has checksum"):
-        copy(source, target, entry_of(source, name))
+        copy(source, target, entry_of(source, NAME))
     assert newest_complete(target.address).resume is None
     path.unlink()
     with pytest.raises(CopyError, match="is missing"):
-        copy(source, target, entry_of(source, name))
+        copy(source, target, entry_of(source, NAME))
 
 
 @pytest.mark.full("s3")
-def test_what_was_damaged_in_the_target_is_sent_again(tmp_path: Path, target: Storage) -> None:
-    source = open_storage(str(tmp_path / "source"))
-    name = save_own(source, 5)
-    copy(source, target, entry_of(source, name))
-    data = bytearray(target.read(f"{name}/__0_0.distcp"))
+def test_what_was_damaged_in_the_target_is_sent_again(source: Storage, target: Storage) -> None:
+    copy(source, target, entry_of(source, NAME))
+    data = bytearray(target.read(f"{NAME}/__0_0.distcp"))
     data[9] ^= 1
-    target.put(f"{name}/__0_0.distcp", bytes(data))
-    assert copy(source, target, entry_of(source, name)) == len(data)
-    assert verify(target, entry_of(target, name)).sound
+    target.put(f"{NAME}/__0_0.distcp", bytes(data))
+    assert copy(source, target, entry_of(source, NAME)) == len(data)
+    assert verify(target, entry_of(target, NAME)).sound
 
 
 @pytest.mark.full("s3")
-def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path, target: Storage) -> None:
-    source = open_storage(str(tmp_path / "source"))
-    name = save_own(source, 5)
+def test_another_checkpoint_of_the_same_name_is_not_overwritten(source: Storage, target: Storage) -> None:
     save_own(target, 5, run_id="another")
     with pytest.raises(UsageError, match="another checkpoint with the same name"):
-        copy(source, target, entry_of(source, name))
+        copy(source, target, entry_of(source, NAME))
 
 
 # Commands.
@@ -221,18 +228,14 @@ def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     "words",
     [("ls",), ("ls", "--json"), ("verify",), ("prune", "--yes"), ("pin", "a.pt"), ("unpin", "a.pt"), ("cp", "a.pt", "--to=x")],
 )
-def test_a_directory_that_does_not_exist_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], words) -> None:
     for typo in (str(tmp_path / "typo"), "memory://typo/run"):
         code, out, err = run(capsys, words[0], typo, *words[1:])
         what = f"elastic-ext: {typo} does not exist, expected a directory of checkpoints: check its name\n"
         assert (code, out, err) == (78, "", what)
 
 
-def test_a_checkpoint_that_disappears_is_no_wrong_name(
-    directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_disappears_is_no_wrong_name(directory: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(storage: Storage, entry: Entry) -> None:
         raise FileNotFoundError(2, "No such file or directory", entry.path)
 
@@ -262,11 +265,8 @@ def test_prune_removes_only_when_told(directory: str, capsys: pytest.CaptureFixt
     run(capsys, "pin", directory, directory_name(10, 2))
     code, out, _ = run(capsys, "prune", directory, "--keep-last=1", "--yes")
     assert (code, out.splitlines()[-1]) == (0, "removed 1 of 4, 3.0 KiB")
-    assert [name for name in sorted(os.listdir(directory)) if name.startswith("step")] == [
-        directory_name(10, 2),
-        directory_name(30, 2),
-        directory_name(40, 2),
-    ]
+    left = [name for name in sorted(os.listdir(directory)) if name.startswith("step")]
+    assert left == [directory_name(step, 2) for step in (10, 30, 40)]
 
 
 def test_marks_come_and_go(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,10 +352,7 @@ def test_prune_never_takes_what_is_not_understood(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path: scenes.verl(path / "step_1"), lambda path: ranks(path, "s_1_rank{}.pt", 3)])
-def test_a_removal_of_several_files_that_is_cut_off_leaves_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: object
-) -> None:
-    assert callable(make)
+def test_a_removal_of_several_files_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch, make) -> None:
     make(tmp_path)
     storage = open_storage(str(tmp_path))
     (row,) = list_checkpoints(storage)
@@ -397,12 +394,12 @@ def test_a_copy_counts_once_it_is_whole(tmp_path: Path, name: str) -> None:
 
 def test_verify_reads_the_files_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks(tmp_path, "s_1_rank{}.pt", 3)
-    assert main.main(["checkpoints", "verify", str(tmp_path)]) == 0
-    assert "s_1_rank*.pt: sound, 3 files" in capsys.readouterr().out
+    code, out, _ = run(capsys, "verify", str(tmp_path))
+    assert (code, "s_1_rank*.pt: sound, 3 files" in out) == (0, True)
     path = tmp_path / "s_1_rank1.pt"
     flip(path, path.read_bytes().index(b"optimizer"))
-    assert main.main(["checkpoints", "verify", str(tmp_path), "s_1_rank*.pt"]) == 1
-    assert "DAMAGED s_1_rank1.pt" in capsys.readouterr().out
+    code, out, _ = run(capsys, "verify", str(tmp_path), "s_1_rank*.pt")
+    assert (code, "DAMAGED s_1_rank1.pt" in out) == (1, True)
 
 
 def test_ls_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -441,30 +438,9 @@ def one_torn(path: Path) -> None:
     half(path / "optimizer_5.pt")
 
 
-def one_ahead(path: Path) -> None:
-    steps(path, "ema_{}.pt", WEIGHTS, 500, 1000, 1500)
-    steps(path, "checkpoint_{}.pt", TRAINING, 500, 1000)
-
-
-def one_begun_later(path: Path) -> None:
-    steps(path, "opt_{}.pt", OPTIMIZER, 100, 200)
-    steps(path, "model_{}.pt", WEIGHTS, 100, 200, 300)
-    steps(path, "ema_{}.pt", WEIGHTS, 200, 300)
-
-
 def runs(path: Path) -> None:
     for at, name in enumerate(("run_1_100.pt", "run_2_100.pt", "run_1_300.pt")):
         saved(path / name, TRAINING, at)
-
-
-def seeds(path: Path) -> None:
-    for seed in (1, 2):
-        steps(path, f"step{{}}-seed{seed}.pt", TRAINING, 10, 20)
-
-
-def with_best(path: Path, best: str) -> None:
-    steps(path, "epoch_{}.pth", TRAINING, *range(15, 21))
-    steps(path, best, TRAINING, 17)
 
 
 def state_without_newest(path: Path) -> None:
@@ -474,6 +450,21 @@ def state_without_newest(path: Path) -> None:
             scenes.accelerate(path / f"my-step{step:08}-state")
 
 
+def files(*rows: tuple[str, object, Iterable[int]]) -> Callable[[Path], None]:
+    """Makes those of these names, contents and steps."""
+
+    def make(path: Path) -> None:
+        for name, value, numbers in rows:
+            steps(path, name, value, *numbers)
+
+    return make
+
+
+ONE_AHEAD = files(("ema_{}.pt", WEIGHTS, (500, 1000, 1500)), ("checkpoint_{}.pt", TRAINING, (500, 1000)))
+MODELS = ("model_{}.pt", WEIGHTS, (100, 200, 300))
+ONE_BEGUN_LATER = files(("opt_{}.pt", OPTIMIZER, (100, 200)), MODELS, ("ema_{}.pt", WEIGHTS, (200, 300)))
+SEEDS = files(*((f"step{{}}-seed{seed}.pt", TRAINING, (10, 20)) for seed in (1, 2)))
+EPOCHS = ("epoch_{}.pth", TRAINING, range(15, 21))
 AHEAD = ["checkpoint_1000.pt", "ema_1000.pt", "ema_1500.pt"]
 BEST = "best_coco_bbox_mAP_epoch_{}.pth"
 
@@ -484,16 +475,16 @@ BEST = "best_coco_bbox_mAP_epoch_{}.pth"
         (of_ranks, "", [f"ep0-ba200-rank{rank}.pt" for rank in range(8)]),  # all files of a step, or none
         (one_torn, "--keep-last=2", [f"{name}_{step}.pt" for name in ("model", "ema", "optimizer") for step in (3, 4, 5)]),
         # What a job resumes from, although it has no part in the newest step; and a pattern cuts no step apart.
-        (one_ahead, "", AHEAD),
-        (one_ahead, "--pattern=ema_{step}.pt", [*AHEAD, "checkpoint_500.pt", "ema_500.pt"]),
+        (ONE_AHEAD, "", AHEAD),
+        (ONE_AHEAD, "--pattern=ema_{step}.pt", [*AHEAD, "checkpoint_500.pt", "ema_500.pt"]),
         (runs, "--pattern=run_{step}_*.pt", ["run_1_300.pt", "run_2_100.pt"]),
         # A step that lacks a family counts for none.
-        (one_begun_later, "", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
-        (one_begun_later, "--pattern=*_{step}.pt", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
+        (ONE_BEGUN_LATER, "", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
+        (ONE_BEGUN_LATER, "--pattern=*_{step}.pt", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
         (state_without_newest, "", [f"my-step0000{name}" for name in ("1000-state", "1000.safetensors", "1500.safetensors")]),
-        (seeds, "", ["step20-seed1.pt", "step20-seed2.pt"]),
-        (partial(with_best, best="best_epoch_{}.pth"), "", ["best_epoch_17.pth", "epoch_20.pth"]),
-        (partial(with_best, best=BEST), "", [BEST.format(17), "epoch_20.pth"]),
+        (SEEDS, "", ["step20-seed1.pt", "step20-seed2.pt"]),
+        (files(EPOCHS, ("best_epoch_{}.pth", TRAINING, (17,))), "", ["best_epoch_17.pth", "epoch_20.pth"]),
+        (files(EPOCHS, (BEST, TRAINING, (17,))), "", [BEST.format(17), "epoch_20.pth"]),
     ],
 )
 def test_what_prune_leaves(tmp_path: Path, make: Callable[[Path], None], options: str, left: list[str]) -> None:

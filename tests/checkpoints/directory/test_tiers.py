@@ -20,7 +20,7 @@ from tests.checkpoints.copying.test_replicate import copier_of
 from tests.checkpoints.rank_groups import RankGroups
 from tests.checkpoints.writing.test_checkpointer import small_disk
 from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
-from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job
+from tests.jobs import AGENT, SCRIPTS, TIMEOUT_S, Job, children, command_of
 from tests.until import until
 
 pytestmark = pytest.mark.full
@@ -209,16 +209,10 @@ def kill_the_copier(job: Job, times: int) -> None:
 
 
 def copiers(agent: int) -> list[int]:
-    """Pids of the copiers of an agent."""
-    found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == agent and b"elastic_ext.checkpoints.copying.replicate" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-        except OSError:
-            continue  # it ended meanwhile
-    return found
+    """Pids of the copiers of an agent; none of one that has ended."""
+    with suppress(FileNotFoundError):
+        return [pid for pid in children(agent) if "elastic_ext.checkpoints.copying.replicate" in command_of(pid)]
+    return []
 
 
 def alone(nodes: Nodes, lines: str, *options: str) -> Job:

@@ -34,10 +34,10 @@ from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.dcp import parse_metadata
 from elastic_ext.checkpoints.formats.detect import verify
-from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, Inspection
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from tests.checkpoints.choice.scenes import chosen, resume_in, step_in
+from tests.checkpoints.choice.scenes import chosen, entry_of, resume_in, step_in
 
 
 def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any) -> str:
@@ -55,8 +55,7 @@ def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any
 
 def inspected(directory: Path, name: str) -> Inspection:
     storage = open_storage(str(directory))
-    entry = next(entry for entry in storage.entries() if entry.name == name)
-    return detect.check(storage, entry)
+    return detect.check(storage, entry_of(storage, name))
 
 
 # Our own.
@@ -561,8 +560,3 @@ def test_random_bytes_are_no_crash_and_no_checkpoint(tmp_path: Path) -> None:
         assert newest_complete(str(tmp_path)).resume is None, turn
         assert marks.quarantine_of(storage, "step_9.pt") is not None
         shutil.rmtree(tmp_path / folder)
-
-
-def test_unknown_directories_are_said_to_be_unknown(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    assert inspected(tmp_path, "runs").format == UNKNOWN

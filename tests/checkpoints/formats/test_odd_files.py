@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -19,29 +18,20 @@ from elastic_ext.checkpoints.directory import transfer
 from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.storage import files_of, open_storage
 from elastic_ext.cli import main
-from tests.checkpoints.choice.scenes import resume_in
+from tests.checkpoints.choice.scenes import entry_of, plant, resume_in
 from tests.checkpoints.copying.test_replicate import complete, copier_of, save
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
-NAMES = ("loop", "root", "nowhere", "pipe.pt", "pipe.distcp", "socket.json", "zero.bin", "kernel.pt")
+# Two links to the directory that they are in: 2 ** 40 ways until the kernel has had enough.
+ODD = {"up0": "up", "up1": "up", "root": "root", "gone": "dangling", "pipe.pt": "fifo", "pipe.distcp": "fifo"}
+ODD |= {"socket.json": "socket"}
 
 
 def spoil(path: Path) -> None:
-    """Put one of each odd thing into a directory."""
-    (path / "loop").symlink_to(".")
-    (path / "again").symlink_to(".")  # two of them: 2 ** 40 ways until the kernel has had enough
-    (path / "root").symlink_to("/")
-    (path / "nowhere").symlink_to("nowhere.at.all")
+    """Put some of each odd thing into a directory."""
+    for name, kind in ODD.items():
+        plant(path / name, kind)
     (path / "kernel.pt").symlink_to("/proc/kmsg" if os.access("/proc/kmsg", os.R_OK) else "/proc/self/pagemap")
-    os.mkfifo(path / "pipe.pt")
-    os.mkfifo(path / "pipe.distcp")
-    here = os.getcwd()
-    os.chdir(path)  # names of sockets are short
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("socket.json")
-    finally:
-        os.chdir(here)
     try:
         os.mknod(path / "zero.bin", stat.S_IFCHR | 0o666, os.makedev(1, 5))
     except PermissionError:  # for root only
@@ -78,9 +68,9 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     root, name = spoiled
     storage = open_storage(str(root))
     assert resume_in(root).path == str(root / name)
-    entry = next(entry for entry in storage.entries() if entry.name == name)
+    entry = entry_of(storage, name)
     assert verify(storage, entry, Mode.FULL).faults == ()
-    assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*NAMES, "again"}
+    assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*ODD, "zero.bin", "kernel.pt"}
     target = open_storage(str(tmp_path / "copy"))
     transfer.copy(storage, target, entry)
     assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
@@ -103,7 +93,7 @@ def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
     moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
     (tmp_path / name / "__0_0.distcp").symlink_to(moved)
     storage = open_storage(str(tmp_path))
-    entry = next(entry for entry in storage.entries() if entry.name == name)
+    entry = entry_of(storage, name)
     assert newest_complete(str(tmp_path)).resume is not None
     assert verify(storage, entry, Mode.FULL).sound
     transfer.copy(storage, open_storage(str(tmp_path / "copy")), entry)

@@ -214,17 +214,3 @@ def test_every_box_from_any_pieces(seed):
     expected = whole[tuple(slice(at, at + size) for at, size in zip(target_box.begin, target_box.size, strict=True))]
     assert torch.equal(target, expected)
     assert sum(torch.Size(read.box.size).numel() for read in reads) == target.numel()
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "both"),
-    [
-        (Box((), ()), Box((), ()), Box((), ())),
-        (Box((0,), (4,)), Box((2,), (4,)), Box((2,), (2,))),
-        (Box((0,), (2,)), Box((2,), (4,)), None),
-        (Box((0, 0), (3, 3)), Box((1, 5), (1, 1)), None),
-        (Box((0,), (0,)), Box((0,), (4,)), None),
-    ],
-)
-def test_overlaps(one, other, both):
-    assert overlap(one, other) == overlap(other, one) == both

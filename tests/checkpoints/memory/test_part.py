@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from elastic_ext.checkpoints.directory.tiers import memory_file, rank_of
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffers, PartError, create, open_mapped
 from elastic_ext.checkpoints.state.capture import Capture, Objects, capture
@@ -118,10 +117,6 @@ def test_a_sparse_tensor_is_refused():
     state = Capture({"model": {"w": torch.eye(2).to_sparse()}}, {}, {})
     with pytest.raises(TypeError, match=r"model\.w is a torch.sparse_coo tensor; only strided ones can be copied to memory"):
         part.plan(state, 0, 1)
-
-
-def test_the_name_tells_the_rank():
-    assert rank_of(memory_file(12)) == 12
 
 
 # Buffers.

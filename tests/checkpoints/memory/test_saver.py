@@ -13,11 +13,6 @@ from tests.checkpoints.rank_groups import RankGroups
 pytestmark = pytest.mark.seam
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
-    return Hosts(tmp_path, groups, [2])
-
-
 # The user's own values.
 
 
@@ -69,7 +64,7 @@ def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(ho
     }
     results = hosts.task("refused", {})
     for name, text in told.items():
-        assert results[0]["raised"][name].startswith(text)
+        assert results[0]["raised"][name].startswith(f"UsageError: {text}")
     assert [result["saved"] for result in results] == [None, None]
     assert hosts.newest() == ""
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,17 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from elastic_ext import Checkpointer
 from elastic_ext.agent.resume import newest_checkpoint
 from elastic_ext.base.checkpoint_variables import MemoryRoom
-from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement
-from elastic_ext.checkpoints.choice.agreement import NodeInRound, agree
+from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.checkpoints.choice.offers import NewestSaved
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
-from tests.checkpoints.choice.scenes import flip
+from tests.checkpoints.choice.scenes import flip, resumed
 from tests.checkpoints.choice.test_agreement import copies
 from tests.checkpoints.rank_groups import RankGroups, complete
 from tests.until import until
@@ -71,22 +69,21 @@ def test_the_newest_checkpoint_is_not_passed_over(store: ObjectStore) -> None:
 def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """It neither passes over the newest checkpoint nor begins from nothing, which would supersede all work so far."""
     _save(store, 1, 2)
-    settings = replace(Settings(), checkpoint_dir=store.url)
     store.be(Ill(errors=1.0, path=path))
     with ThreadPoolExecutor(1) as pool, _told("does not answer") as told:
-        chosen = pool.submit(agree, settings, "run", SingleNode(), NodeInRound())
+        chosen = pool.submit(resumed, store.url)
         assert told.wait(60)
         store.be(WELL)
         assert chosen.result().step == 2
     store.be(Ill(errors=1.0, path=path))
     monkeypatch.setattr(agreement, "AWAY_S", 0.1)
     with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
-        agree(settings, "run", SingleNode(), NodeInRound())
+        resumed(store.url)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("path", "saved", "resumed"),
+    ("path", "saved", "expected"),
     [
         ("", NewestSaved(1, 2), 3),
         ("", NewestSaved(1, 4), None),  # saved later than the copy: it must not be passed over
@@ -95,33 +92,22 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
         ("/step_00000004.g0001/manifest.json", NewestSaved(1, 2), None),  # the storage has shown something newer
     ],
 )
-def test_a_storage_that_is_away_is_not_waited_for_if_a_copy_in_memory_is_as_new_as_all_that_is_known(
-    store: ObjectStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    saved: NewestSaved | None,
-    resumed: int | None,
-) -> None:
+def test_the_newest_copy_in_memory_needs_no_storage(store, tmp_path, monkeypatch, caplog, path, saved, expected) -> None:
     _save(store, 2, *([4] if "4" in path else []))
     place = NodeInRound(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
-    settings = replace(Settings(), checkpoint_dir=store.url)
     store.be(Ill(errors=1.0, path=path))
-    if resumed is None:
+    if expected is None:
         monkeypatch.setattr(agreement, "AWAY_S", 0.1)
         with pytest.raises(StorageAway):
-            agree(settings, "run", SingleNode(), place)
+            resumed(store.url, place=place)
         return
     monkeypatch.setattr(agreement, "poll", None)  # it does not wait
-    assert agree(settings, "run", SingleNode(), place).step == resumed
+    assert resumed(store.url, place=place).step == expected
     assert len([each for each in caplog.records if "does not answer" in each.message]) == (not path)
 
 
 @pytest.mark.full
-def test_without_the_storage_the_older_copy_is_loaded(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_storage_the_older_copy_is_loaded(store: ObjectStore, tmp_path: Path, monkeypatch) -> None:
     """The checkpoint of step 2 is older than both. With no copy that is whole, the storage has failed."""
     _save(store, 2)
     for name, value in MemoryRoom(str(tmp_path / "memory"), 1 << 20, 1).variables(1).items():
@@ -171,12 +157,11 @@ def test_a_signal_is_no_failure_of_the_storage() -> None:
 def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(store, 1, 2)
     monkeypatch.setattr(agreement, "AWAY_S", 0.1)
-    settings = replace(Settings(), checkpoint_dir=store.url, verify="full")
     store.be(Ill(errors=1.0, path="/step_00000002.g0001/__0_0.distcp"))
     with pytest.raises(StorageAway):
-        agree(settings, "run", SingleNode(), NodeInRound())
+        resumed(store.url, verify="full")
     store.be(WELL)
-    assert agree(settings, "run", SingleNode(), NodeInRound()).step == 2
+    assert resumed(store.url, verify="full").step == 2
 
 
 @pytest.mark.full
@@ -184,7 +169,7 @@ def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectSt
 def test_waiting_nodes_join_later(store: ObjectStore, path: str) -> None:
     """The leader asks for the newest checkpoint on the thread that keeps it in the job."""
     _save(store, 1, 2)
-    settings = replace(Settings(), checkpoint_dir=store.url, grow_at="checkpoint")
+    settings = Settings(checkpoint_dir=store.url, grow_at="checkpoint")
     policy = AgentPolicy(settings, 1, lambda: newest_checkpoint(settings))
     assert not policy.may_grow(1)
     store.be(Ill(errors=1.0, path=path))

@@ -35,11 +35,6 @@ def of(results: list[dict], name: str) -> list[Any]:
     return [result[name] for result in results]
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
-    return Hosts(tmp_path, groups, [2])
-
-
 def on_disk(tmp_path: Path, groups: RankGroups, *calls: list[Any]) -> list[dict]:
     found: list[dict] = groups.run("calls", 2, {"directory": str(tmp_path / "checkpoints"), "calls": calls})
     return found

@@ -73,6 +73,7 @@ class Leader:
             self._max_restarts,
             nodes=self._nodes + self.spares - len(lost),
             min_nodes=self._nodes,
+            members=self._nodes,
             lost=lost,
             charges=charges,
             backoff=self._backoff,

@@ -56,6 +56,7 @@ _BY_HISTORY = (REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE)
 # Below it, chance does not explain how often a node has failed: in a job of 2,048 nodes twice in 6 failures, of 64 nodes three
 # times in 7, of 8 nodes four times in 5. In arXiv 2605.09370, 3 of 63 nodes have more than half of all exclusions.
 CHANCE = 0.01
+GONE_BACK = "it happened twice after loading the same checkpoint: the one before it is tried, if there is one"
 MOVED = "its ranks move to another node, to show whether they fail or the node"
 ONE_MORE_TRY = "one more try shows whether it happens again"  # said only while it is to come
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
@@ -261,20 +262,14 @@ def decide(
         outcome = _retry_cold(outcome, diagnosis, past)
     outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
     action = ACTIONS[outcome.response]
-    if blamed and action is Action.RESTART:
-        reason = (
-            f"{outcome.reason}; it happened twice after loading the same checkpoint: the one before it is tried, if there is one"
-        )
-        outcome = replace(outcome, reason=reason)
     charged = outcome.response in _CHARGED
     cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
     moves_ranks = charged and not cold and not blamed and _moves_ranks(outcome, diagnosis, nodes)
-    if moves_ranks:
-        outcome = replace(outcome, reason=f"{outcome.reason}; {MOVED}")
+    more = [text for text, holds in ((GONE_BACK, blamed and action is Action.RESTART), (MOVED, moves_ranks)) if holds]
     return Decision(
         action,
         outcome.kind,
-        outcome.reason,
+        "; ".join([outcome.reason, *more]),
         exit_code_for(outcome.exit_code, exit_codes) if action is Action.STOP else None,
         outcome.rule,
         charged,

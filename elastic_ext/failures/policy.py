@@ -392,7 +392,7 @@ def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     evidence = diagnosis.evidence
     of_rank = evidence.node is not None and evidence.rank >= 0 and not evidence.cut and diagnosis.rule not in OF_SCRIPT
     either = of_a_node(diagnosis) or outcome.response is Response.CONFIRM
-    return (nodes.running or 0) > 1 and of_rank and either and not diagnosis.checkpoints_back
+    return (nodes.members or nodes.running or 0) > 1 and of_rank and either and not diagnosis.checkpoints_back
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:

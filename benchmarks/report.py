@@ -77,16 +77,12 @@ BENCHMARKS = (
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
-    Benchmark(
-        "stragglers", LATENESS, "--repeat=1 --rows=host-30,rank-30 --seconds=100 --quiet-minutes=0 --pairs=0", needs="root"
-    ),
-    Benchmark(
-        "stragglers", LATENESS, "--repeat=1 --rows=host-10,rank-10 --seconds=90 --quiet-minutes=0 --pairs=0", "ten", "root"
-    ),
+    Benchmark("stragglers", LATENESS, "--repeat=2 --quiet-minutes=0 --pairs=0", needs="root"),
     Benchmark("stragglers", LATENESS, "--rows= --pairs=0", "quiet", "root"),
-    Benchmark("integrity", ("elastic_ext/workers/bootstrap", "elastic_ext/failures", "elastic_ext/agent"), "--repeat=1"),
+    Benchmark("stragglers", LATENESS, "--rows= --quiet-minutes=0 --pairs=3", "pairs", "root"),
+    Benchmark("integrity", ("elastic_ext/workers/bootstrap", "elastic_ext/failures", "elastic_ext/agent"), "--repeat=2"),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
-    Benchmark("growth", ETCD),
+    Benchmark("growth", ETCD, "--sizes=64,128,256"),
     Benchmark("rendezvous", ETCD),
     Benchmark("steady_state", ETCD),
     Benchmark("overhead", ("elastic_ext/workers", "elastic_ext/telemetry", "elastic_ext/status", "elastic_ext/agent")),

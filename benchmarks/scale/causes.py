@@ -37,12 +37,20 @@ class Shows(Enum):
 
 @dataclass(frozen=True)
 class Look:
-    """One way in which a cause shows. share: of the cause's failures. evidence: arguments of Evidence."""
+    """One way in which a cause shows.
+
+    Attributes:
+        share: of the cause's failures.
+        evidence: arguments of Evidence.
+        truth: what such a failure is, if that differs from the cause's.
+        missed: NCCL on two other nodes names the node with the cause, as a peer that does not answer.
+    """
 
     share: float
     evidence: Mapping[str, Any]
     shows: Shows = Shows.EXIT
-    truth: Truth | None = None  # if it differs from the cause's
+    truth: Truth | None = None
+    missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,12 @@ _REMOTE = _raised(
     _BACKEND,
     "NCCL error in: ProcessGroupNCCL.cpp:2021, remote process exited or there was a network error, NCCL version 2.21.5\n"
     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+)
+_UNANSWERED = _raised(
+    _BACKEND,
+    "NCCL error in: ProcessGroupNCCL.cpp:2021, remote process exited or there was a network error, NCCL version 2.21.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+    "Last error:\nNET/IB: Got completion from peer 10.0.0.2<54862> with status=12 opcode=0 len=0 vendor err 129",
 )
 _HANG: dict[str, Any] = {"signal": "SIGKILL", "hang": True, "hang_reason": "rank 0 waits in all_reduce; no worker makes progress"}
 _GONE: dict[str, Any] = {}
@@ -145,8 +159,8 @@ CAUSES: Mapping[str, Cause] = {
     "nic": Cause(
         Truth.NODE,
         (
-            Look(0.5, _REMOTE),
-            Look(0.2, _raised(_BACKEND, "NCCL error: transport retry count exceeded (12)")),
+            Look(0.35, _REMOTE),
+            Look(0.35, _UNANSWERED, missed=True),
             _hang(0.3, blame=False),
         ),
     ),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import Diagnosis, classify
+from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.evidence import WAITS, Evidence, RaisedException
 from elastic_ext.failures.judgement import Circumstances, Lost, judge
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
@@ -25,6 +26,7 @@ _PEER_GONE = RaisedException(
     "torch.distributed.DistBackendError",
     "NCCL error: remote process exited or there was a network error\nLast error:\nConnection closed by remote peer",
 )
+_ADDRESS = "10.0.0.2"  # of the node with the cause
 SETTINGS = Settings()
 
 
@@ -120,7 +122,8 @@ def _reports(look: Look, place: Place, moment: Moment, random_: random.Random) -
     if look.shows is Shows.HANG and seen["hang_blame"][0] == WAITS:
         seen["hang_blame"] = (WAITS, random_.randrange(9))  # so that any rank may be blamed
     for number, host in enumerate(hosts):
-        yield f"{host}#1", report(host, Evidence(rank=place.rank + 8 * number, node=host, **{**common, **seen}), 1 + number)
+        found = report(host, Evidence(rank=place.rank + 8 * number, node=host, **{**common, **seen}), 1 + number)
+        yield f"{host}#1", replace(found, reach=Reach((_ADDRESS,))) if look.missed else found
     for number, host in enumerate(place.others):
         rank = 64 + 8 * number
         if look.shows is Shows.HANG:
@@ -133,11 +136,12 @@ def _reports(look: Look, place: Place, moment: Moment, random_: random.Random) -
                 hang_blame=(WAITS, random_.randrange(9)),
                 **common,
             )
-        elif number == 0 or not hosts:
+        elif number == 0 or not hosts or look.missed:
             evidence = Evidence(rank=rank, node=host, exit_code=1, exception=_PEER_GONE, **common)
         else:
             evidence = Evidence(rank=rank, node=host, signal="SIGTERM", stopped_by_agent=True, **common)
-        yield f"{host}#1", report(host, evidence, 10 + number)
+        silent = (Silent(rank, _ADDRESS, 0.0),) if look.missed else ()
+        yield f"{host}#1", replace(report(host, evidence, 10 + number), reach=Reach((f"10.0.1.{number}",), silent))
 
 
 # One cause alone, until the job trains on, has stopped, or the bad node has left.

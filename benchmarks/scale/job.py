@@ -118,6 +118,7 @@ class Job:
         self._faults: dict[str, Fault] = {}
         self._bug: tuple[Fault, float, int] | None = None
         self._failure_number = 0
+        self._moves = Counter[str]()  # how often the ranks of a node have moved to another one
 
     def run(self, failures: int, seconds: float) -> Account:
         """Run until both limits are passed, and return the account."""
@@ -344,7 +345,7 @@ class Job:
         if fault.key == "wrong numbers":  # any rank may see one
             hosts = (f"n{self._random.randrange(self.scale.nodes)}",)
         whose = fault.key if fault.truth is Truth.CODE else hosts[0]  # a bug stays with its rank, whichever node has that
-        place = Place(hosts, ("n_a", "n_b"), 8 * (zlib.crc32(whose.encode()) % self.scale.nodes))
+        place = Place(hosts, ("n_a", "n_b"), 8 * ((zlib.crc32(whose.encode()) + self._moves[whose]) % self.scale.nodes))
         while self._charges and self._charges[0] < self._now - self.setup.window_s:
             self._charges.popleft()
         self._leader.spares = 1 if self._spares is None else self._spares
@@ -367,6 +368,7 @@ class Job:
             self._leave(host)
             if fault.truth in (Truth.PASSES, Truth.CODE) or host not in fault.hosts:
                 self.account.wrong[f"a good node leaves: {fault.key}, {decision.rule}"] += 1
+        self._moves[whose] += decision.moves_ranks and fault.truth is not Truth.CODE
         self._keep(fault, left, decision.moves_ranks)
         moved = bool(left) or fault.truth is Truth.GONE
         from_disk = not self.side.memory or len(fault.hosts) > 1 or verdict.refuse_copies

@@ -24,17 +24,18 @@ from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import EndedRound
 from elastic_ext.base import log_records, names
+from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
-from elastic_ext.failures.cuts import NOTHING_KNOWN
+from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach, unanswered
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
-from elastic_ext.rendezvous.address import is_loopback, look_up
+from elastic_ext.rendezvous.address import is_loopback, look_up, own_addresses
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
@@ -164,6 +165,10 @@ class RunningRound:
         share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
         reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
+        if reach is NOTHING_KNOWN and diagnosis.response is Response.FOLLOW:
+            raised = diagnosis.evidence.exception
+            texts = (raised.message if raised is not None else "", diagnosis.evidence.stderr_tail)
+            reach = Reach(own_addresses(), unanswered(texts, diagnosis.evidence.rank))
         collectives = self.hangs.collectives if self.hangs is not None else ()
         rows = self.workers.read_progress()
         copied_at, saved_at = self.resume.newest_steps(rows)

@@ -119,6 +119,8 @@ class Supervisor(TorchAgent):
                 self.first_round()
                 return self._run_rounds()
         except JobStopped as stopped:
+            if not stopped.verdict.ends_job:
+                self._handler.leave()  # the others continue without this node
             return self._stop_for(stopped.verdict)
         except JobDone as done:
             return exits.succeeded_without(self._worker_group, done)
@@ -164,8 +166,6 @@ class Supervisor(TorchAgent):
             self._prepare_restart(verdict, decision)
             self._metrics.restarted(decision.kind)
             self.next_round()
-
-    # Classify a failure, carry out the verdict.
 
     def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""

@@ -179,8 +179,7 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
 
 def check_names(inputs: Inputs) -> list[Finding]:
     """Check how long the look-up of the name of this host's address takes: torch waits for it as it connects."""
-    own = (each.address for each in address.addresses() if not address.is_loopback(each.address))
-    asked = address.chosen(inputs.settings.address) or next(own, address.loopback())
+    asked = address.chosen(inputs.settings.address) or next(iter(address.own_addresses()), address.loopback())
     took = names.seconds_for_name(asked)
     if took < names.LATE_S:
         return [Finding("names", OK, f"/etc/hosts or a name server answers for {asked} in {took * 1000:.0f} ms")]

@@ -6,6 +6,7 @@ is, the other node's own report says. An address of no node of the job (an objec
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,12 @@ from dataclasses import dataclass
 from elastic_ext.base.records import Name, Rank, Seconds
 
 NO_RANK = -1
+# What NCCL says of a peer that no longer acknowledges, over InfiniBand or RoCE (12: IBV_WC_RETRY_EXC_ERR); after a first error it
+# reports others, with other numbers. The address is that of the peer's socket, with its port.
+_NO_ANSWER = re.compile(
+    r"completion from peer \[?([\w.:-]{1,80})(?:%\w{1,16})?\]?<\d{1,5}> with (?:status=|error )(?:\w{1,40}\()?12\b"
+)
+MAX_PEERS = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,12 @@ class Reach:
 
 
 NOTHING_KNOWN = Reach()
+
+
+def unanswered(texts: Sequence[str], rank: int) -> tuple[Silent, ...]:
+    """Return the peers that did not acknowledge what a worker sent, by NCCL's words in its message or on its stderr."""
+    found = dict.fromkeys(match[1] for text in texts for match in _NO_ANSWER.finditer(text))
+    return tuple(Silent(rank, address, 0.0) for address in list(found)[:MAX_PEERS])
 
 
 def union(one: Reach, other: Reach) -> Reach:

@@ -106,7 +106,9 @@ class Precedent:
         cut: see Evidence.
         kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
-        of_nodes: number of nodes of its round, if a bad node causes such failures (`policy.of_a_node`); 0: not, or unknown.
+        of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
+            unknown.
+        maybe_outage: whether an outage may cause such failures, too.
         same_rank: whether it was the same rank.
         other_step: whether the job surely was at another step.
         before_repair: whether its node has been given back since, see `ledger.given_back`.
@@ -128,6 +130,7 @@ class Precedent:
     same_rank: bool = False
     other_step: bool = False
     before_repair: bool = False
+    maybe_outage: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:

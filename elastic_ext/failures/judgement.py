@@ -55,7 +55,8 @@ class Circumstances:
         lost: the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
         reaches: what nodes reported of their connections while the job hung, by id, besides their reports: connections may be
-            gone by the time of a report.
+            gone by the time of a report. Of the other nodes of the round, their addresses.
+        hosts: their names, by id.
         at: see JobVerdict.
         exit_codes, backoff, jitter: see policy.decide.
         kind_limits: see policy.Budget.
@@ -69,6 +70,7 @@ class Circumstances:
     lost: tuple[Lost, ...] = ()
     charges: int | None = None
     reaches: Mapping[str, Reach] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)
     at: str = ""
     kind_limits: Mapping[str, int] = field(default_factory=dict)
     backoff: policy.Backoff = policy.NO_BACKOFF
@@ -116,8 +118,9 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
-    of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.of_a_node(cause.diagnosis) else 0
-    now = replace(now, charged=decision.charged, of_nodes=of_nodes)
+    of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.may_be_of_a_node(cause.diagnosis) else 0
+    maybe_outage = bool(of_nodes) and not policy.of_a_node(cause.diagnosis)
+    now = replace(now, charged=decision.charged, of_nodes=of_nodes, maybe_outage=maybe_outage)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
         decision,
@@ -221,12 +224,15 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     if differ is not None and differ.agreed is not None:
         return _of_replicas(reports, differ)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
+    hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
         now = past_failure(cause, report.resumed_at, report.resumed_from)
         past = precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
-        return _cut_off(reports, found, [each.lasting_cut for each in past])
+        return _cut_off(reports, found, hosts, [each.lasting_cut for each in past])
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
         return _of_lost(circumstances.lost, cause, report)
+    if report.follows and (found := _cuts(reports, circumstances)):
+        return _cut_off(reports, found, hosts, [each.cut for each in ledger.failures if each.cut])
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
     shared = not report.follows and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
@@ -284,28 +290,34 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
 
 
 def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
-    told = circumstances.reaches
-    return cuts.cuts({id_: cuts.union(report.reach, told.get(id_, NOTHING_KNOWN)) for id_, report in reports.items()})
+    told = dict(circumstances.reaches)
+    for id_, report in reports.items():
+        told[id_] = cuts.union(report.reach, told.get(id_, NOTHING_KNOWN))
+    return cuts.cuts(told)
 
 
-def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut], earlier: Sequence[tuple[str, ...]]) -> _Cause:
-    """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait.
+def _cut_off(
+    reports: Mapping[str, Report], found: Sequence[Cut], hosts: Mapping[str, str], earlier: Sequence[tuple[str, ...]]
+) -> _Cause:
+    """Return what `_cause` returns for hosts that cannot reach each other: their workers wait, or NCCL gives up.
 
-    earlier: see `cuts.named`.
+    hosts, earlier: see `cuts.named`. A node that others miss may have nothing to report: no worker has failed there.
     """
-    ranks = {id_: report.diagnosis.evidence.rank for id_, report in reports.items()}
-    cut, node = cuts.named(found, ranks, {id_: report.host for id_, report in reports.items()}, earlier)
-    here, there, silent = reports[cut.node].host, reports[cut.other].host, cut.silent
-    who = f"rank {silent.rank} on {here}" if silent.rank != cuts.NO_RANK else here
-    reason = f"{who} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address})"
+    ranks = {id_: reports[id_].diagnosis.evidence.rank if id_ in reports else NO_RANK for each in found for id_ in each.pair}
+    cut, node = cuts.named(found, ranks, hosts, earlier)
+    here, there, silent = hosts[cut.node], hosts[cut.other], cut.silent
+    who = f"rank {silent.rank} on {here}" if silent.rank != NO_RANK else here
+    of_rank = f", the host of rank {ranks[cut.other]}" if ranks[cut.other] != NO_RANK else ""
+    reason = f"{who} gets no answer from {there}{of_rank} ({silent.address})"
     if silent.for_s:
         reason += f", for {silent.for_s:.3g} s"
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
-    evidence = reports[node].diagnosis.evidence
-    apart = any(node not in each.pair for each in found)
-    found_cut = classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there))), cuts_apart=apart))
-    return _Cause(found_cut, reports[node], node, reports[node].host, evidence.rank)
+    report = reports.get(node) or reports[cut.node]
+    seen, pair, apart = report.diagnosis.evidence, tuple(sorted((here, there))), any(node not in each.pair for each in found)
+    evidence = replace(seen, rank=ranks[node], node=hosts[node], hang_reason=reason, cut=pair, cuts_apart=apart)
+    found_cut = classify(replace(evidence, exit_code=None, signal=None, exception=None, stopped_by_agent=False))
+    return _Cause(found_cut, report, node, hosts[node], evidence.rank)
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

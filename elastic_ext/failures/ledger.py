@@ -45,7 +45,7 @@ class PastFailure:
         cut: see Evidence.
         gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
         rank: of the worker; -1: unknown.
-        of_nodes, before_repair: see Precedent.
+        of_nodes, before_repair, maybe_outage: see Precedent.
     """
 
     fingerprint: str
@@ -62,6 +62,7 @@ class PastFailure:
     rank: Rank = -1
     of_nodes: Count = 0
     before_repair: bool = False
+    maybe_outage: bool = False
 
     @property
     def step(self) -> int | None:
@@ -110,6 +111,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             same_rank=past.rank == now.rank >= 0,
             other_step=None not in (past.step, now.step) and past.step != now.step,
             before_repair=past.before_repair,
+            maybe_outage=past.maybe_outage,
         )
         for number, past in enumerate(earlier)
     )
@@ -268,7 +270,7 @@ def given_back(ledger: Ledger, node: str) -> Ledger:
 
     Those before stay, as failures of the job: they say how many each other node may have by chance.
     """
-    own = [bool(past.of_nodes) and past.node == node for past in ledger.failures]
+    own = [bool(past.of_nodes) and node in (past.node, *past.cut) for past in ledger.failures]
     failures = (replace(past, before_repair=past.before_repair or here) for past, here in zip(ledger.failures, own, strict=True))
     return replace(ledger, failures=tuple(failures))
 

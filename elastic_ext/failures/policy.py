@@ -233,6 +233,7 @@ class _Outcome:
     reason: str
     rule: str
     exit_code: int = EX_FAILED
+    suspect: bool = False  # the node has failed too often for chance, but perhaps only its rank does
 
 
 def decide(
@@ -334,7 +335,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     unknown_at_start = diagnosis.evidence.first_step_done is False and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
     only_here = _only_here(diagnosis, same, nodes)
-    if (outcome.response is Response.CONFIRM or unknown_at_start) and not only_here and confirmed:
+    may_be_code = outcome.response is Response.CONFIRM or unknown_at_start or _follows_its_rank(diagnosis, same)
+    if may_be_code and not only_here and confirmed:
         return _repeated(outcome, diagnosis, same)
     one_more = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or diagnosis.rule in NODE_OR_OUTAGE
     if only_here and nodes.one_may_leave and one_more:
@@ -351,9 +353,11 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         exit_code = EX_TRY_AGAIN if 2 * outside > len(row) + 1 else EX_FAILED
         reason = f"{outcome.reason}; it was failure {len(row) + 1} in a row without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, IN_A_ROW, exit_code)
-    if nodes.one_may_leave and (too_often := _too_often_for_chance(diagnosis, past, nodes)):
+    too_often = _too_often_for_chance(diagnosis, past, nodes)
+    shown = of_a_node(diagnosis) or bool(diagnosis.evidence.cut) or _with_other_ranks(diagnosis, past)
+    if too_often and nodes.one_may_leave and shown:
         return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{outcome.reason}; {too_often}", BAD_NODE, EX_NODE)
-    return outcome
+    return replace(outcome, suspect=True, reason=f"{outcome.reason}; {too_often}") if too_often else outcome
 
 
 def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]) -> _Outcome:
@@ -383,6 +387,12 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
     return len(same) >= (MAX_SAME_FAILURES - 1 if outage else 1) and all(earlier.node == node for earlier in same)
 
 
+def _follows_its_rank(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:
+    """Return whether a rank has crashed in the same way on two nodes, without a step between: neither is to blame."""
+    elsewhere = (each for each in same if each.same_rank and each.node not in (diagnosis.evidence.node, None))
+    return diagnosis.kind == CRASH and any(each.progress is False for each in elsewhere)
+
+
 def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     """Return whether the next try should show what the failure follows: the node, which is bad then, or the rank, as a bug does.
 
@@ -390,9 +400,10 @@ def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     with them: not the checkpoint, nor the way the workers start.
     """
     evidence = diagnosis.evidence
-    of_rank = evidence.node is not None and evidence.rank >= 0 and not evidence.cut and diagnosis.rule not in OF_SCRIPT
-    either = of_a_node(diagnosis) or outcome.response is Response.CONFIRM
-    return (nodes.members or nodes.running or 0) > 1 and of_rank and either and not diagnosis.checkpoints_back
+    of_rank = evidence.node is not None and evidence.rank >= 0 and diagnosis.rule not in OF_SCRIPT
+    several = evidence.cut or evidence.shared or (nodes.members or nodes.running or 0) < 2
+    either = of_a_node(diagnosis) or outcome.response is Response.CONFIRM or outcome.suspect
+    return of_rank and either and not several and not diagnosis.checkpoints_back
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:
@@ -403,25 +414,41 @@ def of_a_node(diagnosis: Diagnosis) -> bool:
     return known and (hangs or diagnosis.kind in (HARDWARE, CRASH) or diagnosis.rule in ILLEGAL_ACCESS)
 
 
+def may_be_of_a_node(diagnosis: Diagnosis) -> bool:
+    """Return whether a bad node may cause such failures, with its mount or its link. Who notices first is not the cause."""
+    evidence = diagnosis.evidence
+    of_mount = diagnosis.kind == STORAGE and diagnosis.rule in NODE_OR_OUTAGE and not evidence.shared
+    of_link = bool(evidence.cut) and not evidence.cuts_apart
+    return of_a_node(diagnosis) or of_mount or of_link
+
+
 def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:
     """Return why this node is worse than the others; "" if chance explains how often it has failed.
 
     Progress in between does not count, and neither does time: only how many failures there were in the whole job. If all nodes
     were equal, the chance that one of them has `here` of the last `last` would be comb(last, here) / nodes ** (here - 1) at most,
     with the fewest nodes that ran at one of them. That is for each failure: of 100 on equal nodes one may have this verdict.
+    A failure that an outage may cause, too, never counts beside one that only a bad node has. A cut is of two nodes, so by chance
+    each is in it twice as often: there `here` of them have it by comb(last, here) * 2 ** here / nodes ** (here - 1) at most.
     """
-    node, fewest = diagnosis.evidence.node, nodes.members or nodes.running or 0
-    suspects = [earlier for earlier in past if earlier.of_nodes]
-    wherever = any(earlier.same_rank and earlier.node != node for earlier in suspects)  # it fails wherever the rank runs
-    if node is None or not of_a_node(diagnosis) or wherever:
+    node, fewest, cut = diagnosis.evidence.node, nodes.members or nodes.running or 0, bool(diagnosis.evidence.cut)
+    weak = not of_a_node(diagnosis)
+    suspects = [each for each in past if each.of_nodes and bool(each.cut) == cut and (weak or not each.maybe_outage)]
+    wherever = not cut and any(each.same_rank and each.node != node for each in suspects)  # it fails wherever the rank runs
+    if node is None or not may_be_of_a_node(diagnosis) or wherever:
         return ""
     here = 1
     for last, earlier in enumerate(reversed(suspects), 2):
-        here += earlier.node == node and not earlier.before_repair
+        here += node in (earlier.cut or (earlier.node,)) and not earlier.before_repair
         fewest = min(fewest, earlier.of_nodes)
-        if comb(last, here) < CHANCE * fewest ** (here - 1):
+        if comb(last, here) * (2**here if cut else 1) < CHANCE * fewest ** (here - 1):
             return f"{here} of the last {last} failures of this sort were on {node}, too many for chance with {fewest} nodes"
     return ""
+
+
+def _with_other_ranks(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
+    """Return whether this node has failed with another rank, too: some ranks, such as 0, are the first to see any outage."""
+    return any(each.of_nodes and each.node == diagnosis.evidence.node and not each.same_rank for each in past)
 
 
 def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
@@ -438,7 +465,8 @@ def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent
     """Without this node, the job needs no way between it and the others."""
     node = diagnosis.evidence.node
     known = any(each.lasting_cut and each.surely_none_since for each in past)
-    reason = f"{outcome.reason}; {node} has had such a hang {'before, without progress since' if known else 'the last time, too'}"
+    when = "before, without progress since" if known else "the last time, too"
+    reason = f"{outcome.reason}; {node} was cut off like this {when}"
     if not nodes.one_may_leave:
         return replace(outcome, reason=f"{reason}, but the job cannot run without it")
     return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{reason}; {node} leaves", CUT_AGAIN, EX_NODE)

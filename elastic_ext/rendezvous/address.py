@@ -19,6 +19,8 @@ from elastic_ext.base.printable import printable
 
 logger = logging.getLogger(__name__)
 
+MAX_OWN = 32  # addresses in a report: the network of GPUs has one each
+
 
 @dataclass(frozen=True)
 class Address:
@@ -54,6 +56,15 @@ def addresses() -> list[Address]:
     finally:
         libc.freeifaddrs(first)
     return [each for family in _OFFSETS for each, own in found if own == family and not each.address.startswith("fe80:")]
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Return those at which other hosts may reach this one; none if they cannot be read."""
+    try:
+        return tuple(each.address for each in addresses() if not is_loopback(each.address))[:MAX_OWN]
+    except OSError as error:
+        logger.debug("cannot read the addresses of this host: %s", error)
+        return ()
 
 
 def _entries(pointer: ctypes._Pointer[_Entry]) -> Iterator[tuple[Address, int]]:

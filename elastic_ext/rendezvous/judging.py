@@ -171,7 +171,7 @@ class AgentPolicy:
         given = {id_: report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
         rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)
-        rules = replace(rules, members=reports.members)
+        rules = replace(rules, members=reports.members, hosts={id_: drains.host_of(id_) for id_ in reports.reaches})
         if not given:
             kept, left = judgement.too_few_left(ledger_of(ledger_text), rules, reports.round)
             return Judgement(State.CLOSED, left.decision.reason, ledger.encode_verdict(left), ledger.encode_ledger(kept))

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_ext.base import names
 from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
+from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
@@ -100,7 +101,7 @@ class Place:
         on_verdict: called with the verdict on round `after`. A node on which nothing failed learns of it only here.
 
         Raises:
-            JobStopped: a verdict has ended the job.
+            JobStopped: a verdict has ended the job, or has this node leave.
             NodeDrained: an operator has this node leave.
             JobDone: without this node.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
@@ -113,7 +114,7 @@ class Place:
                 header = participant.header
                 if header.round == after and header.verdict not in ("", notified):
                     notified = header.verdict
-                    _report(notified, on_verdict)
+                    self._hear(notified, on_verdict)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
@@ -134,6 +135,17 @@ class Place:
                 if silence.is_over(self.alive_until(), time.monotonic()):
                     raise RendezvousTimeoutError(self.patience.store_lost)
                 self.changed.wait(left)
+
+    def _hear(self, text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
+        """Pass a verdict on. It may have this node leave, though nothing failed here: others got no answer from it."""
+        try:
+            verdict = decode_verdict(text)
+        except RecordError as error:
+            logger.debug("a verdict that cannot be read: %s", error)
+            return
+        if verdict.decision.response is Response.REPLACE_NODE and verdict.node == self.node_id:
+            raise JobStopped(verdict)
+        on_verdict(verdict)
 
     def _is_spare(self, header: Header, after: int) -> bool:
         """Return whether the job trains without this node, which waits for as long as it does. Without etcd nothing is known."""
@@ -223,13 +235,6 @@ def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
     with changed:
         changed.notify_all()
     on_event()
-
-
-def _report(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
-    try:
-        on_verdict(decode_verdict(text))
-    except RecordError as error:
-        logger.debug("a verdict that cannot be read: %s", error)
 
 
 def _revocation(endpoint: str, settings: Settings, client: EtcdClient, lease_id: int) -> LeaseRevocation:

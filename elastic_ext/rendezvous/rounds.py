@@ -189,6 +189,11 @@ def reaches(view: View) -> dict[str, Reach]:
     }
 
 
+def addressed(view: View) -> dict[str, Reach]:
+    """Return the members' addresses, by id: some have nothing to report of a round in which others missed them."""
+    return {id_: Reach((view.nodes[id_].address,)) for id_ in view.members if id_ in view.nodes}
+
+
 def hashed(view: View) -> tuple[tuple[Hashed, ...], ...]:
     """Return what the workers of the round have hashed of their replicas, for each node that has reported anything."""
     nodes = (view.nodes.get(id_) for id_ in view.members)

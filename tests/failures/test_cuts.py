@@ -8,9 +8,9 @@ import pytest
 
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.cuts import NO_RANK, Reach, Silent, cuts, named
-from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.judgement import Circumstances, judge
+from elastic_ext.failures.cuts import NO_RANK, Reach, Silent, cuts, named, unanswered
+from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.failures.judgement import Circumstances, Lost, judge
 from elastic_ext.failures.ledger import (
     Ledger,
     Report,
@@ -106,7 +106,7 @@ def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_l
     assert (second.decision.response, second.node, second.host, second.rank) == (Response.REPLACE_NODE, "c", "host-c", 4)
     assert second.for_node("c").exit_code == 69
     assert second.for_node("b").exit_code is None
-    assert second.decision.reason.endswith("host-c has had such a hang before, without progress since; host-c leaves")
+    assert second.decision.reason.endswith("host-c was cut off like this before, without progress since; host-c leaves")
 
 
 ENOUGH = dataclasses.replace(RULES, max_restarts=99)
@@ -140,7 +140,7 @@ EXPIRED = dataclasses.replace(ENOUGH, charges=0)
 def test_where_progress_is_not_known_a_cut_counts_only_right_after_another(steps, rounds, rules, last):
     verdicts = judged(*rounds, rules=rules, steps=steps[: len(rounds)], resumed_at=None)
     assert verdicts[-1].decision.rule == last
-    assert ("such a hang the last time, too; host-c leaves" in verdicts[-1].decision.reason) == (last == "cut-again")
+    assert ("was cut off like this the last time, too; host-c leaves" in verdicts[-1].decision.reason) == (last == "cut-again")
 
 
 def test_steps_that_surely_came_to_nothing_count_whenever_they_were():
@@ -208,3 +208,84 @@ def test_a_worker_that_the_others_surely_wait_for_is_still_the_cause():
     assert (verdict.decision.rule, verdict.cut) == ("hang", ())
     (verdict,) = judged(reaches(b="c"), hang_blame=(detector.LIKELY, 5, 0, 0))
     assert verdict.decision.rule == "network-cut"
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        (
+            "Last error:\nNET/IB : Got completion from peer 10.0.0.2<54862> with status=12 opcode=0 len=0 vendor err 129",
+            "10.0.0.2",
+        ),
+        ("NET/IB: Got completion from peer 10.0.0.2<40554> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=129", "10.0.0.2"),
+        ("NET/IB : Got completion from peer fd00::4%ib0<33397> with error 12, opcode 0, len 0, vendor err 129", "fd00::4"),
+        ("NET/IB: Got completion from peer 10.0.0.2<51161> with status=4 opcode=32614 vendor err 81", ""),  # its own memory
+        (
+            "NET/IB: Got completion from peer 10.0.0.2<51161> with status=5 opcode=0 vendor err 249",
+            "",
+        ),  # what follows a first one
+        ("NET/IB: Got completion from peer 10.0.0.2<51161> with status=120 opcode=0", ""),
+        ("Connection closed by peer [10.0.0.2]:4321", ""),  # it may have ended as the others did
+        ("completion from peer " + "9" * 100 + "<1> with status=12", ""),
+    ],
+)
+def test_a_peer_that_no_longer_acknowledges_is_known_by_nccls_words(text, addresses):
+    assert unanswered((text, f"[0] {text}\n{text}"), 5) == tuple(Silent(5, each, 0.0) for each in addresses.split())
+
+
+def of_nccl(silent: str, resumed_at: int = 0) -> dict[str, Report]:
+    """The reports of ORDER, whose workers all ended as NCCL failed. silent: as "a:b c:b", whom each of them misses."""
+    missing = dict(each.split(":") for each in silent.split())
+    raised = RaisedException(
+        "torch.distributed.DistBackendError", "NCCL error: remote process exited or there was a network error"
+    )
+    told = {}
+    for id_, reach in reaches(**missing).items():
+        evidence = Evidence(ORDER[id_], 1, exception=raised, step=5, first_step_done=True, node=HOSTS[id_])
+        found = dataclasses.replace(classify(evidence), order=ORDER[id_])
+        told[id_] = decode_report(encode_report(Report(HOSTS[id_], found, resumed_at, reach=reach)), ORDER[id_])
+    return told
+
+
+@pytest.mark.parametrize(
+    ("rounds", "progress", "rules", "last"),
+    [
+        (("a:c b:c", "b:c d:c"), False, ("network-cut", "cut-again"), "c"),
+        (("a:b", "a:c c:a"), False, ("network-cut", "cut-again"), "a"),
+        (("b:a", "c:d"), False, ("network-cut",) * 2, "d"),  # no node is in both
+        (("a:c b:c",) * 3, True, ("network-cut", "network-cut", "bad-node"), "c"),
+        (("c:d", "c:b", "a:c"), True, ("network-cut", "network-cut", "bad-node"), "c"),
+        (("c:d", "a:b", "a:c"), True, ("network-cut",) * 3, "c"),
+        (("a:10.9.9.9",) * 3, True, ("peer-gone",) * 3, "a"),  # of no host of the job
+    ],
+)
+def test_a_node_with_a_bad_link_leaves_if_it_comes_back(rounds, progress, rules, last):
+    """At once without progress; else if it is in more pairs than chance explains. All fail at once: a reports first."""
+    ledger, found = Ledger(), []
+    for number, silent in enumerate(rounds):
+        circumstances = Circumstances(-1, nodes=65, members=64, min_nodes=64)
+        ledger, verdict = judge(of_nccl(silent, 10 * number * progress), ledger, circumstances, number)
+        ledger = decode_ledger(encode_ledger(ledger))
+        found.append(verdict.decision.rule)
+    assert (tuple(found), verdict.host) == (rules, HOSTS[last])
+    assert not verdict.decision.moves_ranks
+    assert ledger.failures[-1].kind == "network"
+
+
+def test_a_node_that_has_nothing_to_report_is_missed_all_the_same():
+    ledger, hosts, places = Ledger(), {"c": HOSTS["c"]}, {"c": Reach((ADDRESSES["c"],))}
+    found = []
+    for number, silent in enumerate(("a:c", "b:c")):
+        told = {id_: each for id_, each in of_nccl(silent).items() if each.reach.silent}
+        circumstances = Circumstances(-1, nodes=4, members=3, min_nodes=2, reaches=places, hosts=hosts)
+        ledger, verdict = judge(told, ledger, circumstances, number)
+        found.append((verdict.decision.rule, verdict.shown_by))
+    assert found == [("network-cut", "a"), ("cut-again", "b")]
+    assert (verdict.node, verdict.host, verdict.rank, verdict.for_node("c").exit_code) == ("c", HOSTS["c"], NO_RANK, 69)
+
+
+def test_a_lost_node_explains_what_nccl_misses():
+    lost = Lost(HOSTS["d"], id="d")
+    told = {id_: each for id_, each in of_nccl("a:c b:c").items() if id_ != "d"}
+    _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, lost=(lost,)), 1)
+    assert (verdict.host, verdict.decision.response) == (HOSTS["d"], Response.RESTART_FREE)

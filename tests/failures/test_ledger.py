@@ -345,6 +345,59 @@ def test_a_node_is_not_blamed_for_a_rank_that_fails_on_other_nodes_too():
     assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
 
 
+STALE = {"type_": "OSError", "message": "[Errno 116] Stale file handle: '/data'"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "rules", "moves"),
+    [
+        ("aaa", (7, 7, 7), "ill ill ill", "001"),  # some rank is the first to use an ill storage: does it fail elsewhere?
+        ("aaaa", (7, 7, 7, 9), "ill ill ill bad", "0010"),  # no: another one fails on this node
+        ("aaab", (7, 7, 7, 7), "ill ill ill ill", "0010"),
+        ("aaaba", (7, 7, 7, 7, 7), "ill ill ill ill ill", "00100"),
+        ("aaa", (7, 8, 7), "ill ill bad", "000"),
+        ("abc", (7, 8, 9), "ill ill ill", "000"),
+    ],
+)
+def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(hosts, ranks, rules, moves):
+    ledger, found = Ledger(), []
+    for number, (host, rank) in enumerate(zip(hosts, ranks, strict=True)):
+        told = {host: report(host, **STALE, rank=rank, step=5, resumed_at=10 * number)}
+        ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
+        ledger = decode_ledger(encode_ledger(ledger))
+        found.append(verdict.decision)
+    names = {"ill": "file-system-ill", "bad": "bad-node"}
+    assert [each.rule for each in found] == [names[each] for each in rules.split()]
+    assert "".join(str(int(each.moves_ranks)) for each in found) == moves
+
+
+def test_an_outage_of_the_storage_never_counts_beside_what_only_a_bad_node_has():
+    several = STALE, STALE, {"signal": "SIGBUS"}
+    assert with_progress("aaa", 64, failures=several)[-1] == "bus-error"
+    assert with_progress("aaaaa", 64, failures=({"signal": "SIGBUS"},) * 4 + (STALE,), rank=7)[-1] == "file-system-ill"
+
+
+@pytest.mark.parametrize(
+    ("signal", "places", "rules"),
+    [
+        ("SIGABRT", "a7 b7", "abort repeated"),  # the rank crashes wherever it runs
+        ("SIGABRT", "a7 b9 c7", "abort abort repeated"),
+        ("SIGABRT", "a7 b9", "abort abort"),
+        ("SIGABRT", "a7 a7", "abort same-node"),
+        ("SIGBUS", "a7 b7", "bus-error bus-error"),
+        ("SIGKILL", "a7 b7", "killed killed"),  # of somebody else
+    ],
+)
+def test_a_crash_that_follows_its_rank_to_another_node_is_a_bug(signal, places, rules):
+    ledger, found = Ledger(), []
+    for number, (host, rank) in enumerate(places.split()):
+        told = {host: report(host, signal=signal, rank=int(rank), step=5, resumed_at=0)}
+        ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
+        found.append(verdict.decision)
+    assert " ".join(each.rule for each in found) == rules
+    assert (found[-1].exit_code == 65) == rules.endswith("repeated")
+
+
 @pytest.mark.parametrize(
     ("hosts", "nodes", "repaired", "leaves"),
     [

@@ -269,7 +269,7 @@ def until_told(client: subprocess.Popen[str], cut: bool) -> list[str]:
 
 
 @contextmanager
-def job_of_three(tmp_path: Path, backend: str) -> Iterator[tuple[Network, list[Job]]]:
+def job_of_three(tmp_path: Path, backend: str, script: Path = SCRIPTS / "hang_job.py") -> Iterator[tuple[Network, list[Job]]]:
     """A job with one worker on each of three hosts, after its first steps; the agents by rank, which is the host's number."""
     with ExitStack() as stack:
         net = stack.enter_context(network(3))
@@ -281,7 +281,7 @@ def job_of_three(tmp_path: Path, backend: str) -> Iterator[tuple[Network, list[J
         for number, host in enumerate(net.hosts):
             where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--local-addr={host.address}", "--nnodes=2:3"]
             how = [f"--rdzv-backend={backend}", "--rdzv-conf=last_call=60", "--max-restarts=3"]
-            command = [*host.inside, *TORCHRUN, *where, *how, SCRIPTS / "hang_job.py"]
+            command = [*host.inside, *TORCHRUN, *where, *how, script]
             env = {
                 "STOP": str(tmp_path / "stop"),
                 "ELASTIC_EXT_HANG": "on",
@@ -327,3 +327,36 @@ def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_
     assert [each.returncode for each in done] == [0, 0], [each.err for each in done]
     verdict = json.loads((tmp_path / f"verdict-{other}").read_text())
     assert (verdict["host"], sorted(verdict["cut"])) == (f"h{other}", sorted((f"h{one}", f"h{other}")))
+
+
+# What NCCL raises where a host no longer acknowledges over InfiniBand: on another one in each round.
+NCCL = """
+import json, os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+optimizer.step()
+dist.barrier()
+print(json.dumps({"rank": dist.get_rank(), "world": dist.get_world_size()}), flush=True)
+if os.environ["ELASTIC_EXT_NODE_NAME"] == ("h0", "h2", "")[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]:
+    raise dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:2021, remote process exited or there was a network error\\nLast error:\\n"
+        "NET/IB : Got completion from peer 10.213.2.2<54862> with status=12 opcode=0 len=0 vendor err 129 (Recv)"
+    )
+dist.barrier()
+"""
+
+
+@as_root
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+def test_the_host_that_two_others_miss_over_nccl_leaves_the_second_time(tmp_path, backend):
+    script = tmp_path / "nccl.py"
+    script.write_text(NCCL)
+    with job_of_three(tmp_path, backend, script) as (_, jobs):
+        done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [0, 69, 0], "\n---\n".join(each.err for each in done)
+    for each in done:
+        assert re.search(r"restart: .*rank 0 on h0 gets no answer from h1 \(10.213.2.2\).*restart 1 of 3", each.err)
+        assert re.search(r"rank \d on h2 gets no answer from h1 .*; h1 was cut off like this before, .*; h1 leaves", each.err), (
+            each.err
+        )

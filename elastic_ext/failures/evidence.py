@@ -110,7 +110,7 @@ class Precedent:
             unknown.
         maybe_outage: whether an outage may cause such failures, too.
         same_rank: whether it was the same rank.
-        other_step: whether the job surely was at another step.
+        same_step: whether the job was at the same step; None if unknown.
         before_repair: whether its node has been given back since, see `ledger.given_back`.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
@@ -128,7 +128,7 @@ class Precedent:
     charged: bool = True
     of_nodes: int = 0
     same_rank: bool = False
-    other_step: bool = False
+    same_step: bool | None = None
     before_repair: bool = False
     maybe_outage: bool = False
 

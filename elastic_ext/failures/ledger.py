@@ -109,7 +109,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             charged=past.charged,
             of_nodes=past.of_nodes,
             same_rank=past.rank == now.rank >= 0,
-            other_step=None not in (past.step, now.step) and past.step != now.step,
+            same_step=None if None in (past.step, now.step) else past.step == now.step,
             before_repair=past.before_repair,
             maybe_outage=past.maybe_outage,
         )

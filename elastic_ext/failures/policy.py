@@ -335,8 +335,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     unknown_at_start = diagnosis.evidence.first_step_done is False and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
     only_here = _only_here(diagnosis, same, nodes)
-    may_be_code = outcome.response is Response.CONFIRM or unknown_at_start or _follows_its_rank(diagnosis, same)
-    if may_be_code and not only_here and confirmed:
+    may_be_code = outcome.response is Response.CONFIRM or unknown_at_start
+    if (may_be_code and not only_here and confirmed) or _as_code_does(diagnosis, same):
         return _repeated(outcome, diagnosis, same)
     one_more = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or diagnosis.rule in NODE_OR_OUTAGE
     if only_here and nodes.one_may_leave and one_more:
@@ -364,8 +364,9 @@ def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]
     """Stop for a bug. A number that leaves its range at another step each time may come from hardware that computes wrongly."""
     kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE
     moved = diagnosis.evidence.node is not None and any(each.node not in (diagnosis.evidence.node, None) for each in same)
-    reason = f"{outcome.reason}; the same failure recurred{' on another node' if moved else ''} without progress"
-    if outcome.kind == NUMERIC and any(each.other_step for each in same):
+    where = " at the same step" if diagnosis.rule == HANG_RULE else " on another node" if moved else ""
+    reason = f"{outcome.reason}; the same failure recurred{where} without progress"
+    if outcome.kind == NUMERIC and any(each.same_step is False for each in same):
         reason += ", at another step: if a GPU computes wrongly, integrity_every can find it"
         return _Outcome(Response.STOP, kind, reason, REPEATED, EX_FAILED)
     return _Outcome(Response.STOP, kind, reason, REPEATED, EX_CODE)
@@ -387,10 +388,24 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
     return len(same) >= (MAX_SAME_FAILURES - 1 if outage else 1) and all(earlier.node == node for earlier in same)
 
 
-def _follows_its_rank(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:
-    """Return whether a rank has crashed in the same way on two nodes, without a step between: neither is to blame."""
-    elsewhere = (each for each in same if each.same_rank and each.node not in (diagnosis.evidence.node, None))
-    return diagnosis.kind == CRASH and any(each.progress is False for each in elsewhere)
+def _as_code_does(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:
+    """Return whether what may have other causes has happened again as only a bug happens, without progress in between.
+
+    That is a crash on another node, of the same rank or at the same step; and a hang in which all ranks wait for each other, at
+    the same step. Both tries had done steps by then: a link that is down, say, would have stopped the second one at its first.
+    """
+    evidence = diagnosis.evidence
+    hangs = diagnosis.rule == HANG_RULE and evidence.hang_blame[:1] == (WAITS,)
+    stuck = [each for each in same if each.progress is False]
+    if diagnosis.kind == CRASH:
+        stuck = [each for each in stuck if each.node not in (evidence.node, None)]
+        if any(each.same_rank for each in stuck):
+            return True
+    return (hangs or diagnosis.kind == CRASH) and bool(evidence.first_step_done) and any(_at_same_step(each) for each in stuck)
+
+
+def _at_same_step(earlier: Precedent) -> bool:
+    return earlier.same_step is True and earlier.first_step_done is True
 
 
 def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:

@@ -391,7 +391,7 @@ def test_an_outage_of_the_storage_never_counts_beside_what_only_a_bad_node_has()
 def test_a_crash_that_follows_its_rank_to_another_node_is_a_bug(signal, places, rules):
     ledger, found = Ledger(), []
     for number, (host, rank) in enumerate(places.split()):
-        told = {host: report(host, signal=signal, rank=int(rank), step=5, resumed_at=0)}
+        told = {host: report(host, signal=signal, rank=int(rank), step=5 - number, resumed_at=0)}
         ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
         found.append(verdict.decision)
     assert " ".join(each.rule for each in found) == rules

@@ -64,8 +64,8 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of("MemoryError"), (SAME_THERE,), None, "stop", "host_memory", "repeated", 65),
         (of("torch.OutOfMemoryError"), (SAME_THERE,), None, "stop", "device_memory", "repeated", 65),
         (NAN, (SAME_THERE,), None, "stop", "numeric", "repeated", 65),
-        (NAN, (replace(SAME_THERE, other_step=True),), None, "stop", "numeric", "repeated", 1),  # hardware, perhaps
-        (SEGV, (replace(SAME_THERE, other_step=True),), None, "stop", "code", "repeated", 65),
+        (NAN, (replace(SAME_THERE, same_step=False),), None, "stop", "numeric", "repeated", 1),  # hardware, perhaps
+        (SEGV, (replace(SAME_THERE, same_step=False),), None, "stop", "code", "repeated", 65),
         (of("OSError", "No space left on device"), (SAME_THERE,), None, "stop", "storage", "repeated", 65),
         # progress not known: one try more
         (KEY, (Precedent(True, None, "n2"),), None, "confirm", "code", "arguments", None),
@@ -419,10 +419,41 @@ def test_progress_in_between_counts():
     assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code", rank=0)
 
 
-def test_a_step_is_another_one_only_where_both_are_known():
-    for then, now, other in (((7, 10), (17, 0), False), ((7, 10), (18, 0), True), ((7, None), (18, 0), False)):
+def test_two_steps_are_compared_only_where_both_are_known():
+    for then, now, same in (((7, 10), (17, 0), True), ((7, 10), (18, 0), False), ((7, None), (18, 0), None)):
         (found,) = precedents(PastFailure("f", *now), [PastFailure("f", *then)])
-        assert found.other_step is other
+        assert found.same_step is same
+
+
+AGAIN_THERE = replace(SAME_THERE, first_step_done=True, same_step=True)
+WAIT, ABORT = of(hang=True, hang_blame=(2, 5)), of(signal="SIGABRT")
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "earlier", "rule"),
+    [
+        (WAIT, AGAIN_THERE, "repeated"),
+        (WAIT, replace(AGAIN_THERE, node="n1"), "repeated"),  # who is named says nothing: all wait
+        (WAIT, replace(AGAIN_THERE, same_step=None), "hang"),
+        (WAIT, replace(AGAIN_THERE, same_step=False), "hang"),
+        (WAIT, replace(AGAIN_THERE, first_step_done=False), "hang"),
+        (WAIT, replace(AGAIN_THERE, progress=None), "hang"),
+        (of(hang=True, hang_blame=(2, 5), first_step_done=False), AGAIN_THERE, "hang"),  # a link that is down, say
+        (of(hang=True, hang_blame=(1, 5)), AGAIN_THERE, "hang"),  # one rank waits for a storage, say
+        (of(hang=True, hang_blame=(2, 5), cut=("n1", "n3")), AGAIN_THERE, "network-cut"),
+        (ABORT, AGAIN_THERE, "repeated"),
+        (ABORT, replace(AGAIN_THERE, node="n1"), "same-node"),
+        (ABORT, replace(AGAIN_THERE, same_step=False), "abort"),
+        (ABORT, replace(SAME_THERE, same_rank=True), "repeated"),  # whatever step it was
+        (ABORT, replace(SAME_THERE, same_rank=True, progress=None), "abort"),
+        (of(signal="SIGBUS"), replace(AGAIN_THERE, same_rank=True), "bus-error"),
+        (of(signal="SIGKILL"), replace(AGAIN_THERE, same_rank=True), "killed"),  # of somebody else
+    ],
+)
+def test_what_happens_again_as_only_a_bug_does_is_one(diagnosis, earlier, rule):
+    decided = decide(diagnosis, history=(earlier,), nodes=Nodes(3, 2))
+    assert (decided.rule, decided.exit_code) == (rule, {"repeated": 65, "same-node": 69}.get(rule))
+    assert (" at the same step without progress" in decided.reason) == (rule == "repeated" and diagnosis is WAIT)
 
 
 BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_blame": (2, 5)}

@@ -77,6 +77,7 @@ BENCHMARKS = (
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
+    Benchmark("hangs", LATENESS, "--rows=elsewhere,evaluates,compiles --repeat=2", "long"),
     Benchmark("stragglers", LATENESS, "--repeat=2 --quiet-minutes=0 --pairs=0", needs="root"),
     Benchmark("stragglers", LATENESS, "--rows= --pairs=0", "quiet", "root"),
     Benchmark("stragglers", LATENESS, "--rows= --quiet-minutes=0 --pairs=3", "pairs", "root"),

@@ -122,13 +122,13 @@ def settings(side: str, directory: str, port: int) -> dict[str, str]:
     return {"ELASTIC_EXT_METRICS_PORT": str(port), **paths}
 
 
-def one_run(side: str, lines: int, cores: Sequence[int]) -> Run:
-    """side: one of SIDES. cores: that the job may use. Raises RuntimeError if the job fails."""
+def one_run(side: str, lines: int, place: Sequence[str]) -> Run:
+    """side: one of SIDES. place: one of `halves`. Raises RuntimeError if the job fails."""
     agent = "stock" if side == "stock" else "warm"
     port, first = free_port(), max(1, round(WARM_UP * lines))
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            *("taskset", "--cpu-list", ",".join(map(str, cores))),
+            *place,
             *(sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[agent], f"--nproc-per-node={WORKERS}", str(SCRIPT)),
             *("--checkpoint-dir", str(Path(directory, "checkpoints")), f"--log-every={EVERY}", "--save-every=1000000"),
             *("--epochs=1000", f"--max-steps={EVERY * lines}"),
@@ -171,13 +171,20 @@ def side(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def side_by_side(sides: Sequence[str], lines: int, swapped: bool) -> list[Run]:
-    """Run two sides at the same time, each on half of the cores. swapped: on the other half. Raises RuntimeError as `one_run`."""
+def halves(swapped: bool) -> list[list[str]]:
+    """Return how a command begins that has half of the cores, for each half. Raises RuntimeError: there is one core only."""
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
+    if not half:
+        raise RuntimeError("this needs two cores: each job has half of them")
     places = (cores[half:], cores[:half]) if swapped else (cores[:half], cores[half:])
+    return [["taskset", "--cpu-list", ",".join(map(str, each))] for each in places]
+
+
+def side_by_side(sides: Sequence[str], lines: int, swapped: bool) -> list[Run]:
+    """Run two sides at the same time, each on half of the cores. swapped: on the other half. Raises RuntimeError as `one_run`."""
     with ThreadPoolExecutor(len(sides)) as threads:
-        return list(threads.map(one_run, sides, [lines] * len(sides), places))
+        return list(threads.map(one_run, sides, [lines] * len(sides), halves(swapped)))
 
 
 def ratio_of(ratios: Sequence[float]) -> tuple[float, float | None]:
@@ -209,8 +216,6 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=20, help="number of tokens/s lines that the script prints in a run")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
-    if len(os.sched_getaffinity(0)) < len(OTHERS):
-        parser.error("needs two cores: each job has half of them")
     machine = measure.machine()
     pairs: dict[str, list[tuple[Run, Run]]] = {each: [] for each in OTHERS}
     jobs.adopt_orphans()

@@ -36,7 +36,7 @@ from typing import Any
 
 import jobs
 import measure
-from overhead import ratio_of
+from overhead import halves, ratio_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
@@ -84,10 +84,10 @@ class Found:
     names: tuple[dict[str, Any], ...]
 
     @property
-    def rate(self) -> float | None:
+    def rate(self) -> float:
         """Steps per second."""
-        begin, end = self.stamps.get("begin"), self.stamps.get("end")
-        return (end["steps"] - begin["steps"]) / (end["time"] - begin["time"]) if begin and end else None
+        begin, end = self.stamps["begin"], self.stamps["end"]
+        return (end["steps"] - begin["steps"]) / (end["time"] - begin["time"])
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def run_jobs(plan: dict[str, Any], end_when_named: bool, *sides: Sequence[str]) 
         with open(output, "w", errors="replace") as file:
             jobs.run_all(commands, directory, jobs.environment(), file, plan["seconds"] + START_S)
         found = [Found(_stamps(folder / "stamps"), tuple(_names(folder / "events"))) for folder in folders]
-        if not all("end" in each.stamps for each in found):
+        if not all({"begin", "end"} <= each.stamps.keys() for each in found):
             raise RuntimeError(f"a job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
         return found
 
@@ -198,15 +198,12 @@ def quiet(minutes: float) -> dict[str, Any]:
 
 
 def overhead(pairs: int, seconds: float) -> dict[str, Any]:
-    """Compare rates of steps."""
+    """Compare rates of steps. Raises RuntimeError: a job did not train, or there is only one core."""
     plan = {"step_s": 0.0, "matmul": MATMULS_ALONE, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": seconds}
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    halves = [["taskset", "--cpu-list", ",".join(map(str, each))] for each in (cores[:half], cores[half:])]
     ratios, rates = [], []
     for number in range(2 * pairs):
-        here, there = halves if number % 2 else reversed(halves)
-        on, off = (each.rate or 0.0 for each in run_jobs(plan, False, here, [*there, "env", "TORCH_FR_BUFFER_SIZE=0"]))
+        here, there = halves(swapped=number % 2 == 1)
+        on, off = (each.rate for each in run_jobs(plan, False, here, [*there, "env", "TORCH_FR_BUFFER_SIZE=0"]))
         print(f"overhead: on {on:.3f}, off {off:.3f}", file=sys.stderr, flush=True)
         ratios.append(on / off)
         rates.append(on)

@@ -32,19 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalTier:
-    """The local tier as one rank sees it.
+    """The local tier as one rank sees it."""
 
-    Attributes:
-        storage: this node's local directory.
-        nodes: number of ranks on each node, in rank order.
-        node: this node's index in `nodes`.
-        first: whether this is the first rank of its node, which writes the files that the node shares.
-    """
-
-    storage: Storage
-    nodes: tuple[int, ...]
-    node: int
-    first: bool
+    storage: Storage  # this node's local directory
+    nodes: tuple[int, ...]  # number of ranks on each node, in rank order
+    node: int  # this node's index in `nodes`
+    first: bool  # whether this is the first rank of its node, which writes the files that the node shares
 
 
 @dataclass(frozen=True)
@@ -118,17 +111,11 @@ Range = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Parts:
-    """Which node has which files of a checkpoint in the local tier. Equal on all ranks except for `node`.
+    """Which node has which files of a checkpoint in the local tier. Equal on all ranks except for `node`."""
 
-    Attributes:
-        nodes: number of ranks on each node of this round.
-        node: this rank's node.
-        holders: the nodes that have a file, by file name.
-    """
-
-    nodes: tuple[int, ...]
-    node: int
-    holders: Mapping[str, tuple[int, ...]]
+    nodes: tuple[int, ...]  # number of ranks on each node of this round
+    node: int  # this rank's node
+    holders: Mapping[str, tuple[int, ...]]  # the nodes that have a file, by file name
 
     def has(self, node: int, file: str) -> bool:
         """Return whether a file is on a node's disk."""
@@ -147,20 +134,15 @@ class Parts:
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """One transfer of bytes.
+    """One transfer of bytes."""
 
-    Attributes:
-        number: the position of the piece in its range.
-        begin, end: byte offsets in the file.
-        receivers: the ranks that store it, one on each node that wants it.
-    """
-
-    number: int
+    number: int  # the position of the piece in its range
     file: str
+    # begin, end: byte offsets in the file.
     begin: int
     end: int
     sender: int
-    receivers: tuple[int, ...]
+    receivers: tuple[int, ...]  # the ranks that store it, one on each node that wants it
 
 
 def merge_ranges(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:

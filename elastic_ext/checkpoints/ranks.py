@@ -29,13 +29,9 @@ MOST_SHOWN = 500  # characters of each
 
 
 class CheckpointError(ElasticExtError):
-    """A checkpoint could not be loaded: it is damaged or does not fit this model.
+    """A checkpoint could not be loaded: it is damaged or does not fit this model."""
 
-    Attributes:
-        by_rank: (rank, cause), if all ranks have exchanged them.
-    """
-
-    by_rank: Sequence[tuple[int, str]] = ()
+    by_rank: Sequence[tuple[int, str]] = ()  # (rank, cause), if all ranks have exchanged them
 
     @classmethod
     def of_ranks(cls, by_rank: Sequence[tuple[int, str]]) -> CheckpointError:
@@ -135,20 +131,16 @@ class Ranks:
     """All ranks, in a separate gloo group, because background saves must not mix their messages with those of training.
 
     Every method is a collective unless it says otherwise. Values are pickled; all ranks run the same version of this package.
-
-    Attributes:
-        group: None for a single process.
-        lost: whether a collective has failed, so that the ranks can no longer communicate.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective. timeout: how long a rank waits for the others before torch raises RuntimeError."""
         together = dist.is_available() and dist.is_initialized()
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=DESCRIPTION) if together else None
-        self.group: dist.ProcessGroup | None = group
+        self.group: dist.ProcessGroup | None = group  # None for a single process
         self.rank: int = dist.get_rank() if together else 0
         self.world: int = dist.get_world_size() if together else 1
-        self.lost = False
+        self.lost = False  # whether a collective has failed, so that the ranks can no longer communicate
 
     @contextmanager
     def communicating(self) -> Iterator[None]:

@@ -193,11 +193,7 @@ def _locked(folder: Path) -> int | None:
 
 
 class EmbeddedStore:
-    """This agent's part in the store of its job: its process if this node hosts it, and the certificates if there is a secret.
-
-    Attributes:
-        hosting: whether this node hosts it.
-    """
+    """This agent's part in the store of its job: its process if this node hosts it, and the certificates if there is a secret."""
 
     def __init__(self, params: RendezvousParameters, settings: Settings, environ: Mapping[str, str]) -> None:
         """Start the store if this node hosts it. Raises UsageError, HelperFailed."""

@@ -29,16 +29,11 @@ _SORTED_BY = ("key", "version", "create_revision", "mod_revision", "value")
 
 @dataclass(frozen=True)
 class KeyspaceLimits:
-    """What a store accepts and keeps; a job of 64 nodes needs a hundredth of it.
+    """What a store accepts and keeps; a job of 64 nodes needs a hundredth of it."""
 
-    Attributes:
-        data_bytes: of all keys and values; as much again for the history.
-        changes: in the history; watches that lag behind more are asked to read again.
-        request_bytes, operations: of one transaction; etcd's defaults.
-    """
-
-    data_bytes: int = 64 << 20
-    changes: int = 20_000
+    data_bytes: int = 64 << 20  # of all keys and values; as much again for the history
+    changes: int = 20_000  # in the history; watches that lag behind more are asked to read again
+    # request_bytes, operations: of one transaction; etcd's defaults.
     request_bytes: int = 3 << 19
     operations: int = 128
     leases: int = 10_000
@@ -84,16 +79,13 @@ class Keyspace:
     """What a store holds.
 
     Invariants: all changes of one transaction have one revision, and the history holds all changes after `compacted`.
-
-    Attributes:
-        revision: of the newest change.
-        compacted: changes up to this revision are forgotten.
-        size: bytes of keys and values.
     """
 
     def __init__(self, limits: KeyspaceLimits | None = None) -> None:
+        # revision: of the newest change.
+        # compacted: changes up to this revision are forgotten.
         self.revision = self.compacted = (1 + secrets.randbelow(1 << 30)) * STEP
-        self.size = 0
+        self.size = 0  # bytes of keys and values
         self._rpc: Any = etcdrpc()
         self._limits = limits or KeyspaceLimits()
         self._kvs: dict[bytes, Message] = {}

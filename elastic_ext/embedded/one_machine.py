@@ -56,9 +56,6 @@ class JobFile:
     """The ledger, charges and goodput of a job, in the keys and the file of an embedded store, but within this process.
 
     Invariant: at any instant the file holds the whole old state or the whole new one.
-
-    Attributes:
-        ledger: a new one, if the file held that of a job that ended for good: somebody has looked at that job then.
     """
 
     def __init__(self, path: str | None, run_id: str, host: str) -> None:
@@ -72,6 +69,7 @@ class JobFile:
         self._shared = self._over = False
         if self._snapshot is not None:
             self._snapshot.restore(time.monotonic())
+        # A new one, if the file held that of a job that ended for good: somebody has looked at that job then.
         self.ledger = judging.ledger_of(self._value(self._keys.ledger))
         if self.ledger.verdicts and not self.ledger.verdicts[-1].keeps_ledger:
             self.ledger = Ledger()

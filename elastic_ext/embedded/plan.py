@@ -21,21 +21,16 @@ class StoreEndpoint:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The orders of a store at its start.
+    """The orders of a store at its start."""
 
-    Attributes:
-        host: the address to listen on, numeric.
-        ca, cert, key: PEM texts; "": without TLS. With it, clients need a certificate of this CA.
-        job: which job it is for; see `base.helper_process.Helper`.
-        run_id, ledger_file: of the job whose ledger outlives the store in this file; "": nothing does.
-    """
-
-    host: str
+    host: str  # the address to listen on, numeric
     port: int
+    # ca, cert, key: PEM texts; "": without TLS. With it, clients need a certificate of this CA.
     ca: str = ""
     cert: str = ""
     key: str = ""
-    job: str = ""
+    job: str = ""  # which job it is for; see `base.helper_process.Helper`
+    # run_id, ledger_file: of the job whose ledger outlives the store in this file; "": nothing does.
     run_id: str = ""
     ledger_file: str = ""
 

@@ -41,29 +41,17 @@ SIGNALLED_S = 10.0  # after a signal, as a container or a step of Slurm is: for 
 
 @dataclass(frozen=True)
 class StoreSituation:
-    """What a store knows. Times are monotonic seconds.
+    """What a store knows. Times are monotonic seconds."""
 
-    Attributes:
-        started: since when it runs.
-        streams: number of agents, on any host, that watch keys: those in a job do.
-        nodes: number of nodes with a record. One that leaves by itself has none any more, one that is cut off has.
-        agents: number of agents of this host that are connected.
-        had_agents: there has been one.
-        orderly: the last agent of this host has left by itself, and was not killed.
-        over: there is a job, and all jobs here have ended.
-        quiet: since when there is no stream; None: there is one.
-        signalled: since when a signal has asked it to end; None: it has not.
-    """
-
-    started: float
-    streams: int
-    nodes: int
-    agents: int
-    had_agents: bool
-    orderly: bool
-    over: bool
-    quiet: float | None
-    signalled: float | None = None
+    started: float  # since when it runs
+    streams: int  # number of agents, on any host, that watch keys: those in a job do
+    nodes: int  # number of nodes with a record. One that leaves by itself has none any more, one that is cut off has
+    agents: int  # number of agents of this host that are connected
+    had_agents: bool  # there has been one
+    orderly: bool  # the last agent of this host has left by itself, and was not killed
+    over: bool  # there is a job, and all jobs here have ended
+    quiet: float | None  # since when there is no stream; None: there is one
+    signalled: float | None = None  # since when a signal has asked it to end; None: it has not
 
 
 def decide(seen: StoreSituation, now: float) -> Lifetime:

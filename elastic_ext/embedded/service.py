@@ -128,11 +128,7 @@ OPTIONS = (
 
 
 class Service:
-    """The calls. For one event loop.
-
-    Attributes:
-        streams: number of open streams of watches; each agent has one while it is in a job.
-    """
+    """The calls. For one event loop."""
 
     def __init__(
         self,
@@ -142,7 +138,7 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_streams: called when `streams` has changed. on_change: after each change of a key."""
-        self.streams = 0
+        self.streams = 0  # number of open streams of watches; each agent has one while it is in a job
         self._on_streams, self._on_change = on_streams, on_change
         self._keyspace, self._clock = keyspace, clock
         self._rpc: Any = etcdrpc()

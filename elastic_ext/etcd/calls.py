@@ -215,35 +215,24 @@ class Threads:
 
 @dataclass(frozen=True)
 class Alone:
-    """The one connection that a call is to use, for all of its time.
-
-    Attributes:
-        on_error: called, on the thread of the call, with each transient failure of an attempt that is not silence.
-        over: once set, the call is not sent again.
-    """
+    """The one connection that a call is to use, for all of its time."""
 
     connection: Connection
+    # Called, on the thread of the call, with each transient failure of an attempt that is not silence.
     on_error: Callable[[RpcFailure], None]
-    over: threading.Event
+    over: threading.Event  # once set, the call is not sent again
 
 
 class Caller:
-    """Gives every unary call its deadline, its endpoint and its token. Thread-safe.
-
-    Attributes:
-        timeout_s: default for each call.
-        closed: set when the client is closed.
-        threads: those of calls that run on their own (see `race`).
-        observer: hears of each attempt.
-    """
+    """Gives every unary call its deadline, its endpoint and its token. Thread-safe."""
 
     def __init__(self, endpoints: Endpoints, tokens: Tokens, timeout_s: float, closed: threading.Event) -> None:
         self.endpoints = endpoints
         self.tokens = tokens
-        self.timeout_s = timeout_s
-        self.closed = closed
-        self.threads = Threads()
-        self.observer: CallObserver = NoObserver()
+        self.timeout_s = timeout_s  # default for each call
+        self.closed = closed  # set when the client is closed
+        self.threads = Threads()  # those of calls that run on their own (see `race`)
+        self.observer: CallObserver = NoObserver()  # hears of each attempt
 
     def call(
         self,

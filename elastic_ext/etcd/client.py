@@ -104,12 +104,6 @@ class EtcdClient:
     """Client for one cluster. Thread-safe; one per process is enough. Never fork with one open: gRPC's threads do not survive it.
 
     Every method takes `timeout_s` for all attempts together and raises subclasses of `errors.EtcdError`.
-
-    Attributes:
-        timeout_s: default for each call.
-        renewer: keeps the leases of `LeaseSession`s alive.
-        watches: the stream of all watches.
-        membership: the members of the cluster.
     """
 
     def __init__(
@@ -136,10 +130,10 @@ class EtcdClient:
         self._tokens = Tokens(User(user, password) if user is not None and password is not None else None)
         self._endpoints = Endpoints(parse_endpoints(endpoints), tls, first)
         self._caller = Caller(self._endpoints, self._tokens, timeout_s, self._closed)
-        self.timeout_s = timeout_s
-        self.renewer = LeaseRenewer(self.lease_keep_alive, self._closed)
-        self.watches = WatchStream(self._caller, self.revision)
-        self.membership = Membership(self._caller)
+        self.timeout_s = timeout_s  # default for each call
+        self.renewer = LeaseRenewer(self.lease_keep_alive, self._closed)  # keeps the leases of `LeaseSession`s alive
+        self.watches = WatchStream(self._caller, self.revision)  # the stream of all watches
+        self.membership = Membership(self._caller)  # the members of the cluster
 
     def __repr__(self) -> str:
         return f"EtcdClient({', '.join(map(str, self._endpoints.endpoints))})"

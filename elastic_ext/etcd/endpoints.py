@@ -40,18 +40,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Tls:
-    """Paths of PEM files.
+    """Paths of PEM files."""
 
-    Attributes:
-        ca: CA of the server's certificate; by default the system's list.
-        cert, key: the client's own, both or neither.
-        server_name: name in the server's certificate, if it is not the endpoint's host.
-    """
-
-    ca: str | None = None
+    ca: str | None = None  # CA of the server's certificate; by default the system's list
+    # cert, key: the client's own, both or neither.
     cert: str | None = None
     key: str | None = None
-    server_name: str | None = None
+    server_name: str | None = None  # name in the server's certificate, if it is not the endpoint's host
 
 
 @dataclass(frozen=True)
@@ -104,18 +99,14 @@ def parse_endpoints(endpoints: str | Iterable[str]) -> tuple[Endpoint, ...]:
 
 
 class Connection:
-    """One endpoint, with its etcd3 client, which holds the channel, the certificates and the stubs.
-
-    Attributes:
-        answered_at: when the server last answered, monotonic; minus infinity if it has not since its last failure.
-        authenticating: held by the thread that asks for a token here.
-    """
+    """One endpoint, with its etcd3 client, which holds the channel, the certificates and the stubs."""
 
     def __init__(self, endpoint: Endpoint, tls: Tls | None) -> None:
         self.endpoint = endpoint
         self.name = str(endpoint)
+        # When the server last answered, monotonic; minus infinity if it has not since its last failure.
         self.answered_at = -math.inf
-        self.authenticating = threading.Lock()
+        self.authenticating = threading.Lock()  # held by the thread that asks for a token here
         self._client = vendor.etcd3().Etcd3Client(
             host=endpoint.grpc_host, port=endpoint.port, **_security(endpoint, tls), grpc_options=_options(tls)
         )

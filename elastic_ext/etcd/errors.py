@@ -25,17 +25,12 @@ class ClientClosed(EtcdError):
 
 
 class Unavailable(EtcdError):
-    """No endpoint answered within the deadline; a later retry may help.
-
-    Attributes:
-        maybe_applied: the request may have reached a server and may have been carried out.
-        silent: there was no answer at all.
-    """
+    """No endpoint answered within the deadline; a later retry may help."""
 
     def __init__(self, message: str, maybe_applied: bool = False, silent: bool = False) -> None:
         super().__init__(message)
-        self.maybe_applied = maybe_applied
-        self.silent = silent
+        self.maybe_applied = maybe_applied  # the request may have reached a server and may have been carried out
+        self.silent = silent  # there was no answer at all
 
 
 class TlsError(EtcdError):
@@ -47,15 +42,11 @@ class AuthError(EtcdError):
 
 
 class Compacted(EtcdError):
-    """The requested history is gone: read the keys again, then watch from there.
-
-    Attributes:
-        revision: the server's compaction revision; 0 if it did not say.
-    """
+    """The requested history is gone: read the keys again, then watch from there."""
 
     def __init__(self, message: str, revision: int = 0) -> None:
         super().__init__(message)
-        self.revision = revision
+        self.revision = revision  # the server's compaction revision; 0 if it did not say
 
 
 class LeaseLost(EtcdError):

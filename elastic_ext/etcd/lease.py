@@ -22,19 +22,13 @@ MIN_TTL_S = 2  # etcd raises shorter TTLs to one and a half election timeouts, 2
 
 @dataclass(frozen=True)
 class LeaseState:
-    """The state of one lease, as known here. Times are monotonic seconds.
-
-    Attributes:
-        next_at: when to renew it.
-        alive_until: time until which the server certainly keeps it.
-        patient: the server's silence is no reason to give it up.
-    """
+    """The state of one lease, as known here. Times are monotonic seconds."""
 
     lease_id: int
     ttl_s: int
-    next_at: float
-    alive_until: float
-    patient: bool
+    next_at: float  # when to renew it
+    alive_until: float  # time until which the server certainly keeps it
+    patient: bool  # the server's silence is no reason to give it up
 
 
 class Renewer(Protocol):
@@ -66,13 +60,6 @@ class LeaseSession:
 
     A lease outlives an outage of all members: etcd gives each lease its full TTL again when a leader is elected. A `patient`
     session uses that: it keeps asking, and only the server's answer ends it; meanwhile `alive_until` lies in the past.
-
-    Attributes:
-        lease_id: for `Put(..., lease_id=)`.
-        ttl_s: as granted by the server.
-        lost: set when the lease is lost.
-        lost_reason: one line, once lost.
-        late_at: when a renewal last came `late`, monotonic; None if never.
     """
 
     def __init__(
@@ -98,12 +85,12 @@ class LeaseSession:
             raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, the shortest TTL that etcd keeps")
         self._client = client
         self._on_lost = on_lost
-        self.lost = threading.Event()
-        self.lost_reason: str | None = None
-        self.late_at: float | None = None
+        self.lost = threading.Event()  # set when the lease is lost
+        self.lost_reason: str | None = None  # one line, once lost
+        self.late_at: float | None = None  # when a renewal last came `late`, monotonic; None if never
         granted = client.lease_grant(ttl_s, timeout_s=timeout_s)
-        self.lease_id = granted.lease_id
-        self.ttl_s = granted.ttl_s
+        self.lease_id = granted.lease_id  # for `Put(..., lease_id=)`
+        self.ttl_s = granted.ttl_s  # as granted by the server
         self.state = _state_of(granted.lease_id, granted.sent_at, granted.ttl_s, patient)
         client.renewer.add(self)
 
@@ -174,17 +161,11 @@ class KeepAlive(Protocol):
 
 @dataclass(frozen=True)
 class RenewalPlan:
-    """The renewer's next actions.
+    """The renewer's next actions."""
 
-    Attributes:
-        due: ids of leases to renew.
-        given_up: ids of leases whose server has been silent for too long.
-        wait_s: seconds until the next action; None: no lease needs one.
-    """
-
-    due: tuple[int, ...]
-    given_up: tuple[int, ...]
-    wait_s: float | None
+    due: tuple[int, ...]  # ids of leases to renew
+    given_up: tuple[int, ...]  # ids of leases whose server has been silent for too long
+    wait_s: float | None  # seconds until the next action; None: no lease needs one
 
 
 def plan(states: Iterable[LeaseState], now: float) -> RenewalPlan:

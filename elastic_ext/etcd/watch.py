@@ -73,10 +73,6 @@ class Watch:
 
     Use it as an iterator, with `get`, or with a callback. The callback gets each item on the stream's thread, which serves all
     watches of the client, and must return at once.
-
-    Attributes:
-        next_revision: everything before it has been delivered.
-        live: a server with a leader now holds the watch; False while the stream is being reopened.
     """
 
     def __init__(
@@ -98,9 +94,10 @@ class Watch:
         """
         self.key, self.range_end = range_of_prefix(key) if prefix else (to_bytes(key), b"")
         self.deletes_only = deletes_only
+        # Everything before it has been delivered.
         self.next_revision = client.revision(self.key) + 1 if start_revision is None else start_revision
         self.watch_id = 0
-        self.live = False
+        self.live = False  # a server with a leader now holds the watch; False while the stream is being reopened
         self._items: queue.SimpleQueue[Batch | EtcdError | None] = queue.SimpleQueue()
         self._callback = callback
         self._stream = client.watches

@@ -81,18 +81,12 @@ def _entries(pointer: ctypes._Pointer[_Entry]) -> Iterator[tuple[Address, int]]:
 
 @dataclass(frozen=True)
 class HostName:
-    """Where the name of this host leads: gloo has other workers connect there, unless it is given an interface.
-
-    Attributes:
-        resolved: the addresses of the name.
-        loops: gloo would take the loopback, where workers of other hosts reach nobody.
-        interface: the one by which the other nodes reach this host; "": none has that address.
-    """
+    """Where the name of this host leads: gloo has other workers connect there, unless it is given an interface."""
 
     name: str
-    resolved: tuple[str, ...]
-    loops: bool
-    interface: str
+    resolved: tuple[str, ...]  # the addresses of the name
+    loops: bool  # gloo would take the loopback, where workers of other hosts reach nobody
+    interface: str  # the one by which the other nodes reach this host; "": none has that address
 
     def __str__(self) -> str:
         return f"the host name {self.name} resolves to {', '.join(self.resolved) or 'no address'}"

@@ -40,15 +40,12 @@ JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a node waits for a round (`join_timeout`), and for how many nodes.
-
-    Attributes:
-        silent_s: for the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
-    """
+    """How long a node waits for a round (`join_timeout`), and for how many nodes."""
 
     timeout_s: float
     min_nodes: int
     max_nodes: int
+    # For the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
     silent_s: float = math.inf
 
     @classmethod
@@ -129,13 +126,9 @@ class RoundEnd:
 
 
 class RoundPart(Protocol):
-    """This node's part in one round. After the round's end it stays that of the last round until the next one begins.
+    """This node's part in one round. After the round's end it stays that of the last round until the next one begins."""
 
-    Attributes:
-        round: number of the round, from 1; 0 before the first. It is the same on every node and never reused in a job.
-    """
-
-    round: int
+    round: int  # number of the round, from 1; 0 before the first. It is the same on every node and never reused in a job
 
     def workers(self) -> list[Worker] | None:
         """Return the ranks of this node's workers if the rendezvous knows them; None if torch is to work them out."""
@@ -189,43 +182,29 @@ class RoundPart(Protocol):
 
 
 class Rendezvous(Protocol):
-    """The part of a rendezvous that the agent uses for as long as it is in the job; `part` is for one round.
+    """The part of a rendezvous that the agent uses for as long as it is in the job; `part` is for one round."""
 
-    Attributes:
-        settings: this agent's settings, read once.
-        torch_conf: the user's --rdzv-conf, as torch parsed it.
-        attached: our agent sets it when it begins to use this handler; otherwise another agent uses it (`warn_other_agent`).
-        reaper_runs: returns whether a reaper runs that ends the workers if the agent is killed; our agent sets it.
-        address: the address by which the other nodes reach this one.
-        host, node_id: this machine's name; this agent's unique name within the job.
-        launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
-        part: this node's part in the current round.
-        closing: what the other nodes do if this one closes the job; our agent sets it when it fails. None: nothing is known.
-        on_event: called from any thread when `part.over` or `part.save_wanted` may have changed; our agent sets it.
-        on_verdict: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
-            agent sets it.
-        on_wait: called every second by a main thread that waits for other nodes; it may raise; our agent sets it.
-    """
-
-    settings: Settings
-    torch_conf: Mapping[str, Any]
-    attached: bool
-    reaper_runs: Callable[[], bool]
-    address: str
-    host: str
-    node_id: str
-    closing: JobVerdict | None
-    on_event: Callable[[], None]
+    settings: Settings  # this agent's, read once
+    torch_conf: Mapping[str, Any]  # the user's --rdzv-conf, as torch parsed it
+    address: str  # by which the other nodes reach this one
+    host: str  # this machine's name
+    node_id: str  # this agent's unique name within the job
+    # Our agent sets these.
+    attached: bool  # when it begins to use this handler; otherwise another agent uses it (`warn_other_agent`)
+    reaper_runs: Callable[[], bool]  # returns whether a reaper runs that ends the workers if the agent is killed
+    closing: JobVerdict | None  # what the other nodes do if this one closes the job, once it fails; None: nothing is known
+    on_event: Callable[[], None]  # called from any thread when `part.over` or `part.save_wanted` may have changed
+    # Called, while this node waits for the next round, with the verdict on the last one, maybe again.
     on_verdict: Callable[[JobVerdict], None]
-    on_wait: Callable[[], None]
+    on_wait: Callable[[], None]  # called every second by a main thread that waits for other nodes; it may raise
 
     @property
     def launch(self) -> str:
-        """See the class."""
+        """Return the name of this launch of the job, the same on every node; round numbers increase within one launch."""
 
     @property
     def part(self) -> RoundPart:
-        """See the class."""
+        """Return this node's part in the current round."""
 
     @property
     def round(self) -> int:

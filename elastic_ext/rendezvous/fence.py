@@ -77,30 +77,21 @@ def may_train_on(others: Sequence[str] | None, all_down_at: float | None, now: f
 
 @dataclass
 class Trouble:
-    """The last trouble of this node in the round.
+    """The last trouble of this node in the round."""
 
-    Attributes:
-        late: half of the lease time has passed in it.
-        all_down_at: start of the last look in it that saw all nodes in trouble.
-    """
-
-    late: bool = False
-    all_down_at: float | None = None
+    late: bool = False  # half of the lease time has passed in it
+    all_down_at: float | None = None  # start of the last look in it that saw all nodes in trouble
 
 
 class Fence:
-    """A thread beside the rendezvous thread, because its store calls take a while on a cut link.
-
-    Attributes:
-        closed: the workers must not run. It stays so until the next round.
-    """
+    """A thread beside the rendezvous thread, because its store calls take a while on a cut link."""
 
     def __init__(self, lease: Callable[[], tuple[int | None, float]], ttl_s: float, on_change: Callable[[], None]) -> None:
         """lease: returns its id, and the monotonic time until which it is certainly alive."""
         self._lease = lease
         self._ttl_s = ttl_s
         self._on_change = on_change
-        self.closed = False
+        self.closed = False  # the workers must not run. It stays so until the next round
         self._round: RoundStore | None = None
         self._states = NodeStates(_call_s(ttl_s))
         self._written = WELL  # this node's last written state; a written BACK counts as WELL

@@ -70,20 +70,14 @@ class Listener(Protocol):
 
 
 class HeaderRecord:
-    """One node's knowledge of the header. For the rendezvous thread, except `value`.
-
-    Attributes:
-        value: the newest header that this node knows; replaced, never changed in place; readable from any thread.
-        revision: of the header in etcd; 0 if there is none.
-        lease_id: lease of the records that belong to no node.
-        job: name of the job that this node has entered. Another may begin under its run id while this node is cut off.
-    """
+    """One node's knowledge of the header. For the rendezvous thread, except `value`."""
 
     def __init__(self, context: NodeContext, outage: Outage, listener: Listener) -> None:
+        # The newest header that this node knows; replaced, never changed in place; readable from any thread.
         self.value = Header()
-        self.revision = 0
-        self.lease_id = 0
-        self.job = ""
+        self.revision = 0  # of the header in etcd; 0 if there is none
+        self.lease_id = 0  # lease of the records that belong to no node
+        self.job = ""  # name of the job that this node has entered. Another may begin under its run id while this node is cut off
         self._context = context
         self._outage = outage
         self._listener = listener

@@ -33,27 +33,19 @@ class NodeText:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state at one moment.
-
-    Attributes:
-        nodes, assignments: records and assignments, by node id.
-        refused: the reason, by host.
-        faults: one line for each unreadable record.
-        reports: what each node reports of itself, by node id.
-        goodput: the records of `base.goodput`, as they were read, by host.
-        unknown: why, by what this rendezvous cannot know.
-    """
+    """The state at one moment."""
 
     run_id: str
     header: Header
+    # nodes, assignments: records and assignments, by node id.
     nodes: dict[str, Node]
     assignments: dict[str, Assignment]
     ledger: Ledger
-    refused: dict[str, str]
-    faults: tuple[str, ...] = ()
-    reports: dict[str, NodeText] = field(default_factory=dict)
-    goodput: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str]  # the reason, by host
+    faults: tuple[str, ...] = ()  # one line for each unreadable record
+    reports: dict[str, NodeText] = field(default_factory=dict)  # what each node reports of itself, by node id
+    goodput: dict[str, str] = field(default_factory=dict)  # the records of `base.goodput`, as they were read, by host
+    unknown: dict[str, str] = field(default_factory=dict)  # why, by what this rendezvous cannot know
 
     @classmethod
     def nothing(cls, run_id: str, why: str) -> JobStatus:

@@ -69,52 +69,33 @@ def ledger_of(text: str) -> Ledger:
 
 @dataclass(frozen=True)
 class RoundReports:
-    """The nodes' reports about the end of a round.
-
-    Attributes:
-        texts: records of `failures.ledger`, by node id; none if the job is to end as too few nodes are left.
-        orders: etcd's revision of each, by node id.
-        lost: what became of members of the round that are gone, by id.
-        nodes: the current number of nodes, spares included.
-        members: number of nodes of the round, lost ones included; 0: unknown.
-        reaches: see `judgement.Circumstances`.
-        needed: ids of nodes without which the job cannot go on: its store is there.
-        ambiguous: names that several machines have in common.
-        charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
-    """
+    """The nodes' reports about the end of a round."""
 
     round: int
-    texts: Mapping[str, str]
-    orders: Mapping[str, int]
-    lost: Mapping[str, str]
-    nodes: int
-    reaches: Mapping[str, Reach]
-    needed: frozenset[str] = frozenset()
-    ambiguous: frozenset[str] = frozenset()
-    charges: int = 0
-    members: int = 0
+    texts: Mapping[str, str]  # records of `failures.ledger`, by node id; none if the job is to end as too few nodes are left
+    orders: Mapping[str, int]  # etcd's revision of each, by node id
+    lost: Mapping[str, str]  # what became of members of the round that are gone, by id
+    nodes: int  # the current number of nodes, spares included
+    reaches: Mapping[str, Reach]  # see `judgement.Circumstances`
+    needed: frozenset[str] = frozenset()  # ids of nodes without which the job cannot go on: its store is there
+    ambiguous: frozenset[str] = frozenset()  # names that several machines have in common
+    charges: int = 0  # restarts that count against the budget and have not expired (see `Judgement.window_s`)
+    members: int = 0  # number of nodes of the round, lost ones included; 0: unknown
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of the leader's agent on the reports.
+    """The judgement of the leader's agent on the reports."""
 
-    Attributes:
-        state: of the job after it: BROKEN if the job goes on, else CLOSED.
-        verdict, ledger: records of `failures.ledger`.
-        charged: the restart counts against the budget, for `window_s` seconds (0: without end).
-        refunded: no earlier restart counts any more.
-        refused: host that may not come back for `refused_s` seconds; "" if none.
-    """
-
-    state: State
+    state: State  # of the job after it: BROKEN if the job goes on, else CLOSED
     reason: str
+    # verdict, ledger: records of `failures.ledger`.
     verdict: str
     ledger: str
-    charged: bool = False
-    refunded: bool = False
+    charged: bool = False  # the restart counts against the budget, for `window_s` seconds (0: without end)
+    refunded: bool = False  # no earlier restart counts any more
     window_s: int = 0
-    refused: str = ""
+    refused: str = ""  # host that may not come back for `refused_s` seconds; "" if none
     refused_s: int = 0
 
 
@@ -139,15 +120,11 @@ class AgentlessPolicy:
 
 
 class AgentPolicy:
-    """A `LeaderPolicy`, from the settings of this agent.
-
-    Attributes:
-        max_restarts: the job's budget; our agent sets it before the first round.
-    """
+    """A `LeaderPolicy`, from the settings of this agent."""
 
     def __init__(self, settings: Settings, min_nodes: int, newest_checkpoint: Callable[[], str | None]) -> None:
         """newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`; called on the rendezvous thread."""
-        self.max_restarts = 0
+        self.max_restarts = 0  # the job's budget; our agent sets it before the first round
         self._settings = settings
         self._min_nodes = min_nodes
         self._newest_checkpoint = newest_checkpoint

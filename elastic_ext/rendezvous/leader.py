@@ -293,14 +293,10 @@ def _ledger_lease(context: NodeContext, ledger: KeyValue | None) -> int:
 
 
 class Members:
-    """Ranks of the current round. For the rendezvous thread.
-
-    Attributes:
-        ranks: rank of each node in the round, by id; includes lost nodes.
-    """
+    """Ranks of the current round. For the rendezvous thread."""
 
     def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
-        self.ranks: dict[str, int] = {}
+        self.ranks: dict[str, int] = {}  # rank of each node in the round, by id; includes lost nodes
         self._context = context
         self._header = header
         self._outage = outage
@@ -337,15 +333,7 @@ class Members:
 
 
 class NodeRecords:
-    """The records, kept up to date by a watch. For the rendezvous thread.
-
-    Attributes:
-        nodes: by id.
-        joined: create revision of each node's key, by id.
-        written: revision of each node's record, by id.
-        last_arrival: when the last new node came, in monotonic seconds.
-        comparison: of what their workers have hashed of their replicas.
-    """
+    """The records, kept up to date by a watch. For the rendezvous thread."""
 
     def __init__(self, context: NodeContext, on_event: Callable[[], None], on_member_of_lost_round: Callable[[], None]) -> None:
         """
@@ -353,11 +341,11 @@ class NodeRecords:
             on_event: called from any thread when `read` has something to read.
             on_member_of_lost_round: called when a node comes whose record says that it is in a round.
         """
-        self.nodes: dict[str, Node] = {}
-        self.joined: dict[str, int] = {}
-        self.written: dict[str, int] = {}
-        self.last_arrival = context.tasks.now()
-        self.comparison = replicas.Comparison()
+        self.nodes: dict[str, Node] = {}  # by id
+        self.joined: dict[str, int] = {}  # create revision of each node's key, by id
+        self.written: dict[str, int] = {}  # revision of each node's record, by id
+        self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
+        self.comparison = replicas.Comparison()  # of what their workers have hashed of their replicas
         self._context = context
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
@@ -432,14 +420,11 @@ class JobUpkeep:
     """Watches the job's record and renews the lease of the records that belong to no node. For the rendezvous thread.
 
     That lease outlives the last node for a while, and lasts between two leaders.
-
-    Attributes:
-        renew_at: monotonic time of the next renewal.
     """
 
     def __init__(self, context: NodeContext, header: HeaderRecord, restore: Callable[[], None]) -> None:
         """restore: writes lost records again."""
-        self.renew_at = 0.0
+        self.renew_at = 0.0  # monotonic time of the next renewal
         self._context = context
         self._header = header
         self._restore = restore

@@ -122,13 +122,10 @@ class LinkEnd(Enum):
 
 
 class Watcher:
-    """This node's links to other nodes. For the thread of the links.
-
-    Attributes:
-        accused: nodes that this one has declared dead. If one is seen again, that was wrong: from then on only its lease counts.
-    """
+    """This node's links to other nodes. For the thread of the links."""
 
     def __init__(self, job: str, node_id: str, peers: PeerRecords) -> None:
+        # Nodes that this one has declared dead. If one is seen again, that was wrong: from then on only its lease counts.
         self.accused: set[str] = set()
         self._job, self._node_id, self._peers = job, node_id, peers
         self._looked_at: set[str] = set()  # now, as what died may have kept a link to them
@@ -278,27 +275,18 @@ CALL_TIMEOUT_S = 2.0  # of a call to etcd; the lease counts, too, so nothing dep
 
 @dataclass(frozen=True)
 class Peer:
-    """Another node, as its record in etcd describes it.
-
-    Attributes:
-        address, port: of its listening socket for links; port 0: nobody may link to it.
-        created: create revision of its record.
-        lease_id: of its record.
-    """
+    """Another node, as its record in etcd describes it."""
 
     node_id: str
+    # address, port: of its listening socket for links; port 0: nobody may link to it.
     address: str
     port: int
-    created: int
-    lease_id: int
+    created: int  # create revision of its record
+    lease_id: int  # of its record
 
 
 class Peers:
-    """The calls to etcd that links need. They block; any thread may make them. They raise EtcdError.
-
-    Attributes:
-        since: create revision of this node's record when it entered the current round; what was said of earlier ones is over.
-    """
+    """The calls to etcd that links need. They block; any thread may make them. They raise EtcdError."""
 
     def __init__(
         self, client: EtcdClient, keys: JobKeys, reader: RecordReader, node_id: str, lease_id: Callable[[], int | None]
@@ -306,6 +294,7 @@ class Peers:
         """node_id: this node. lease_id: returns that of this node; None: it has left."""
         self._client, self._keys, self._reader = client, keys, reader
         self._node_id, self._lease_id = node_id, lease_id
+        # Create revision of this node's record when it entered the current round; what was said of earlier ones is over.
         self.since = 0
 
     def find(self, node_id: str) -> Peer | None:
@@ -406,12 +395,7 @@ class Records(OwnRecords, PeerRecords, Protocol):
 
 
 class Links:
-    """This agent's links, from its start until it leaves the job. One thread runs all of them.
-
-    Attributes:
-        port: of the listening socket; 0: nobody must link to this node.
-        presence: the links from other nodes.
-    """
+    """This agent's links, from its start until it leaves the job. One thread runs all of them."""
 
     def __init__(
         self, job: str, node_id: str, server: socket.socket, records: Records, on_given_up: Callable[[str, bool], None]
@@ -422,8 +406,8 @@ class Links:
             server: a listening socket; closed at the end.
             on_given_up: called on the thread of the links when the others may have declared this node dead; see Presence.
         """
-        self.port: int = server.getsockname()[1]
-        self.presence = Presence(job, node_id, records, on_given_up)
+        self.port: int = server.getsockname()[1]  # of the listening socket; 0: nobody must link to this node
+        self.presence = Presence(job, node_id, records, on_given_up)  # the links from other nodes
         self._server, self._records = server, records
         self._doubts: Watch | None = None
         self._answers: asyncio.Task[None] | None = None  # keeps the task alive

@@ -21,15 +21,7 @@ FRESH_SHARE = 0.6  # of the lease time: with more than this left, no renewal was
 
 
 class Registration:
-    """This node's record and lease. For the rendezvous thread, except `lease`.
-
-    Attributes:
-        node: the record as it should be; None before the node has entered and after it has left.
-        session: the lease; None at the same times.
-        created: create revision of the node's key; 0 before the node has entered.
-        deleted_at: monotonic time when somebody has deleted the key: the others may continue without this node. Any thread may
-            read it. It is set before a header is read that was written after the delete.
-    """
+    """This node's record and lease. For the rendezvous thread, except `lease`."""
 
     def __init__(
         self,
@@ -42,9 +34,11 @@ class Registration:
             on_lost: called when the lease is lost while this process lives.
             on_created: called when the node's key was created, first or again, with the previous key `last`; None: unknown.
         """
-        self.node: Node | None = None
-        self.session: LeaseSession | None = None
-        self.created = 0
+        self.node: Node | None = None  # the record as it should be; None before the node has entered and after it has left
+        self.session: LeaseSession | None = None  # the lease; None at the same times
+        self.created = 0  # create revision of the node's key; 0 before the node has entered
+        # Monotonic time when somebody has deleted the key: the others may continue without this node. Any thread may read it. It
+        # is set before a header is read that was written after the delete.
         self.deleted_at = -math.inf
         self._context = context
         self._on_lost = on_lost
@@ -131,15 +125,7 @@ class Registration:
 
 
 class OwnAssignment:
-    """This node's assignment. For the rendezvous thread, except `joined`.
-
-    Attributes:
-        value: the last readable assignment of this node.
-        doubtful: what etcd holds may be lost: it was deleted or unreadable since it was read, or lost records were written again
-            while this node could not know that the assignment is one of them.
-        joined: the round that this node has joined since it was last ready, and its assignment; None while it waits.
-            Replaced, never changed in place; readable from any thread.
-    """
+    """This node's assignment. For the rendezvous thread, except `joined`."""
 
     def __init__(
         self,
@@ -154,7 +140,9 @@ class OwnAssignment:
             on_joined: called when this node has joined a running round.
             on_lost: called when the assignment for the current round is missing from etcd, or unreadable there.
         """
-        self.value: Assignment | None = None
+        self.value: Assignment | None = None  # the last readable assignment of this node
+        # The round that this node has joined since it was last ready, and its assignment; None while it waits. Replaced, never
+        # changed in place; readable from any thread.
         self.joined: tuple[Header, Assignment] | None = None
         self._context = context
         self._header = header
@@ -162,6 +150,8 @@ class OwnAssignment:
         self._on_joined = on_joined
         self._on_lost = on_lost
         self._unreadable = False  # what etcd holds in its place is unreadable
+        # What etcd holds may be lost: it was deleted or unreadable since it was read, or lost records were written again while
+        # this node could not know that the assignment is one of them.
         self.doubtful = False
 
     @property

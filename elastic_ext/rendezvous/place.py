@@ -69,22 +69,16 @@ class InterruptibleCondition(threading.Condition):
 
 @dataclass(frozen=True)
 class Place:
-    """What a node has in a job for as long as it takes part.
+    """What a node has in a job for as long as it takes part."""
 
-    Attributes:
-        address: the address by which the other nodes reach this one.
-        changed: notified when anything in the participant or the fence has changed.
-        revocation: see `contract.Rendezvous`.
-    """
-
-    address: str
+    address: str  # the address by which the other nodes reach this one
     patience: Patience
     participant: Participant
     dispatcher: Dispatcher
     fence: Fence
     links: Links
-    changed: InterruptibleCondition
-    revocation: Callable[[], LeaseRevocation | None]
+    changed: InterruptibleCondition  # notified when anything in the participant or the fence has changed
+    revocation: Callable[[], LeaseRevocation | None]  # see `contract.Rendezvous`
 
     @property
     def node_id(self) -> str:

@@ -123,17 +123,13 @@ class OwnRecords(Protocol):
 
 
 class Presence:
-    """This node's side of the links from other nodes. For the thread of the links.
-
-    Attributes:
-        incoming: number of connections from others.
-    """
+    """This node's side of the links from other nodes. For the thread of the links."""
 
     def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str, bool], None]) -> None:
         """on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
         return at once.
         """
-        self.incoming = 0
+        self.incoming = 0  # number of connections from others
         self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
         self._open = Counter[str]()  # links from each node
         self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead

@@ -49,9 +49,6 @@ class EtcdRound:
     """See `rendezvous.contract.RoundPart`, which documents the methods without a docstring.
 
     Before the first round it is the part in round 0, in which no workers run.
-
-    Attributes:
-        continues: the verdict on this round lets the job go on; None: this node has not asked for one.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class EtcdRound:
         """
         self.round = header.round
         self.header, self.assignment = header, assignment
-        self.continues: bool | None = None
+        self.continues: bool | None = None  # the verdict on this round lets the job go on; None: this node has not asked for one
         self._place, self._participant = place, place.participant
         self._workers, self._judge_alone = workers, judge_alone
 

@@ -53,148 +53,102 @@ class EndKind(str, Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """A node's record of itself.
+    """A node's record of itself."""
 
-    Attributes:
-        after: the node waits for a round later than this one. If it was in this round, its workers have been stopped.
-        workers: number of its workers.
-        port: of a store server of this node that already listens and has never been used.
-        done: the last round that its workers have finished without a failure; 0 if none.
-        reported: the last round whose end it has reported; its workers of that round have been stopped.
-        report: what failed here in that round (a record of `failures.ledger`); "" if nothing did.
-        follows: see `failures.ledger.Report.waits_for_others`.
-        saved: number of the last complete save on demand of its round; saved_step: its step.
-        stalled: the round in which all its workers stall now; 0 if they do not.
-        local: it saves to its own disk first, and may resume from there.
-        round: the round that its workers were in when it had to register again; 0 if it never had to.
-        cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
-            failures of other nodes.
-        link_port: of its listening socket for links (`links`), at `address`; 0: nobody may link to it.
-        quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
-        addresses: its own that its workers use meanwhile.
-        silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
-        drained: number of the drain (see Drain) since which its workers have published a checkpoint in this round; 0: none.
-        drained_at: step of that checkpoint; -1: unknown.
-        hosts_store: the job's store is on its host, and would go with it.
-        machine: see `run_id.machine`.
-        hashed_in: the round of `hashed`, what its workers have hashed of their replicas; 0: nothing.
-    """
-
-    after: Count
-    workers: Annotated[int, Within(1, MAX_WORKERS)]
+    after: Count  # the node waits for a round later than this one. If it was in this round, its workers have been stopped
+    workers: Annotated[int, Within(1, MAX_WORKERS)]  # number of its workers
     role: str
     address: Name
-    port: Port
-    done: Count = 0
+    port: Port  # of a store server of this node that already listens and has never been used
+    done: Count = 0  # the last round that its workers have finished without a failure; 0 if none
     topology: str = ""
-    reported: Count = 0
-    report: str = ""
-    follows: bool = False
-    saved: Count = 0
-    saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
-    stalled: Count = 0
-    local: bool = False
+    reported: Count = 0  # the last round whose end it has reported; its workers of that round have been stopped
+    report: str = ""  # what failed here in that round (a record of `failures.ledger`); "" if nothing did
+    follows: bool = False  # see `failures.ledger.Report.waits_for_others`
+    saved: Count = 0  # number of the last complete save on demand of its round
+    saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0  # its step
+    stalled: Count = 0  # the round in which all its workers stall now; 0 if they do not
+    local: bool = False  # it saves to its own disk first, and may resume from there
+    # The round that its workers were in when it had to register again; 0 if it never had to.
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
+    # The round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains failures of other
+    # nodes.
     cut: Count = 0
-    link_port: Port = 0
-    quiet: Count = 0
-    addresses: tuple[Name, ...] = ()
+    link_port: Port = 0  # of its listening socket for links (`links`), at `address`; 0: nobody may link to it
+    quiet: Count = 0  # the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not
+    addresses: tuple[Name, ...] = ()  # its own that its workers use meanwhile
+    # Other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
     silent: tuple[Name, ...] = ()
+    # Number of the drain (see Drain) since which its workers have published a checkpoint in this round; 0: none.
     drained: Count = 0
-    drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1
-    hosts_store: bool = False
-    machine: str = ""
-    hashed_in: Count = 0
+    drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1  # step of that checkpoint; -1: unknown
+    hosts_store: bool = False  # the job's store is on its host, and would go with it
+    machine: str = ""  # see `run_id.machine`
+    hashed_in: Count = 0  # the round of `hashed`, what its workers have hashed of their replicas; 0: nothing
     hashed: tuple[Hashed, ...] = ()
 
 
 @dataclass(frozen=True)
 class Drain:
-    """A node that an operator has told to leave the job.
+    """A node that an operator has told to leave the job."""
 
-    Attributes:
-        node, host: its id, and the name by which its host is refused afterwards.
-        number: `Header.drains_made` when it was asked for.
-        reason: of the operator, for people.
-        refused_s: for how long the host may not come back.
-        now: it does not wait for a checkpoint.
-        released: the leader has let the node go: no round has it any more.
-        step: of the checkpoint that was published before it was released; -1: unknown, or none was.
-        held: it had published one, but could not be spared: it needs a new one once it can be.
-    """
-
+    # node, host: its id, and the name by which its host is refused afterwards.
     node: Name
     host: Name
-    number: Count
-    reason: str = ""
-    refused_s: Annotated[int, Within(1, 10**9)] = 3600
-    now: bool = False
-    released: bool = False
+    number: Count  # `Header.drains_made` when it was asked for
+    reason: str = ""  # of the operator, for people
+    refused_s: Annotated[int, Within(1, 10**9)] = 3600  # for how long the host may not come back
+    now: bool = False  # it does not wait for a checkpoint
+    released: bool = False  # the leader has let the node go: no round has it any more
+    # Of the checkpoint that was published before it was released; -1: unknown, or none was.
     step: Annotated[int, Within(-1, 2**63 - 1)] = -1
-    held: bool = False
+    held: bool = False  # it had published one, but could not be spared: it needs a new one once it can be
 
 
 @dataclass(frozen=True)
 class Header:
-    """The state of the job, which every node watches: small, whatever the number of nodes.
+    """The state of the job, which every node watches: small, whatever the number of nodes."""
 
-    Attributes:
-        round: number of the running round, or of the last one; 0 before the first.
-        nodes, world: number of its nodes and of its workers.
-        address, port: the store of this round, at the node of rank 0.
-        reason: why the job is in this state, for people.
-        seal: a name unique to one act of sealing. A leader may be lost, or its view may change, after it has written the
-            assignments of a round and before it writes this header; they must not count for the round that is formed instead.
-        verdict: what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet.
-        save: number of the last save on demand requested in this round; 0 if none was.
-        local: all nodes may resume from their own disks, and offer the node of rank 0 what they have there.
-        resume: what all nodes resume from (see `checkpoints.choice.offers`), written by the node of rank 0; "" until it has
-            chosen. A new round begins with "", so that no choice outlives its round.
-        job: name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
-        end: how the round ended; None: as `state` says. Older versions do not write it.
-        lost: id of a node whose loss has ended the round; it may be back. "": it ended otherwise. Older versions write none.
-        drains: nodes that are to leave the job; those that have left stay here until the next round is sealed.
-        drains_made: number of changes to `drains` in this job.
-    """
-
-    round: Count = 0
+    round: Count = 0  # number of the running round, or of the last one; 0 before the first
     state: State = State.FORMING
+    # nodes, world: number of its nodes and of its workers.
     nodes: Count = 0
     world: Count = 0
+    # address, port: the store of this round, at the node of rank 0.
     address: str = ""
     port: Port = 0
-    reason: str = ""
+    reason: str = ""  # why the job is in this state, for people
+    # A name unique to one act of sealing. A leader may be lost, or its view may change, after it has written the assignments of a
+    # round and before it writes this header; they must not count for the round that is formed instead.
     seal: str = ""
-    verdict: str = ""
-    save: Annotated[int, Within(0, MAX_SAVES)] = 0
-    local: bool = False
+    verdict: str = ""  # what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet
+    save: Annotated[int, Within(0, MAX_SAVES)] = 0  # number of the last save on demand requested in this round; 0 if none was
+    local: bool = False  # all nodes may resume from their own disks, and offer the node of rank 0 what they have there
+    # What all nodes resume from (see `checkpoints.choice.offers`), written by the node of rank 0; "" until it has chosen. A new
+    # round begins with "", so that no choice outlives its round.
     resume: str = ""
+    # Name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
     job: str = ""
-    end: EndKind | None = None
+    end: EndKind | None = None  # how the round ended; None: as `state` says. Older versions do not write it
+    # Id of a node whose loss has ended the round; it may be back. "": it ended otherwise. Older versions write none.
     lost: str = ""
+    # Nodes that are to leave the job; those that have left stay here until the next round is sealed.
     drains: tuple[Drain, ...] = ()
-    drains_made: Count = 0
+    drains_made: Count = 0  # number of changes to `drains` in this job
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One node's assignment to a round.
-
-    Attributes:
-        rank: of the node.
-        base_rank, base_role_rank: of its first worker, among all workers and among those of its role.
-        role_world: number of workers with its role.
-        seal: see Header.
-        neighbors: ids of the nodes that this node keeps links to.
-    """
+    """One node's assignment to a round."""
 
     round: Count
-    rank: Count
+    rank: Count  # of the node
+    # base_rank, base_role_rank: of its first worker, among all workers and among those of its role.
     base_rank: Count
     base_role_rank: Count
-    role_world: Count
-    seal: str = ""
-    neighbors: tuple[Name, ...] = ()
+    role_world: Count  # number of workers with its role
+    seal: str = ""  # see Header
+    neighbors: tuple[Name, ...] = ()  # ids of the nodes that this node keeps links to
 
     def of(self, header: Header) -> bool:
         """Return whether this is an assignment to the header's round, not to another attempt to form it."""

@@ -42,53 +42,38 @@ ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a job.
-
-    Attributes:
-        last_call_s: once there are enough nodes, how long the first round waits for more after the last one came.
-        settle_s: how long after the first report of a failure the leader waits for the remaining reports, once a report names a
-            cause.
-        rejoin_s: how long the job waits for lost nodes once fewer than min_nodes are left; None: until these leave.
-    """
+    """The limits of a job."""
 
     min_nodes: int
     max_nodes: int
-    last_call_s: float
+    last_call_s: float  # once there are enough nodes, how long the first round waits for more after the last one came
+    # How long after the first report of a failure the leader waits for the remaining reports, once a report names a cause.
     settle_s: float = 0.5
+    # How long the job waits for lost nodes once fewer than min_nodes are left; None: until these leave.
     rejoin_s: float | None = None
 
 
 @dataclass(frozen=True)
 class View:
-    """The leader's knowledge.
-
-    Attributes:
-        nodes: all living nodes, by id.
-        joined: order of joining (any increasing number), by id.
-        members: rank in header.round, by id; includes lost nodes.
-        last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
-        may_grow: waiting nodes may join now; False: only after a checkpoint.
-        finished_at: when the last node whose workers have finished reported that, on the same clock; None if no node has.
-        reported_at: when the first report about the end of this round came, on the same clock; None if none did.
-        returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
-            without assignments may come back. None: no member is expected back.
-        few_since: since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
-        differ: what replicas of the round are not equal; see `hashed`.
-        moves: id of a node of the round whose ranks are to move to another one (`policy.Decision.moves_ranks`); "": none.
-    """
+    """The leader's knowledge."""
 
     header: Header
-    nodes: Mapping[str, Node]
-    joined: Mapping[str, int]
-    members: Mapping[str, int]
-    last_arrival: float
-    may_grow: bool = True
+    nodes: Mapping[str, Node]  # all living nodes, by id
+    joined: Mapping[str, int]  # order of joining (any increasing number), by id
+    members: Mapping[str, int]  # rank in header.round, by id; includes lost nodes
+    last_arrival: float  # when the last new node came, in seconds of the leader's monotonic clock
+    may_grow: bool = True  # waiting nodes may join now; False: only after a checkpoint
+    # When the last node whose workers have finished reported that, on the same clock; None if no node has.
     finished_at: float | None = None
+    # When the first report about the end of this round came, on the same clock; None if none did.
     reported_at: float | None = None
+    # etcd was unreachable or has lost records: until this time, on the same clock, missing members and members without
+    # assignments may come back. None: no member is expected back.
     returning_until: float | None = None
+    # Since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
     few_since: float | None = None
-    differ: Difference | None = None
-    moves: str = ""
+    differ: Difference | None = None  # what replicas of the round are not equal; see `hashed`
+    moves: str = ""  # id of a node of the round whose ranks are to move to another one (`policy.Decision.moves_ranks`); "": none
 
 
 @dataclass(frozen=True)

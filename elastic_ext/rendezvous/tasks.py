@@ -120,12 +120,7 @@ class HostRefused(ElasticExtError):
 
 
 class TaskRunner:
-    """One node's `dispatcher.Runner`.
-
-    Attributes (readable from any thread):
-        failure: why this node can no longer take part in the job; None while it can.
-        etcd_full: the error of an etcd that accepts no writes now and so holds up work of this node; None while it accepts them.
-    """
+    """One node's `Runner`. Any thread may read `failure` and `etcd_full`."""
 
     def __init__(
         self,
@@ -144,7 +139,8 @@ class TaskRunner:
             on_timer: work to run at the time given to `wake_at`.
             on_failure: called when `failure` is set.
         """
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # why this node can no longer take part in the job; None while it can
+        # The error of an etcd that accepts no writes now and so holds up work of this node; None while it accepts them.
         self.etcd_full: QuotaExceeded | None = None
         self._dispatcher = dispatcher
         self._node_id = node_id
@@ -235,23 +231,15 @@ class TaskRunner:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """The identity of a node and of the job that it enters.
-
-    Attributes:
-        node_id: unique within the job, fit to be part of a key.
-        lease_ttl_s: after this many seconds without a renewal, etcd drops the node.
-        host: name by which a verdict may refuse this machine; "" if it has none.
-        loopback: the network of this machine, if the other nodes are to reach this one at the loopback; else "".
-        own_store: the job has brought its store, which ends with it: a node that comes after its end is too late.
-    """
+    """The identity of a node and of the job that it enters."""
 
     run_id: str
-    node_id: str
+    node_id: str  # unique within the job, fit to be part of a key
     limits: Limits
-    lease_ttl_s: int
-    host: str = ""
-    loopback: str = ""
-    own_store: bool = False
+    lease_ttl_s: int  # after this many seconds without a renewal, etcd drops the node
+    host: str = ""  # name by which a verdict may refuse this machine; "" if it has none
+    loopback: str = ""  # the network of this machine, if the other nodes are to reach this one at the loopback; else ""
+    own_store: bool = False  # the job has brought its store, which ends with it: a node that comes after its end is too late
 
 
 @dataclass(frozen=True)

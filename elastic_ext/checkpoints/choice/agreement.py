@@ -61,22 +61,16 @@ _LACKS = {
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint that a round resumes from.
+    """The checkpoint that a round resumes from."""
 
-    Attributes:
-        path: local path or URL of the checkpoint; "": the round begins from nothing.
-        step, reason, passed_over: see `Agreement`.
-        local: it is in the nodes' local directories; `path` is this node's part of it.
-        lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
-        files: by rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
-    """
-
-    path: str = ""
+    path: str = ""  # local path or URL of the checkpoint; "": the round begins from nothing
+    # step, reason, passed_over: see `Agreement`.
     step: int | None = None
     reason: str = ""
     passed_over: bool = False
-    local: bool = False
-    lost: str = ""
+    local: bool = False  # it is in the nodes' local directories; `path` is this node's part of it
+    lost: str = ""  # why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows
+    # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     files: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -96,20 +90,13 @@ class Resumption:
 
 @dataclass(frozen=True)
 class NodeInRound:
-    """This node in the round.
+    """This node in the round."""
 
-    Attributes:
-        node: its group rank.
-        nodes: number of nodes.
-        workers: number of its workers.
-        memory: its directory for copies in memory; "" for none.
-        refused, saved: see `Offers`.
-    """
-
-    node: int = 0
-    nodes: int = 1
-    workers: int = 1
-    memory: str = ""
+    node: int = 0  # its group rank
+    nodes: int = 1  # number of nodes
+    workers: int = 1  # number of its workers
+    memory: str = ""  # its directory for copies in memory; "" for none
+    # refused, saved: see `Offers`.
     refused: tuple[str, ...] = ()
     saved: NewestSaved | None = NONE_SAVED
 
@@ -171,11 +158,7 @@ def once_there(act: Callable[[], T]) -> T:
 
 
 class _NodeSide:
-    """One node's part in one agreement. Opens each directory once.
-
-    Attributes:
-        lost: see `Resumption`; set by `decide`.
-    """
+    """One node's part in one agreement. Opens each directory once."""
 
     def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: NodeInRound) -> None:
         self._settings, self._place = settings, place
@@ -183,7 +166,7 @@ class _NodeSide:
         self._local = open_storage(local_dir) if local_dir is not None else None
         self._memory = open_storage(place.memory) if place.memory else None
         self._remote = RemoteTier(settings, checkpoint_dir, run_id)
-        self.lost = ""
+        self.lost = ""  # see `Resumption`; set by `decide`
 
     @cached_property
     def _asked_for(self) -> Storage | None:
@@ -332,18 +315,13 @@ def _from_local_dirs(received: Sequence[Offers], quarantined: Collection[str]) -
 
 
 class RemoteTier:
-    """`checkpoint_dir`, the tier that all nodes share, in one agreement. It is opened when first needed.
-
-    Attributes:
-        has_answered: whether `refresh` has listed it.
-        quarantined: the names of checkpoints that must not be used, by the last `refresh`.
-    """
+    """`checkpoint_dir`, the tier that all nodes share, in one agreement. It is opened when first needed."""
 
     def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str) -> None:
         self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
         self._entries: list[Entry] = []
-        self.has_answered = False
-        self.quarantined: frozenset[str] = frozenset()
+        self.has_answered = False  # whether `refresh` has listed it
+        self.quarantined: frozenset[str] = frozenset()  # the names of checkpoints that must not be used, by the last `refresh`
 
     @cached_property
     def storage(self) -> Storage:

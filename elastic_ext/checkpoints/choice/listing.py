@@ -31,23 +31,18 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which checkpoint to look for.
+    """Which checkpoint to look for."""
 
-    Attributes:
-        resume_from: "" for the newest complete one; "none" for no checkpoint, so that the job begins from nothing; else a step,
-            a name in the directory, or a path or URL.
-        pattern: a glob in which {step} and {epoch} stand for a number; only names that match it, and our own, are checkpoints.
-            "": any directory, and files with a known suffix.
-        verify: how to verify the content before choosing a checkpoint.
-        since: consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
-        without: name of one that is left out.
-    """
-
+    # "" for the newest complete one; "none" for no checkpoint, so that the job begins from nothing; else a step, a name in the
+    # directory, or a path or URL.
     resume_from: str = ""
+    # A glob in which {step} and {epoch} stand for a number; only names that match it, and our own, are checkpoints. "": any
+    # directory, and files with a known suffix.
     pattern: str = ""
-    verify: Mode = Mode.OFF
+    verify: Mode = Mode.OFF  # how to verify the content before choosing a checkpoint
+    # Consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
     since: float | None = None
-    without: str = ""
+    without: str = ""  # name of one that is left out
 
 
 def newest_complete(checkpoint_dir: str, wanted: Wanted = Wanted()) -> Choice:
@@ -395,21 +390,13 @@ THREADS = 16  # concurrent checks; each mostly waits for the storage
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCheckpoint(PruneCandidate):
-    """One checkpoint of a directory.
+    """One checkpoint of a directory."""
 
-    Attributes:
-        entry: the listed entry.
-        state: "complete", with a note if no optimizer is in it, or why it is not, for people.
-        epoch: from its content; None if unknown.
-        generation: generation of the group of workers that wrote it; None if it is not ours.
-        size: bytes; None if unknown.
-    """
-
-    entry: Entry
-    state: str
-    epoch: int | None
-    generation: int | None
-    size: int | None
+    entry: Entry  # the listed entry
+    state: str  # "complete", with a note if no optimizer is in it, or why it is not, for people
+    epoch: int | None  # from its content; None if unknown
+    generation: int | None  # generation of the group of workers that wrote it; None if it is not ours
+    size: int | None  # bytes; None if unknown
 
     @property
     def prune_candidate(self) -> PruneCandidate:

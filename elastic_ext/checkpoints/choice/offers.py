@@ -31,15 +31,10 @@ NEEDED = "each node needs a tmpfs at /dev/shm, and the same memory_every and mem
 
 @dataclass(frozen=True)
 class NewestSaved:
-    """The newest checkpoint that a node knows of.
+    """The newest checkpoint that a node knows of."""
 
-    Attributes:
-        round: the last round of the node; 0: it has been in none.
-        step: the greatest step that this round resumed from or that its workers have seen committed; 0: none.
-    """
-
-    round: Count = 0
-    step: int = 0
+    round: Count = 0  # the last round of the node; 0: it has been in none
+    step: int = 0  # the greatest step that this round resumed from or that its workers have seen committed; 0: none
 
 
 NONE_SAVED = NewestSaved()
@@ -62,48 +57,30 @@ MAX_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
 
 @dataclass(frozen=True)
 class Offers:
-    """The checkpoints in one node's own tiers.
+    """The checkpoints in one node's own tiers."""
 
-    Attributes:
-        usable: the node has a local tier, and rounds may resume from it.
-        offers: in its local directory.
-        memory: copies in its memory.
-        saved: the newest checkpoint that the node knows of; None: it cannot know.
-        has_memory: the node has memory for copies, even if it holds none; without it, no round of it may resume from one.
-        refused: names of copies in memory, on whatever node, that this node knows to be bad.
-    """
-
-    usable: bool = False
-    offers: tuple[Offer, ...] = ()
-    memory: tuple[Offer, ...] = ()
-    refused: tuple[Name, ...] = ()
+    usable: bool = False  # the node has a local tier, and rounds may resume from it
+    offers: tuple[Offer, ...] = ()  # in its local directory
+    memory: tuple[Offer, ...] = ()  # copies in its memory
+    refused: tuple[Name, ...] = ()  # names of copies in memory, on whatever node, that this node knows to be bad
+    # The node has memory for copies, even if it holds none; without it, no round of it may resume from one.
     has_memory: bool = False
-    saved: NewestSaved | None = None
+    saved: NewestSaved | None = None  # the newest checkpoint that the node knows of; None: it cannot know
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The checkpoint that a round resumes from.
+    """The checkpoint that a round resumes from."""
 
-    Attributes:
-        name: name of the checkpoint; "": begin from nothing.
-        step: None if neither its content nor its name gives one.
-        reason: why this one, for people.
-        tier: where it is.
-        passed_over: there is no name, but some entries may be checkpoints: a script that knows them may resume from one.
-        error: why node 0 has no answer, for people; "" if it has one.
-        bad: the error is that checkpoints exist, but none may be used.
-        away: the error is that the storage does not answer.
-    """
-
-    name: str
-    step: int | None = None
-    reason: str = ""
-    tier: Tier = Tier.SHARED
+    name: str  # name of the checkpoint; "": begin from nothing
+    step: int | None = None  # None if neither its content nor its name gives one
+    reason: str = ""  # why this one, for people
+    tier: Tier = Tier.SHARED  # where it is
+    # There is no name, but some entries may be checkpoints: a script that knows them may resume from one.
     passed_over: bool = False
-    error: str = ""
-    bad: bool = False
-    away: bool = False
+    error: str = ""  # why node 0 has no answer, for people; "" if it has one
+    bad: bool = False  # the error is that checkpoints exist, but none may be used
+    away: bool = False  # the error is that the storage does not answer
 
 
 def encode(message: Offers | Agreement) -> str:
@@ -152,15 +129,10 @@ def _is_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """The newest whole copy.
+    """The newest whole copy."""
 
-    Attributes:
-        offer: None: there is none.
-        lost: the newer ones, which cannot be loaded, with the reason for each; newest first.
-    """
-
-    offer: Offer | None
-    lost: tuple[tuple[str, str], ...] = ()
+    offer: Offer | None  # None: there is none
+    lost: tuple[tuple[str, str], ...] = ()  # the newer ones, which cannot be loaded, with the reason for each; newest first
 
 
 def newest_whole(nodes: Sequence[Offers], refused: Collection[str] = ()) -> MemoryChoice:

@@ -29,19 +29,12 @@ OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint to resume from.
+    """The checkpoint to resume from."""
 
-    Attributes:
-        path: absolute local path or URL.
-        step: from its content, else from its name; None if neither has one.
-        format: for people.
-        reason: why this one, for people.
-    """
-
-    path: str
-    step: int | None
-    format: str
-    reason: str
+    path: str  # absolute local path or URL
+    step: int | None  # from its content, else from its name; None if neither has one
+    format: str  # for people
+    reason: str  # why this one, for people
 
 
 @dataclass(frozen=True)
@@ -74,17 +67,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class NameFamily:
-    """Candidates whose names differ only in digits.
+    """Candidates whose names differ only in digits."""
 
-    Attributes:
-        pattern: what their names have in common.
-        members: newest first.
-        newest: no member was written after this time, in seconds since the epoch.
-    """
-
-    pattern: str
-    members: tuple[Entry, ...]
-    newest: float
+    pattern: str  # what their names have in common
+    members: tuple[Entry, ...]  # newest first
+    newest: float  # no member was written after this time, in seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -264,18 +251,12 @@ _ROLES = _COPIES | _NEWEST | _PARTS | {"checkpoint", "ckpt", "trainer", "trainin
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a family.
+    """The names of a family."""
 
-    Attributes:
-        pattern: of its family.
-        unit: what their numbers count, see `names.unit_of`.
-        steps: all of their steps.
-        times: when the first and the last of several were written; None if there is one, or if a time is unknown.
-    """
-
-    pattern: str
-    unit: str = ""
-    steps: frozenset[int] = frozenset()
+    pattern: str  # of its family
+    unit: str = ""  # what their numbers count, see `names.unit_of`
+    steps: frozenset[int] = frozenset()  # all of their steps
+    # When the first and the last of several were written; None if there is one, or if a time is unknown.
     times: tuple[float, float] | None = None
 
 

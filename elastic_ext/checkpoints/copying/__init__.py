@@ -33,28 +33,18 @@ UNFINISHED = 3
 
 @dataclass(frozen=True)
 class CopyState:
-    """The state after a turn.
+    """The state after a turn."""
 
-    Attributes:
-        sent: bytes sent in this turn.
-        lag_steps: steps by which the newest remote checkpoint is behind the newest local one; None: no remote one yet.
-        lag_s: seconds that the oldest checkpoint in `waiting` has waited.
-        waiting: names of the local checkpoints that are newer than the newest complete remote one.
-        complete: name of the newest complete remote checkpoint; "": none.
-        failures: failed turns in a row.
-        reason: why the last one failed, for people.
-        copy_s: seconds since this node began to copy the checkpoint that has become complete in this turn; None: none has.
-        others: text that changes while other nodes send what is missing; it has no other meaning.
-    """
-
-    sent: int = 0
+    sent: int = 0  # bytes sent in this turn
+    # Steps by which the newest remote checkpoint is behind the newest local one; None: no remote one yet.
     lag_steps: int | None = 0
-    lag_s: float = 0.0
-    waiting: tuple[str, ...] = ()
-    complete: str = ""
-    failures: int = 0
-    reason: str = ""
-    others: str = ""
+    lag_s: float = 0.0  # seconds that the oldest checkpoint in `waiting` has waited
+    waiting: tuple[str, ...] = ()  # names of the local checkpoints that are newer than the newest complete remote one
+    complete: str = ""  # name of the newest complete remote checkpoint; "": none
+    failures: int = 0  # failed turns in a row
+    reason: str = ""  # why the last one failed, for people
+    others: str = ""  # text that changes while other nodes send what is missing; it has no other meaning
+    # Seconds since this node began to copy the checkpoint that has become complete in this turn; None: none has.
     copy_s: float | None = None
 
 

@@ -100,17 +100,13 @@ class CopyProgress:
     """Bytes sent by this node or another, and checkpoints that became complete, by the process's messages.
 
     Pure: callers pass the time in monotonic seconds.
-
-    Attributes:
-        last: the last report; None before the first.
-        working: it was given work, and has not yet reported that nothing is left.
-        heard_at: when it last sent a message or was given work.
-        progress_at: when it last made progress, or when a wait for progress began.
     """
 
     def __init__(self, now: float) -> None:
-        self.last: CopyState | None = None
-        self.working = True
+        self.last: CopyState | None = None  # the last report; None before the first
+        self.working = True  # it was given work, and has not yet reported that nothing is left
+        # heard_at: when it last sent a message or was given work.
+        # progress_at: when it last made progress, or when a wait for progress began.
         self.heard_at = self.progress_at = now
         self._pulsed = 0  # bytes of this turn that are already counted
 
@@ -166,9 +162,6 @@ class RestartedChild:
 
     A process that has work but stays silent for `stall_s` is logged. While finishing, a process that makes no progress for
     `stall_s` is replaced once, then given up, so that nobody waits forever for a stuck one.
-
-    Attributes:
-        done: whether it has finished with nothing left to copy.
     """
 
     def __init__(self, start: Callable[[], Child], target: str, metrics: CopyMetrics, stall_s: float) -> None:
@@ -176,6 +169,7 @@ class RestartedChild:
         self._start, self._target, self._metrics, self._stall_s = start, target, metrics, stall_s
         self._changed = threading.Condition()  # guards all that follows
         self._stage = Stage.COPYING
+        # done: whether it has finished with nothing left to copy.
         self._ended = self.done = False  # _ended: the thread has ended
         self._child: Child | None = None
         self._progress = CopyProgress(time.monotonic())

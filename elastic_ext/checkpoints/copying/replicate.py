@@ -50,15 +50,11 @@ HEARTBEAT_S = 20.0
 
 
 class Coordination:
-    """One node's view of the agreement on the checkpoint that all nodes copy now. All methods raise OSError.
-
-    Attributes:
-        node: NODE of this node; "" before it sends anything.
-    """
+    """One node's view of the agreement on the checkpoint that all nodes copy now. All methods raise OSError."""
 
     def __init__(self, remote: Storage) -> None:
         self._remote = remote
-        self.node = ""
+        self.node = ""  # NODE of this node; "" before it sends anything
 
     def target(self) -> str:
         """Return the checkpoint that all nodes copy now; "": none yet."""
@@ -88,11 +84,7 @@ PULSE_S = 5.0  # interval between pulses to the agent while one file is being se
 
 
 class Throttle:
-    """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work.
-
-    Attributes:
-        sent: bytes sent in this turn.
-    """
+    """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work."""
 
     def __init__(
         self,
@@ -103,6 +95,7 @@ class Throttle:
     ) -> None:
         """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
         self._bucket, self._coordination, self._pulse, self._wait = bucket, coordination, pulse, wait
+        # sent: bytes sent in this turn.
         self.sent = self._sent_before = 0  # bytes of this turn, and of all turns before it
         self._pulse_at = self._beat_at = time.monotonic()
 

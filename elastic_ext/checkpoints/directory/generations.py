@@ -31,17 +31,12 @@ class StaleGroup(ElasticExtError):
 
 @dataclass(frozen=True)
 class Opener:
-    """The group of workers that opens the directory.
+    """The group of workers that opens the directory."""
 
-    Attributes:
-        run_id: the job's run ID.
-        restart: number of restarts before this group, within one launch of the job.
-        launch: an ID that all restarts of one launch share; "" if unknown. Restarts are compared only within one launch, because
-            a requeued job of the same name counts from 0 again.
-    """
-
-    run_id: str = ""
-    restart: int = 0
+    run_id: str = ""  # the job's run ID
+    restart: int = 0  # number of restarts before this group, within one launch of the job
+    # An ID that all restarts of one launch share; "" if unknown. Restarts are compared only within one launch, because a requeued
+    # job of the same name counts from 0 again.
     launch: str = ""
 
 

@@ -19,21 +19,15 @@ PIN = f"{MARKERS}/pin"
 
 @dataclass(frozen=True)
 class Mark:
-    """The reason and origin of a quarantine or pin.
+    """The reason and origin of a quarantine or pin."""
 
-    Attributes:
-        reason: for people.
-        by: the user or process that set the mark.
-        at: when it was set, in seconds since the epoch by that process's clock, for people.
-        written_at: when the marked checkpoint was written, by the clock of the storage. One written later under the same name
-            is another checkpoint. 0: the mark holds for any checkpoint of that name.
-        from_nothing: where no other checkpoint may be used, a run may begin from nothing: so did the one that has saved it.
-    """
-
-    reason: str
-    by: str = ""
-    at: float = 0.0
+    reason: str  # for people
+    by: str = ""  # the user or process that set the mark
+    at: float = 0.0  # when it was set, in seconds since the epoch by that process's clock, for people
+    # When the marked checkpoint was written, by the clock of the storage. One written later under the same name is another
+    # checkpoint. 0: the mark holds for any checkpoint of that name.
     written_at: float = 0.0
+    # Where no other checkpoint may be used, a run may begin from nothing: so did the one that has saved it.
     from_nothing: bool = False
 
 

@@ -67,23 +67,14 @@ def node_of(nodes: Sequence[int], rank: int) -> int:
 
 @dataclass(frozen=True)
 class Offer:
-    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/offers.py`.
+    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/offers.py`."""
 
-    Attributes:
-        name: name of the checkpoint.
-        digest: digest of its manifest, because two checkpoints may have the same name.
-        step: optimizer steps done.
-        nodes: number of nodes that saved it.
-        world: number of ranks that saved it.
-        ranks: the ranks whose files are all on this node.
-    """
-
-    name: Name
-    digest: str
-    step: int
-    nodes: Count
-    world: Annotated[int, Within(0, MAX_RANKS)]
-    ranks: tuple[Count, ...]
+    name: Name  # name of the checkpoint
+    digest: str  # digest of its manifest, because two checkpoints may have the same name
+    step: int  # optimizer steps done
+    nodes: Count  # number of nodes that saved it
+    world: Annotated[int, Within(0, MAX_RANKS)]  # number of ranks that saved it
+    ranks: tuple[Count, ...]  # the ranks whose files are all on this node
 
 
 def own_checkpoints(storage: Storage) -> list[str]:

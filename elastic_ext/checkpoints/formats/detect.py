@@ -194,21 +194,13 @@ class Remark:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verifying a checkpoint.
+    """The result of verifying a checkpoint."""
 
-    Attributes:
-        faults: damaged or missing files, by name.
-        files: number of files in the checkpoint.
-        size: bytes of the files whose content was read.
-        notes: files that could not be verified or do not belong to the checkpoint.
-        unreadable: why the storage did not give a file, which may be sound; None if it gave all.
-    """
-
-    faults: tuple[Remark, ...]
-    files: int
-    size: int
-    notes: tuple[Remark, ...] = ()
-    unreadable: OSError | None = None
+    faults: tuple[Remark, ...]  # damaged or missing files, by name
+    files: int  # number of files in the checkpoint
+    size: int  # bytes of the files whose content was read
+    notes: tuple[Remark, ...] = ()  # files that could not be verified or do not belong to the checkpoint
+    unreadable: OSError | None = None  # why the storage did not give a file, which may be sound; None if it gave all
 
     @property
     def sound(self) -> bool:

@@ -85,17 +85,11 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class Content:
-    """The result of reading a whole file.
+    """The result of reading a whole file."""
 
-    Attributes:
-        fault: what is damaged, or "".
-        note: what could not be verified, or "".
-        unreadable: why it could not be read, which is a fault for now; None: it was read.
-    """
-
-    fault: str = ""
-    note: str = ""
-    unreadable: OSError | None = None
+    fault: str = ""  # what is damaged, or ""
+    note: str = ""  # what could not be verified, or ""
+    unreadable: OSError | None = None  # why it could not be read, which is a fault for now; None: it was read
 
 
 def is_candidate(entry: Entry) -> bool:

@@ -55,17 +55,11 @@ class TornCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class Tree:
-    """What lies below a directory.
+    """What lies below a directory."""
 
-    Attributes:
-        name: of the directory.
-        files: by path relative to it, also those in folders.
-        folders: their relative paths.
-    """
-
-    name: str
-    files: Mapping[str, Entry]
-    folders: frozenset[str] = frozenset()
+    name: str  # of the directory
+    files: Mapping[str, Entry]  # by path relative to it, also those in folders
+    folders: frozenset[str] = frozenset()  # their relative paths
 
     @property
     def top(self) -> list[str]:
@@ -255,20 +249,14 @@ _PARTS = re.compile(
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tool lays out a checkpoint.
+    """How one tool lays out a checkpoint."""
 
-    Attributes:
-        format: its name, for people.
-        signs: patterns, each of which fits a name directly in the directory; those of folders end with a slash.
-        name: pattern of the directory's own name; "": any.
-        needs: a file that the tool writes last, or without which nothing works: its name for people, and a pattern of its path.
-        missing: returns what else a save that did not finish lacks, or "".
-    """
-
-    format: str
-    signs: tuple[str, ...]
-    name: str = ""
+    format: str  # its name, for people
+    signs: tuple[str, ...]  # patterns, each of which fits a name directly in the directory; those of folders end with a slash
+    name: str = ""  # pattern of the directory's own name; "": any
+    # A file that the tool writes last, or without which nothing works: its name for people, and a pattern of its path.
     needs: tuple[str, str] | None = None
+    # Returns what else a save that did not finish lacks, or "".
     missing: Callable[[Tree, States], str] = lambda tree, states: _tracked(tree)
 
     def claims(self, name: str, top: Iterable[str]) -> bool:

@@ -47,31 +47,20 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a complete checkpoint. Raises ValueError for a number that `count` refuses: a reader would, too.
+    """The content of a complete checkpoint. Raises ValueError for a number that `count` refuses: a reader would, too."""
 
-    Attributes:
-        step: optimizer steps done.
-        generation: generation of the group of workers that wrote it, see the module.
-        files: all files that a load reads, from all ranks.
-        world_size: number of ranks that wrote it.
-        epoch: epoch of the step, from 0.
-        accumulation: micro-steps done toward the next optimizer step.
-        run_id, restart: the job and restart that wrote it, for people.
-        saved_at: seconds since the epoch by the writer's clock, for people. Clocks of two machines are never compared.
-        extra: small JSON values from the user.
-        nodes: number of ranks on each node, in order, if each wrote to its own disk first (`directory/tiers.py`); else empty.
-    """
-
-    step: int
-    generation: int
-    files: tuple[StoredFile, ...]
-    world_size: int = 1
-    epoch: int = 0
-    accumulation: int = 0
+    step: int  # optimizer steps done
+    generation: int  # generation of the group of workers that wrote it, see the module
+    files: tuple[StoredFile, ...]  # all files that a load reads, from all ranks
+    world_size: int = 1  # number of ranks that wrote it
+    epoch: int = 0  # epoch of the step, from 0
+    accumulation: int = 0  # micro-steps done toward the next optimizer step
+    # run_id, restart: the job and restart that wrote it, for people.
     run_id: str = ""
     restart: int = 0
-    saved_at: float = 0.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    saved_at: float = 0.0  # seconds since the epoch by the writer's clock, for people. Clocks of two machines are never compared
+    extra: Mapping[str, Any] = field(default_factory=dict)  # small JSON values from the user
+    # Number of ranks on each node, in order, if each wrote to its own disk first (`directory/tiers.py`); else empty.
     nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -62,19 +62,12 @@ ANY = "*"  # stands for the rank in the name of a checkpoint of a file per rank
 
 @dataclass(frozen=True)
 class RankName:
-    """The name of one rank's part of a checkpoint.
+    """The name of one rank's part of a checkpoint."""
 
-    Attributes:
-        pattern: the name with ANY for each number of the rank.
-        ranks: those numbers; several if the ranks form a grid, as with tp and pp.
-        totals: for each, how many there are; None if the name does not say so.
-        words: for each, the word before it.
-    """
-
-    pattern: str
-    ranks: tuple[int, ...]
-    totals: tuple[int | None, ...]
-    words: tuple[str, ...]
+    pattern: str  # the name with ANY for each number of the rank
+    ranks: tuple[int, ...]  # those numbers; several if the ranks form a grid, as with tp and pp
+    totals: tuple[int | None, ...]  # for each, how many there are; None if the name does not say so
+    words: tuple[str, ...]  # for each, the word before it
 
 
 @dataclass(frozen=True)

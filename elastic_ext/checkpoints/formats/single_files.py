@@ -209,17 +209,11 @@ def peek(data: bytes) -> object:
 
 @dataclass(frozen=True)
 class Peeked:
-    """A pickle at the begin of some data.
+    """A pickle at the begin of some data."""
 
-    Attributes:
-        value: with stand-ins for all objects.
-        length: in bytes.
-        storages: of its tensors: by key, the name of the class and the number of elements.
-    """
-
-    value: object
-    length: int
-    storages: Mapping[str, tuple[str, int]]
+    value: object  # with stand-ins for all objects
+    length: int  # in bytes
+    storages: Mapping[str, tuple[str, int]]  # of its tensors: by key, the name of the class and the number of elements
 
 
 def peek_first(data: bytes) -> Peeked:

@@ -25,13 +25,9 @@ from elastic_ext.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Moment:
-    """One tensor of an optimizer's state. The field names must not change either.
+    """One tensor of an optimizer's state. The field names must not change either."""
 
-    Attributes:
-        like_parameter: whether it has the shape and sharding of its parameter.
-    """
-
-    like_parameter: bool
+    like_parameter: bool  # whether it has the shape and sharding of its parameter
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -63,14 +63,10 @@ class Objects:
 
 @dataclass(frozen=True)
 class UnshardedState:
-    """The parts of a checkpoint's state that are not sharded.
+    """The parts of a checkpoint's state that are not sharded."""
 
-    Attributes:
-        shared: equal on all ranks.
-        own_states: ranks' own state, by rank: only this rank's at an equal world size, else that of all ranks that saved.
-    """
-
-    shared: StateDict
+    shared: StateDict  # equal on all ranks
+    # Ranks' own state, by rank: only this rank's at an equal world size, else that of all ranks that saved.
     own_states: Mapping[int, StateDict]
 
 
@@ -218,15 +214,10 @@ Moments = dict[str, dict[str, Tensor]]  # tensors of the state, by parameter nam
 
 
 class OptimizerForm(TypedDict):
-    """The optimizer state in checkpoints, except the tensors. The keys must not change.
+    """The optimizer state in checkpoints, except the tensors. The keys must not change."""
 
-    Attributes:
-        groups: the parameter groups, with names instead of parameters.
-        state: by parameter name and key: a Moment instead of each tensor, other values as they are.
-    """
-
-    groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]  # the parameter groups, with names instead of parameters
+    state: dict[str, dict[str, Any]]  # by parameter name and key: a Moment instead of each tensor, other values as they are
 
 
 def take_optimizer(optimizer: Optimizer, names: Names) -> tuple[Moments, OptimizerForm]:

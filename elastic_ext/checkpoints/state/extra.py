@@ -38,34 +38,24 @@ _TYPES = (Tensor, nn.Parameter, DTensor)  # exactly these
 
 
 class Kind(TypedDict):
-    """What a tensor was when it was saved. The keys must not change.
-
-    Attributes:
-        device: type of its device.
-        sharded: of a DTensor, for each dimension of its mesh, the dimension of the tensor that is sharded over it, None if none
-            is; () if it was sharded in another way; None for a tensor that is not a DTensor.
-    """
+    """What a tensor was when it was saved. The keys must not change."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: str
+    device: str  # type of its device
     parameter: bool
     requires_grad: bool
+    # Of a DTensor, for each dimension of its mesh, the dimension of the tensor that is sharded over it, None if none is; () if it
+    # was sharded in another way; None for a tensor that is not a DTensor.
     sharded: tuple[int | None, ...] | None
 
 
 class Form(TypedDict):
-    """The state of one object in checkpoints, except its tensors. The keys must not change.
+    """The state of one object in checkpoints, except its tensors. The keys must not change."""
 
-    Attributes:
-        structure: the pickled state; persistent ids stand for tensors: ("tensor", key) or ("pickled", number).
-        tensors: by key.
-        pickled: tensors that are not written by torch.distributed.checkpoint, by number.
-    """
-
-    structure: bytes
-    tensors: dict[str, Kind]
-    pickled: list[Tensor]
+    structure: bytes  # the pickled state; persistent ids stand for tensors: ("tensor", key) or ("pickled", number)
+    tensors: dict[str, Kind]  # by key
+    pickled: list[Tensor]  # tensors that are not written by torch.distributed.checkpoint, by number
 
 
 # Save.
@@ -97,20 +87,15 @@ def take(name: str, state: object) -> tuple[Tensors, Form] | None:
 
 
 class _Writer(Pickler):
-    """Pickles a state without its tensors.
-
-    Attributes:
-        tensors: those that the state has, by key.
-        pickled: those to be pickled with the form.
-    """
+    """Pickles a state without its tensors."""
 
     def __init__(self, file: io.BytesIO, name: str, keys: Mapping[int, str]) -> None:
         """keys: by the tensor's id."""
         super().__init__(file, PROTOCOL)
         self._name, self._keys = name, keys
         self._numbered: dict[int, tuple[int, Tensor]] = {}  # those in `pickled`, by id; kept, so that no other gets that
-        self.tensors: Tensors = {}
-        self.pickled: list[Tensor] = []
+        self.tensors: Tensors = {}  # those that the state has, by key
+        self.pickled: list[Tensor] = []  # those to be pickled with the form
 
     def persistent_id(self, value: object) -> tuple[str, str | int] | None:
         if not isinstance(value, Tensor):
@@ -179,17 +164,11 @@ def digests(tensors: Mapping[str, Tensors]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the model is.
+    """Where the model is."""
 
-    Attributes:
-        devices: by type, of this rank.
-        meshes: by their number of dimensions; none of those that two meshes have.
-        sharded: whether it is on any mesh.
-    """
-
-    devices: Mapping[str, torch.device]
-    meshes: Mapping[int, DeviceMesh]
-    sharded: bool
+    devices: Mapping[str, torch.device]  # by type, of this rank
+    meshes: Mapping[int, DeviceMesh]  # by their number of dimensions; none of those that two meshes have
+    sharded: bool  # whether it is on any mesh
 
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> Places:

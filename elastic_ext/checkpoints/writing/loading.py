@@ -225,20 +225,15 @@ class TrainingPosition:
 
 
 class Loader:
-    """Loads checkpoints into the user's objects.
-
-    Attributes:
-        loaded: name of the checkpoint last loaded, if it is in this job's directories on disk.
-        copy: name of the copy in memory last loaded; "" if the last load was from disk.
-    """
+    """Loads checkpoints into the user's objects."""
 
     def __init__(
         self, objects: capture.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
     ) -> None:
         self._objects, self._directories, self._ranks, self._reshard = objects, directories, ranks, reshard
         self._selection = Selection(directories, ranks, verify)
-        self.loaded: str | None = None
-        self.copy = ""
+        self.loaded: str | None = None  # name of the checkpoint last loaded, if it is in this job's directories on disk
+        self.copy = ""  # name of the copy in memory last loaded; "" if the last load was from disk
 
     def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> TrainingPosition | None:
         """Load the newest complete, undamaged checkpoint; return None without one. Collective. Raises StorageFailed, OSError.

@@ -71,22 +71,17 @@ class SaveEvent:
 
 
 class Results:
-    """The results so far.
-
-    Attributes:
-        last_error, failures, last_saved: see `Checkpointer`.
-        stale: set if another group has taken over: no further save is possible.
-        ended: any other reason why no further save is possible, else "".
-    """
+    """The results so far."""
 
     def __init__(self, on_event: Callable[[SaveEvent], None] | None) -> None:
         self._on_event = on_event
+        # last_error, failures, last_saved: see `Checkpointer`.
         self.last_error: str | None = None
         self.failures = 0
         self.last_saved: int | None = None
         self._saved: set[int] = set()  # steps committed by this group
-        self.stale: StaleGroup | None = None
-        self.ended = ""
+        self.stale: StaleGroup | None = None  # set if another group has taken over: no further save is possible
+        self.ended = ""  # any other reason why no further save is possible, else ""
 
     def new_group(self) -> None:
         """Forget what is saved: steps trained again belong to a new group."""
@@ -288,21 +283,14 @@ def _put_common(local: Storage, name: str, files: Mapping[str, bytes], rank: int
 
 @dataclass(frozen=True)
 class Staged:
-    """One rank's part of a save, in separate memory.
+    """One rank's part of a save, in separate memory."""
 
-    Attributes:
-        tensors: tensors that torch.distributed.checkpoint shards.
-        shared: pickled state that is equal on all ranks; rank 0 has it, the others have b"".
-        own: this rank's own state, pickled.
-        extra: by extra object with tensors, a checksum of their keys, types and shapes; rank 0's must be the same.
-        failure: why staging failed; the rest is then empty.
-    """
-
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    shared: bytes = b""
-    own: bytes = b""
+    tensors: Mapping[str, Any] = field(default_factory=dict)  # tensors that torch.distributed.checkpoint shards
+    shared: bytes = b""  # pickled state that is equal on all ranks; rank 0 has it, the others have b""
+    own: bytes = b""  # this rank's own state, pickled
+    # By extra object with tensors, a checksum of their keys, types and shapes; rank 0's must be the same.
     extra: Mapping[str, str] = field(default_factory=dict)
-    failure: SaveFailure | None = None
+    failure: SaveFailure | None = None  # why staging failed; the rest is then empty
 
 
 class Stager:
@@ -365,21 +353,17 @@ LAUNCH_ENV = "ELASTIC_EXT_LAUNCH"
 
 
 class GenerationFence:
-    """The generation that this group of workers opened in the remote directory. Only the newest one may write there.
-
-    Attributes:
-        opener: this group, from the agent's environment variables.
-        generation: the same on all ranks; None until the directory was opened.
-    """
+    """The generation that this group of workers opened in the remote directory. Only the newest one may write there."""
 
     def __init__(self, remote: Storage, ranks: Ranks) -> None:
         self._remote, self._ranks = remote, ranks
+        # This group, from the agent's environment variables.
         self.opener = Opener(
             os.environ.get("TORCHELASTIC_RUN_ID", ""),
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             os.environ.get(LAUNCH_ENV, ""),
         )
-        self.generation: int | None = None
+        self.generation: int | None = None  # the same on all ranks; None until the directory was opened
 
     def open(self) -> int:
         """Return this group's generation, taking one if needed. Collective. Raises StaleGroup, OSError on all ranks."""
@@ -405,16 +389,13 @@ class GenerationFence:
 
 
 class Retention:
-    """Prunes the remote directory, only on rank 0. The agent's copier prunes the local one.
-
-    Attributes:
-        in_use: name of the loaded checkpoint; never removed, because other ranks may still be loading it.
-    """
+    """Prunes the remote directory, only on rank 0. The agent's copier prunes the local one."""
 
     def __init__(self, directories: Directories, fence: GenerationFence, keep_last: int, keep_every: int | None) -> None:
         """keep_last: number of newest complete ones to keep. keep_every: also keep those whose step is a multiple of this."""
         self._directories, self._fence = directories, fence
         self._keep_last, self._keep_every = keep_last, keep_every or 0
+        # Name of the loaded checkpoint; never removed, because other ranks may still be loading it.
         self.in_use: str | None = None
 
     def prune(self, newest: str) -> Iterator[pruning.PruneDecision]:

@@ -177,16 +177,13 @@ class Lane:
 
 
 class Marks:
-    """When one copy was where, as events of one device.
-
-    Attributes:
-        began, ended: training came to what is copied on its stream, and went on.
-        reached: training came to the next optimizer step; None before that, or if no step was seen.
-        copied: all was copied.
-    """
+    """When one copy was where, as events of one device."""
 
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, copied: torch.cuda.Event) -> None:
+        # began, ended: training came to what is copied on its stream, and went on.
+        # copied: all was copied.
         self.began, self.ended, self.copied = began, ended, copied
+        # Training came to the next optimizer step; None before that, or if no step was seen.
         self.reached: torch.cuda.Event | None = None
 
     def stall_s(self) -> float | None:

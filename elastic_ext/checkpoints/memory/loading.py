@@ -168,13 +168,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Read:
-    """What one rank copies from one piece: the part `box` of the whole tensor into that of the target.
+    """What one rank copies from one piece: the part `box` of the whole tensor into that of the target."""
 
-    Attributes:
-        target: the rank's local part of the tensor, which is `target_box` of the whole.
-    """
-
-    target: Tensor
+    target: Tensor  # the rank's local part of the tensor, which is `target_box` of the whole
     target_box: Box
     piece: Piece
     box: Box

@@ -35,31 +35,20 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # after a part that took too long nothin
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports to the others of its part.
+    """What one rank reports to the others of its part."""
 
-    Attributes:
-        name: of the copy.
-        manifest: rank 0's, encoded, complete but for the files and nodes; of others b"". Bytes: what cannot be pickled would
-            fail on rank 0 alone, and leave the others waiting.
-        timing: for the next interval.
-        file: its part; None if it has written none this time.
-        common: checksum of what it holds to be common to the ranks of its node, see `part.Planned`.
-        failure: why, if that is a failure.
-        accumulation: micro-steps after the step of the copy.
-        capacity: bytes of the buffers that this rank has or makes now; 0: unknown.
-        sends: whether it sends its part to another node, if that takes it.
-        takes: bytes of the buffers that it has for the parts of other ranks, by rank.
-    """
-
-    name: str
+    name: str  # of the copy
+    # Rank 0's, encoded, complete but for the files and nodes; of others b"". Bytes: what cannot be pickled would fail on rank 0
+    # alone, and leave the others waiting.
     manifest: bytes
-    timing: Timing
-    file: StoredFile | None = None
-    common: str = ""
-    failure: SaveFailure | None = None
-    accumulation: int = 0
-    capacity: int = 0
-    sends: bool = False
+    timing: Timing  # for the next interval
+    file: StoredFile | None = None  # its part; None if it has written none this time
+    common: str = ""  # checksum of what it holds to be common to the ranks of its node, see `part.Planned`
+    failure: SaveFailure | None = None  # why, if that is a failure
+    accumulation: int = 0  # micro-steps after the step of the copy
+    capacity: int = 0  # bytes of the buffers that this rank has or makes now; 0: unknown
+    sends: bool = False  # whether it sends its part to another node, if that takes it
+    # Bytes of the buffers that it has for the parts of other ranks, by rank.
     takes: Mapping[int, int] = field(default_factory=dict)
 
 

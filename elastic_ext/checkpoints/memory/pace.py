@@ -26,21 +26,13 @@ MAX_DOUBLINGS = 6  # of the interval while copies fail: 64 times as long
 
 @dataclass(frozen=True)
 class Timing:
-    """What one rank has measured recently, in seconds.
+    """What one rank has measured recently, in seconds."""
 
-    Attributes:
-        step_s: a step, without the copy; None if unknown.
-        stall_s: what a copy stalls training; None before the first.
-        commit_s: the longest time from the end of the stall until a copy was committed; None before the first.
-        wait_s: what training has waited on average for the copy before.
-        age_s: since the workers' first step, so for how long the job has not failed.
-    """
-
-    step_s: float | None = None
-    stall_s: float | None = None
-    commit_s: float | None = None
-    wait_s: float = 0.0
-    age_s: float = 0.0
+    step_s: float | None = None  # a step, without the copy; None if unknown
+    stall_s: float | None = None  # what a copy stalls training; None before the first
+    commit_s: float | None = None  # the longest time from the end of the stall until a copy was committed; None before the first
+    wait_s: float = 0.0  # what training has waited on average for the copy before
+    age_s: float = 0.0  # since the workers' first step, so for how long the job has not failed
 
     @property
     def held_s(self) -> float:
@@ -90,16 +82,12 @@ BUFFERS_HOLD_S = 2.0  # the longest that training waits for buffers; many gigaby
 
 
 class StepsSeen:
-    """Counts the steps before which the hook was called.
-
-    Attributes:
-        captured: whether a step was captured in a CUDA graph. Its replays are not seen.
-    """
+    """Counts the steps before which the hook was called."""
 
     def __init__(self, optimizers: Iterable[object]) -> None:
         self._seen = dict.fromkeys(map(id, optimizers), 0)
         self._last: int | None = None
-        self.captured = False
+        self.captured = False  # whether a step was captured in a CUDA graph. Its replays are not seen
 
     def step(self, optimizer: object) -> None:
         """Note that the hook was called. Other optimizers do not count: they show nothing of ours."""
@@ -119,19 +107,15 @@ LOGGED_CHANGE = 1.5  # factor by which the interval changes before the log says 
 
 
 class StepTimes:
-    """The times that this rank has measured recently.
-
-    Attributes:
-        last_stall_s: for how long the last copy has held up training.
-        made_buffers: whether the last attempt, on some rank, was not to copy but to make buffers.
-    """
+    """The times that this rank has measured recently."""
 
     def __init__(self) -> None:
         self._steps, self._stalls, self._waits, self._commits = (deque[float](maxlen=RECENT) for _ in range(4))
         self._began: float | None = None  # when the first step ended
         self._last: tuple[int, float] | None = None  # the last step and when training went on after it
+        # last_stall_s: for how long the last copy has held up training.
         self.last_stall_s = self._waited_s = 0.0
-        self.made_buffers = True
+        self.made_buffers = True  # whether the last attempt, on some rank, was not to copy but to make buffers
 
     @property
     def last_step(self) -> int:
@@ -171,20 +155,15 @@ class StepTimes:
 
 
 class Schedule:
-    """How often to copy.
-
-    Attributes:
-        every: how many steps from one copy to the next, now.
-        first: whether the next attempt is the first one since the ranks have begun.
-        owes: step of the last copy that was due, if this rank has left it out: other ranks may wait in it for this one.
-    """
+    """How often to copy."""
 
     def __init__(self, asked: int | None, speaks: bool) -> None:
         """asked: see `choose`. speaks: whether this rank writes to the log."""
         self._asked, self._speaks = asked, speaks
         self._logged: int | None = None  # what the log has said
-        self.every, _ = choose(asked, ())
-        self.first = True
+        self.every, _ = choose(asked, ())  # how many steps from one copy to the next, now
+        self.first = True  # whether the next attempt is the first one since the ranks have begun
+        # Step of the last copy that was due, if this rank has left it out: other ranks may wait in it for this one.
         self.owes: int | None = None
 
     def send_limit_s(self, timing: Timing) -> float:

@@ -78,37 +78,23 @@ class Box:
 
 @dataclass(frozen=True)
 class Index:
-    """What a part holds.
+    """What a part holds."""
 
-    Attributes:
-        tensors: where they are.
-        boxes: what they are of the whole tensors; without those whose local parts are no single box.
-        values: those between the tensors.
-        shared: the state that all ranks share.
-        own: this rank's own.
-    """
-
-    tensors: Mapping[Path, TensorPlace]
-    boxes: Mapping[Path, Box]
-    values: Mapping[Path, Any]
-    shared: StateDict
-    own: StateDict
+    tensors: Mapping[Path, TensorPlace]  # where they are
+    boxes: Mapping[Path, Box]  # what they are of the whole tensors; without those whose local parts are no single box
+    values: Mapping[Path, Any]  # those between the tensors
+    shared: StateDict  # the state that all ranks share
+    own: StateDict  # this rank's own
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A part before it is written.
+    """A part before it is written."""
 
-    Attributes:
-        tensors: live, by path, in the order of their places.
-        index: pickled.
-        common: path, type and shape of the tensors of which each rank of the node keeps a share.
-    """
-
-    tensors: Mapping[Path, Tensor]
+    tensors: Mapping[Path, Tensor]  # live, by path, in the order of their places
     places: Mapping[Path, TensorPlace]
-    index: bytes
-    common: Sequence[Common] = ()
+    index: bytes  # pickled
+    common: Sequence[Common] = ()  # path, type and shape of the tensors of which each rank of the node keeps a share
 
     @property
     def end(self) -> int:
@@ -302,11 +288,7 @@ def open_mapped(storage: Storage, name: str, private: bool = False) -> Buffer:
 
 
 class Buffers:
-    """The buffers of one rank.
-
-    Attributes:
-        kept: name of the last committed copy, the only one that must not be overwritten; "" before the first.
-    """
+    """The buffers of one rank."""
 
     def __init__(self, storage: Storage, rank: int, limit: int) -> None:
         """limit: bytes that the buffers may have together."""
@@ -314,7 +296,7 @@ class Buffers:
         self._kept: Buffer | None = None
         self._spares: list[Buffer] = []
         self._made = 0
-        self.kept = ""
+        self.kept = ""  # name of the last committed copy, the only one that must not be overwritten; "" before the first
 
     def tensors(self) -> list[Tensor]:
         """Return the bytes of each buffer."""

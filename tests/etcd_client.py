@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_ext import etcd
-from elastic_ext.etcd import Delete, Put, Watch
+from elastic_ext.etcd import Batch, Delete, EtcdError, Put, Watch
 from elastic_ext.etcd.values import Deleted, Key, Written
 from elastic_ext.etcd.watch import Item
 from tests.etcd_server import etcdctl
 from tests.until import LIMIT_S
+
+
+class QueuedWatch(Watch):
+    """A watch to read from. Any thread may read."""
+
+    def __init__(
+        self, client: etcd.EtcdClient, key: Key, start_revision: int, callback: Callable[[Item], None] | None, **more: bool
+    ) -> None:
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        super().__init__(client, key, start_revision=start_revision, callback=callback or self._items.put, **more)
+
+    def __enter__(self) -> QueuedWatch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        super().close()
+        self._items.put(None)
+
+    def get(self, timeout_s: float | None = None) -> Batch | None:
+        """The next batch; None after timeout_s or if the watch is closed. Every call raises the error that ended it."""
+        try:
+            item = self._items.get(timeout=timeout_s) if timeout_s != 0 else self._items.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, Batch):
+            return item
+        self._items.put(item)  # every later call, of any reader, gets it again
+        if item is None:
+            return None
+        assert isinstance(item, EtcdError)
+        raise item
+
+    def __iter__(self) -> Iterator[Batch]:
+        while (batch := self.get()) is not None:
+            yield batch
 
 
 class EtcdClient(etcd.EtcdClient):
@@ -46,8 +85,11 @@ class EtcdClient(etcd.EtcdClient):
         prefix: bool = False,
         start_revision: int | None = None,
         callback: Callable[[Item], None] | None = None,
-    ) -> Watch:
-        return Watch(self, key, prefix=prefix, start_revision=start_revision, callback=callback)
+        deletes_only: bool = False,
+    ) -> QueuedWatch:
+        """Watch everything written after this call, or from a revision on. Without a callback, `get` returns the batches."""
+        start = self.revision(key) + 1 if start_revision is None else start_revision
+        return QueuedWatch(self, key, start, callback, prefix=prefix, deletes_only=deletes_only)
 
     def compact(self, revision: int) -> None:
         """Drop the history before `revision`."""

@@ -3,8 +3,8 @@
     with EtcdClient("etcd0:2379,etcd1:2379") as client:
         session = LeaseSession(client, ttl_s=10)
         client.txn([], [Put("/job/node", b"here", lease_id=session.lease_id)])
-        for item in client.watch_with_snapshot("/job/"):
-            ...
+        with client.watch_with_snapshot("/job/") as watch:
+            item = watch.get()
 
 Nothing here depends on torch. Importing this package imports neither grpc nor etcd3; the first client does.
 

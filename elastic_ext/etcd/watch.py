@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -61,18 +61,13 @@ class WatchClient(Protocol):
     @property
     def watches(self) -> Stream: ...
 
-    def revision(self, key: Key) -> int: ...
-
 
 class Watch:
     """The changes of a key, or of all keys with a prefix, from a revision on.
 
     Delivers `Batch`es, after a `Began` if it is FROM_NOW. If the watch ends by itself, the last item is an error: `Compacted`
-    (read again, then watch from there), `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` if its
-    thread or callback failed. Trouble with connections and servers is not delivered; the watch waits it out, and `live` shows it.
-
-    Use it as an iterator, with `get`, or with a callback. The callback gets each item on the stream's thread, which serves all
-    watches of the client, and must return at once.
+    (read again, then watch from there), `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` if the
+    thread failed. Trouble with connections and servers is not delivered; the watch waits it out, and `live` shows it.
     """
 
     def __init__(
@@ -80,62 +75,37 @@ class Watch:
         client: WatchClient,
         key: Key,
         *,
+        start_revision: int,
+        callback: Callable[[Item], None],
         prefix: bool = False,
-        start_revision: int | None = None,
-        callback: Callable[[Item], None] | None = None,
         deletes_only: bool = False,
     ) -> None:
-        """Start the watch. Returns at once, unless start_revision is missing: then it asks the client for the current revision.
+        """Start the watch, and return at once.
 
         Args:
-            start_revision: the first revision to deliver: that of a reading or transaction + 1. By default everything written
-                after this call. FROM_NOW: a `Began` tells the callback.
+            start_revision: the first revision to deliver: that of a reading or transaction + 1. FROM_NOW: from a `Began` on.
+            callback: gets each item on the stream's thread, which serves all watches of the client, and must return at once.
             deletes_only: the server does not send puts.
         """
         self.key, self.range_end = range_of_prefix(key) if prefix else (to_bytes(key), b"")
         self.deletes_only = deletes_only
-        # Everything before it has been delivered.
-        self.next_revision = client.revision(self.key) + 1 if start_revision is None else start_revision
+        self.next_revision = start_revision  # everything before it has been delivered
         self.watch_id = 0
         self.live = False  # a server with a leader now holds the watch; False while the stream is being reopened
-        self._items: queue.SimpleQueue[Batch | EtcdError | None] = queue.SimpleQueue()
         self._callback = callback
         self._stream = client.watches
         self._ended = threading.Event()
         self._stream.add(self)
 
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     @property
     def closed(self) -> bool:
-        """Whether it delivers no more than what is queued for `get`."""
+        """Whether it delivers nothing more."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """Close the watch and wake callers of `get` and of the iterator. Any thread may call this, any number of times."""
+        """Close the watch. Any thread may call this, any number of times."""
         self._stream.remove(self)
         self.end(None)
-
-    def get(self, timeout_s: float | None = None) -> Batch | None:
-        """Return the next batch; None after timeout_s or if the watch is closed. Every call raises the error that ended it."""
-        try:
-            item = self._items.get(timeout=timeout_s) if timeout_s != 0 else self._items.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(item, Batch):
-            return item
-        self._items.put(item)  # every later call, of any reader, gets it again
-        if item is None:
-            return None
-        raise item
-
-    def __iter__(self) -> Iterator[Batch]:
-        while (batch := self.get()) is not None:
-            yield batch
 
     # For the stream
 
@@ -164,7 +134,7 @@ class Watch:
         events = tuple(Event.parse(event) for event in response.events if event.kv.mod_revision >= self.next_revision)
         if events:
             self.next_revision = events[-1].kv.mod_revision + 1
-            self._deliver(Batch(events[-1].kv.mod_revision, events))
+            self._call(Batch(events[-1].kv.mod_revision, events))
         elif not response.events:
             self.next_revision = max(self.next_revision, response.header.revision + 1)
 
@@ -174,25 +144,16 @@ class Watch:
             return
         self.live = False
         self._ended.set()
-        if error is None or not self._call(error):
-            self._items.put(error)
+        if error is not None:
+            self._call(error)
 
-    def _deliver(self, batch: Batch) -> None:
-        if not self._call(batch):
-            self._items.put(batch)
-
-    def _call(self, item: Item) -> bool:
-        """Pass the item to the callback. Return False if there is none."""
-        if self._callback is None:
-            return False
+    def _call(self, item: Item) -> None:
         try:
             self._callback(item)
         except Exception:  # foreign code on the thread of all watches
             logger.exception("the callback of the etcd watch on %r failed: this watch ends", self.key)
             self._stream.remove(self)
             self._ended.set()
-            self._items.put(EtcdError(f"the callback of the etcd watch on {self.key!r} failed"))
-        return True
 
 
 BEGAN_S = 0.1  # a watch usually begins within a millisecond
@@ -315,10 +276,6 @@ class SnapshotWatch:
         """Return the batch without the events that the last reading contains; None if none are left."""
         events = tuple(event for event in batch.events if event.kv.mod_revision > self._revision)
         return Batch(batch.revision, events) if events else None
-
-    def __iter__(self) -> Iterator[Snapshot | Batch]:
-        while (item := self.get()) is not None:
-            yield item
 
     def close(self) -> None:
         """Close the watch and wake callers of `get`. Any thread may call this."""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import Event, Watch
+from elastic_ext.etcd import Event
 from elastic_ext.etcd.endpoints import CHANNEL_OPTIONS
 from tests.embedded_server import EmbeddedServer
 from tests.etcd.proxy import Proxy
-from tests.etcd_client import EtcdClient
+from tests.etcd_client import EtcdClient, QueuedWatch
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.until import LIMIT_S
 
@@ -23,7 +23,7 @@ TOKEN_TTL_S = 1
 _numbers = itertools.count()
 
 
-def take(watch: Watch, count: int, timeout_s: float = LIMIT_S) -> list[Event]:
+def take(watch: QueuedWatch, count: int, timeout_s: float = LIMIT_S) -> list[Event]:
     """The next `count` events; how they come in batches depends on when the watch was opened."""
     events: list[Event] = []
     while len(events) < count:

@@ -468,7 +468,8 @@ def test_a_process_ends_with_its_client_open(server: EtcdServer):
     """Nothing that runs in the background keeps it, or its exit code, up."""
     code = (
         "import sys; from elastic_ext.etcd import EtcdClient, LeaseSession, Put, Watch\n"
-        "client = EtcdClient(sys.argv[1]); session = LeaseSession(client, 60); watch = Watch(client, 'a', start_revision=1)\n"
+        "client = EtcdClient(sys.argv[1]); session = LeaseSession(client, 60)\n"
+        "watch = Watch(client, 'a', start_revision=1, callback=lambda item: None)\n"
         "client.txn([], [Put('b', '', lease_id=session.lease_id)]); print(client.status().version)"
     )
     done = subprocess.run([sys.executable, "-c", code, server.endpoint], capture_output=True, text=True, timeout=120)

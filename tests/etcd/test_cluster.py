@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic_ext.etcd import LeaseSession, Unavailable, Watch
+from elastic_ext.etcd import LeaseSession, Unavailable
 from tests.etcd.conftest import take
 from tests.etcd.test_lease import renew_now
-from tests.etcd_client import EtcdClient
+from tests.etcd_client import EtcdClient, QueuedWatch
 from tests.etcd_server import EtcdCluster, EtcdServer
 from tests.until import LIMIT_S, until
 
@@ -55,7 +55,7 @@ class Writer:
         self._thread.join()
 
 
-def history(watch: Watch, last: str) -> list[tuple[bytes, int]]:
+def history(watch: QueuedWatch, last: str) -> list[tuple[bytes, int]]:
     """Key and revision of each event, up to the first of the key `last`."""
     seen: list[tuple[bytes, int]] = []
     while not seen or seen[-1][0] != last.encode():

@@ -459,17 +459,17 @@ class Stream:
 
     def _take(self, watch: Watch, response: Any) -> None:
         if response.canceled:
-            self._end(watch, response.cancel_reason, response.compact_revision)
+            self._end(watch, response.cancel_reason)
         elif not response.created:
             watch.take(response)
         elif response.header.revision < watch.next_revision - 1:
-            self._end(watch, "the store was set up again", 0)
+            self._end(watch, "the store was set up again")
         else:
             watch.began(response.header.revision)
 
-    def _end(self, watch: Watch, reason: str, revision: int) -> None:
+    def _end(self, watch: Watch, reason: str) -> None:
         self.remove(watch)
-        watch.end(Compacted(short_text(reason), revision))
+        watch.end(Compacted(short_text(reason)))
 
 
 class Node:

@@ -65,33 +65,26 @@ class Membership:
 
     def members(self, *, timeout_s: float | None = None) -> tuple[Member, ...]:
         """Return all members, also those that have not started."""
-        request = etcdrpc().MemberListRequest()
-
-        def send(etcd: Any) -> tuple[Member, ...]:
-            answer = etcd.clusterstub.MemberList(request, etcd.timeout, metadata=etcd.metadata)
-            return tuple(map(Member.parse, answer.members))
-
+        send = self._sending("MemberList", etcdrpc().MemberListRequest())
         return ask(self._caller, "list the members", send, timeout_s=timeout_s)
 
     def add(self, peer: str, *, timeout_s: float | None = None) -> tuple[Member, ...]:
         """Add a member that has not started; return all members. peer: its URL. Refused by etcd where there is one with it."""
-        request = etcdrpc().MemberAddRequest(peerURLs=[peer])
-
-        def send(etcd: Any) -> tuple[Member, ...]:
-            answer = etcd.clusterstub.MemberAdd(request, etcd.timeout, metadata=etcd.metadata)
-            return tuple(map(Member.parse, answer.members))
-
+        send = self._sending("MemberAdd", etcdrpc().MemberAddRequest(peerURLs=[peer]))
         return self._caller.call(f"add the member {peer}", send, repeatable=False, timeout_s=timeout_s)
 
     def remove(self, member_id: int, *, timeout_s: float | None = None) -> tuple[Member, ...]:
         """Remove a member; return those that are left."""
-        request = etcdrpc().MemberRemoveRequest(ID=member_id)
+        send = self._sending("MemberRemove", etcdrpc().MemberRemoveRequest(ID=member_id))
+        return self._caller.call(f"remove the member {member_id:x}", send, repeatable=False, timeout_s=timeout_s)
 
+    @staticmethod
+    def _sending(method: str, request: Any) -> Callable[[Any], tuple[Member, ...]]:
         def send(etcd: Any) -> tuple[Member, ...]:
-            answer = etcd.clusterstub.MemberRemove(request, etcd.timeout, metadata=etcd.metadata)
+            answer = getattr(etcd.clusterstub, method)(request, etcd.timeout, metadata=etcd.metadata)
             return tuple(map(Member.parse, answer.members))
 
-        return self._caller.call(f"remove the member {member_id:x}", send, repeatable=False, timeout_s=timeout_s)
+        return send
 
 
 PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below what the server likes to send at once

@@ -44,10 +44,6 @@ class AuthError(EtcdError):
 class Compacted(EtcdError):
     """The requested history is gone: read the keys again, then watch from there."""
 
-    def __init__(self, message: str, revision: int = 0) -> None:
-        super().__init__(message)
-        self.revision = revision  # the server's compaction revision; 0 if it did not say
-
 
 class LeaseLost(EtcdError):
     """The lease has expired or was revoked; the keys under it are gone."""

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic_ext.etcd.errors import ClientClosed, ConfigError, EtcdError
@@ -28,22 +28,13 @@ class LeaseState:
     ttl_s: int
     next_at: float  # when to renew it
     alive_until: float  # time until which the server certainly keeps it
-    patient: bool  # the server's silence is no reason to give it up
-
-
-class Renewer(Protocol):
-    """Renews sessions in the background: `LeaseRenewer`."""
-
-    def add(self, session: LeaseSession) -> None: ...
-
-    def remove(self, session: LeaseSession) -> None: ...
 
 
 class LeaseClient(Protocol):
     """The part of a client that a session needs."""
 
     @property
-    def renewer(self) -> Renewer: ...
+    def renewer(self) -> LeaseRenewer: ...
 
     def now(self) -> float: ...
 
@@ -55,11 +46,9 @@ class LeaseClient(Protocol):
 class LeaseSession:
     """A lease granted by the constructor and renewed every third of its TTL by the client's renewer.
 
-    Lost means: the server says that the lease is gone; or, unless `patient`, `alive_until` has passed without an answer.
-    Connection trouble before that time is no loss. A lost lease stays lost; the caller grants a new one if it wants.
-
-    A lease outlives an outage of all members: etcd gives each lease its full TTL again when a leader is elected. A `patient`
-    session uses that: it keeps asking, and only the server's answer ends it; meanwhile `alive_until` lies in the past.
+    Lost means: the server says that the lease is gone. It stays lost; the caller grants a new one if it wants. Silence is no
+    loss, since a lease outlives an outage of all members: etcd gives each its full TTL again when a leader is elected. So a
+    session keeps asking; meanwhile `alive_until` may lie in the past.
     """
 
     def __init__(
@@ -68,7 +57,6 @@ class LeaseSession:
         ttl_s: int,
         *,
         on_lost: Callable[[LeaseSession], None] | None = None,
-        patient: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         """Grant the lease.
@@ -86,12 +74,11 @@ class LeaseSession:
         self._client = client
         self._on_lost = on_lost
         self.lost = threading.Event()  # set when the lease is lost
-        self.lost_reason: str | None = None  # one line, once lost
         self.late_at: float | None = None  # when a renewal last came `late`, monotonic; None if never
         granted = client.lease_grant(ttl_s, timeout_s=timeout_s)
         self.lease_id = granted.lease_id  # for `Put(..., lease_id=)`
         self.ttl_s = granted.ttl_s  # as granted by the server
-        self.state = _state_of(granted.lease_id, granted.sent_at, granted.ttl_s, patient)
+        self.state = _state_of(granted.lease_id, granted.sent_at, granted.ttl_s)
         client.renewer.add(self)
 
     def __repr__(self) -> str:
@@ -125,16 +112,15 @@ class LeaseSession:
         """Record a successful renewal. sent_at: monotonic, before its request was sent."""
         if self.late:
             self.late_at = self._client.now()
-        self.state = _state_of(self.lease_id, sent_at, ttl_s, self.state.patient)
+        self.state = _state_of(self.lease_id, sent_at, ttl_s)
 
     def retry_at(self, at: float) -> None:
         """Record a failed renewal, to be retried at this monotonic time."""
-        self.state = LeaseState(self.lease_id, self.state.ttl_s, at, self.state.alive_until, self.state.patient)
+        self.state = replace(self.state, next_at=at)
 
     def end(self, reason: str) -> None:
         """Mark the lease as lost. reason: one line."""
         logger.warning("etcd lease %x is lost: %s", self.lease_id, reason)
-        self.lost_reason = reason
         self.lost.set()
         if self._on_lost is not None:
             try:
@@ -143,8 +129,8 @@ class LeaseSession:
                 logger.exception("on_lost of etcd lease %x failed", self.lease_id)
 
 
-def _state_of(lease_id: int, sent_at: float, ttl_s: int, patient: bool) -> LeaseState:
-    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)
+def _state_of(lease_id: int, sent_at: float, ttl_s: int) -> LeaseState:
+    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s)
 
 
 _MIN_ATTEMPT_S = 0.2
@@ -164,24 +150,17 @@ class RenewalPlan:
     """The renewer's next actions."""
 
     due: tuple[int, ...]  # ids of leases to renew
-    given_up: tuple[int, ...]  # ids of leases whose server has been silent for too long
     wait_s: float | None  # seconds until the next action; None: no lease needs one
 
 
 def plan(states: Iterable[LeaseState], now: float) -> RenewalPlan:
     """Return what to do at `now`, in monotonic seconds."""
     states = list(states)
-    given_up = {state.lease_id for state in states if not state.patient and now >= state.alive_until}
-    kept = [state for state in states if state.lease_id not in given_up]
-    due: list[int] = []
-    if any(state.next_at <= now for state in kept):
-        # Take along those due within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
-        due = [state.lease_id for state in kept if state.next_at <= now + state.ttl_s / 10]
-    if due or given_up:
-        return RenewalPlan(tuple(due), tuple(given_up), 0.0)
-    ends = [state.alive_until for state in kept if not state.patient]
-    events = [state.next_at for state in kept] + ends
-    return RenewalPlan((), (), min(events) - now if events else None)
+    wait_s = min((state.next_at for state in states), default=math.inf) - now
+    if wait_s > 0:
+        return RenewalPlan((), wait_s if states else None)
+    # Take along those due within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
+    return RenewalPlan(tuple(state.lease_id for state in states if state.next_at <= now + state.ttl_s / 10), 0.0)
 
 
 class LeaseRenewer:
@@ -238,13 +217,11 @@ class LeaseRenewer:
             if self._closed.is_set():
                 return
             todo = plan([session.state for session in self._sessions.values()], time.monotonic())
-            if not todo.due and not todo.given_up:
+            if not todo.due:
                 self._wakes_at = math.inf if todo.wait_s is None else time.monotonic() + todo.wait_s
                 self._changed.wait(todo.wait_s)
                 return
             due = [self._sessions[lease_id] for lease_id in todo.due]
-        for session in self._forget(todo.given_up):
-            session.end(f"no answer from etcd for its TTL of {session.ttl_s} s: {self._trouble or 'renewal was late'}")
         for at in range(0, len(due), _PER_CALL):
             self._renew(due[at : at + _PER_CALL])
 
@@ -255,7 +232,7 @@ class LeaseRenewer:
     def _renew(self, due: list[LeaseSession]) -> None:
         now = time.monotonic()
         shortest = min(session.ttl_s for session in due)
-        # Return in time to give up the session that ends first.
+        # Not beyond the end of the lease that ends first: another try may still keep it.
         until_end = min((s.alive_until - now for s in due if s.alive_until > now), default=shortest / 3)
         timeout_s = max(_MIN_ATTEMPT_S, min(shortest / 3, until_end))
         beside_s = max(_MIN_ATTEMPT_S, shortest / 10)

@@ -260,7 +260,7 @@ class WatchStream:
         reason = errors.short_text(response.cancel_reason) or "no reason given"
         user = self._caller.tokens.user
         if response.compact_revision:
-            self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}", response.compact_revision))
+            self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}"))
         elif not response.created:
             raise _Broken(RpcFailure(ErrorKind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
         elif user is not None and self._refused is not watch:
@@ -286,7 +286,7 @@ class WatchStream:
             self._end(watch, error)
             return
         if now < watch.next_revision - 1:
-            self._end(watch, _compacted(watch, f"lost, the server's revision is {now} now: it was set up again or restored", 0))
+            self._end(watch, _compacted(watch, f"lost, the server's revision is {now} now: it was set up again or restored"))
 
     def _end(self, watch: Watch, error: EtcdError) -> None:
         self.remove(watch)
@@ -324,8 +324,7 @@ class WatchStream:
             self._trouble = None
 
 
-def _compacted(watch: Watch, what: str, revision: int) -> Compacted:
+def _compacted(watch: Watch, what: str) -> Compacted:
     return Compacted(
-        f"watch {watch.key!r}: the history from revision {watch.next_revision} on is {what}; read the keys again, then watch",
-        revision,
+        f"watch {watch.key!r}: the history from revision {watch.next_revision} on is {what}; read the keys again, then watch"
     )

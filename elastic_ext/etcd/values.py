@@ -39,6 +39,11 @@ class KeyValue:
     version: int
     lease_id: int
 
+    @property
+    def text(self) -> str:
+        """The value as text, whatever its bytes are."""
+        return self.value.decode(errors="replace")
+
     @classmethod
     def parse(cls, kv: Any) -> KeyValue:
         return cls(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)

@@ -130,7 +130,7 @@ class Cluster:
     def write(self, record: KeeperRecord, *beside: Put | Delete) -> None:
         """Report this host to the other keepers, and write the rest at the same moment. Raises EtcdError."""
         if self._lease is None or self._lease.lost.is_set():
-            self._lease = LeaseSession(self.client, LEASE_S, patient=True, on_lost=lambda _: self._wake())
+            self._lease = LeaseSession(self.client, LEASE_S, on_lost=lambda _: self._wake())
         text = json.dumps({"schema": SCHEMA, **vars(record)})
         try:
             self.client.txn([], [Put(keys.HOSTS + self._own, text, lease_id=self._lease.lease_id), *beside])

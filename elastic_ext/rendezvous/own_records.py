@@ -57,7 +57,6 @@ class Registration:
         self.session = LeaseSession(
             self._context.client,
             self._context.config.lease_ttl_s,
-            patient=True,
             on_lost=lambda lost: tasks.post(lambda: self._on_lost(lost)),
         )
         return self.session

@@ -135,25 +135,23 @@ def test_pauses_grow_and_are_capped():
     assert all(0.5 <= pause_s(tour) <= 1.0 for tour in (5, 50, 10**6))
 
 
-def term(lease_id: int = 1, ttl_s: int = 9, sent_at: float = 0.0, patient: bool = False) -> LeaseState:
-    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)
+def term(lease_id: int = 1, ttl_s: int = 9, sent_at: float = 0.0) -> LeaseState:
+    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s)
 
 
 @pytest.mark.parametrize(
     ("terms", "now", "expected"),
     [
-        ([], 0.0, ((), (), None)),
-        ([term()], 1.0, ((), (), 2.0)),
-        ([term()], 3.0, ((1,), (), 0.0)),
-        ([term()], 9.0, ((), (1,), 0.0)),
-        ([term(patient=True)], 20.0, ((1,), (), 0.0)),
-        ([term(1), term(2, sent_at=0.8), term(3, sent_at=2.0)], 3.0, ((1, 2), (), 0.0)),
-        ([term(1), term(2, sent_at=-9.0)], 1.0, ((), (2,), 0.0)),
-        ([LeaseState(1, 9, 8.9, 9.0, False), term(2, sent_at=6.5)], 8.0, ((), (), 0.9)),
+        ([], 0.0, ((), None)),
+        ([term()], 1.0, ((), 2.0)),
+        ([term()], 3.0, ((1,), 0.0)),
+        ([term()], 20.0, ((1,), 0.0)),
+        ([term(1), term(2, sent_at=0.8), term(3, sent_at=2.0)], 3.0, ((1, 2), 0.0)),
+        ([LeaseState(1, 9, 8.9, 9.0), term(2, sent_at=6.5)], 8.0, ((), 0.9)),
     ],
-    ids=["none", "wait", "due", "silent too long", "patient", "due soon comes along", "one of two given up", "next of two"],
+    ids=["none", "wait", "due", "overdue", "due soon comes along", "next of two"],
 )
 def test_plan_of_the_renewer(terms: list[LeaseState], now: float, expected: tuple):
     found = plan(terms, now)
-    assert (found.due, found.given_up) == expected[:2]
-    assert found.wait_s == (None if expected[2] is None else pytest.approx(expected[2]))
+    assert found.due == expected[0]
+    assert found.wait_s == (None if expected[1] is None else pytest.approx(expected[1]))

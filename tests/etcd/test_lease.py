@@ -20,7 +20,6 @@ from tests.until import LIMIT_S, until
 
 pytestmark = pytest.mark.full
 
-TTL_S = 2  # of leases that are to end
 KEPT_S = 6  # of leases that are to be kept beyond that
 LONG_TTL_S = 300  # of leases that must not end while this machine or etcd is slow
 
@@ -77,18 +76,18 @@ def test_an_orphan_expires_by_itself(client: EtcdClient, prefix: str):
 
 
 @pytest.mark.seam
-def test_a_lease_that_is_gone_is_an_event(client: EtcdClient):
+def test_a_lease_that_is_gone_is_an_event(client: EtcdClient, caplog: pytest.LogCaptureFixture):
     lost: queue.SimpleQueue[LeaseSession] = queue.SimpleQueue()
     session = LeaseSession(client, LONG_TTL_S, on_lost=lost.put)
     client.lease_revoke(session.lease_id)
     renew_now(client, session)
     assert session.lost.wait(LIMIT_S)
     assert lost.get(timeout=LIMIT_S) is session
-    assert "etcd says that it has expired or was revoked" in session.lost_reason
+    assert "etcd says that it has expired or was revoked" in caplog.text
     assert client.lease_keep_alive([session.lease_id]).ttl_s == {session.lease_id: 0}
 
 
-def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServer):
+def test_trouble_on_the_way_is_no_loss(server: EtcdServer):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         with_limits(client, 1.0)
         session = LeaseSession(client, LONG_TTL_S)
@@ -119,30 +118,18 @@ def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
         session.revoke()
 
 
-@pytest.mark.parametrize("how", ["stop", "deaf"])
-def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
-    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
-        session = LeaseSession(client, TTL_S)
-        getattr(proxy, how)()
-        renew_now(client, session)
-        assert session.lost.wait(LIMIT_S)
-        assert time.monotonic() >= session.alive_until
-        assert "no answer from etcd for its TTL of 2 s: keep 1 leases alive: no etcd endpoint answered" in session.lost_reason
-
-
-def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdServer):
+def test_a_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdServer):
     """etcd gives each lease its full time again when it comes back; only its word counts then."""
     with EtcdClient(own_server.endpoint) as client:
-        patient, other = LeaseSession(client, KEPT_S, patient=True), LeaseSession(client, TTL_S)
+        session = LeaseSession(client, KEPT_S)
         own_server.kill()
-        assert other.lost.wait(LIMIT_S)
-        overdue = patient.alive_until
-        until(lambda: time.monotonic() > overdue)
-        assert not patient.lost.is_set()
+        overdue = session.alive_until
+        until(lambda: time.monotonic() > overdue + 1)
+        assert not session.lost.is_set()
         own_server.start()
-        until(lambda: patient.alive_until > overdue)
-        assert client.lease_ttl(patient.lease_id) >= 0
-        assert not patient.lost.is_set()
+        until(lambda: session.alive_until > overdue)
+        assert client.lease_ttl(session.lease_id) >= 0
+        assert not session.lost.is_set()
 
 
 def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient):
@@ -190,7 +177,7 @@ def test_a_renewer_that_fails_tells_all_sessions(
         monkeypatch.setattr(client.renewer, "_keep_alive", fail)
         renew_now(client, session)
         assert session.lost.wait(LIMIT_S)
-        assert "a bug" in session.lost_reason
+        assert "the thread that keeps it alive failed: RuntimeError('a bug')" in caplog.text
         assert "Traceback" in caplog.text
         monkeypatch.undo()
         later = LeaseSession(client, LONG_TTL_S)

@@ -193,9 +193,8 @@ def test_compaction_while_cut_off(client: EtcdClient, own_server: EtcdServer, ow
         own.compact(last)
         proxy.start()
         for _ in range(2):
-            with pytest.raises(Compacted, match="read the keys again, then watch") as caught:
+            with pytest.raises(Compacted, match=f"compacted up to {last}; read the keys again, then watch"):
                 watch.get(LIMIT_S)
-            assert caught.value.revision == last
         assert watch.closed
 
 

@@ -11,4 +11,4 @@ sessions = [LeaseSession(client, 10) for client in clients]
 print("held", flush=True)
 sys.stdin.readline()
 time.sleep(seconds)
-print(f"lost {sum(session.lost.is_set() for session in sessions)}", flush=True)
+print(f"lost {sum(session.lost.is_set() or session.alive_until < time.monotonic() for session in sessions)}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.contract import Patience
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.place import Place
@@ -20,7 +21,7 @@ class NoFence:
 def place_of(participant: Participant) -> Place:
     """Return the node's place in the job; it waits for no round longer than a moment."""
     changed = threading.Condition()
-    return Place("127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, changed, lambda: None)
+    return Place(None, Settings(), "127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, None, None, changed)
 
 
 def part_of(participant: Participant, joined: tuple[Header, Assignment] | None = None) -> EtcdRound:

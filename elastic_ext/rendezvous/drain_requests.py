@@ -74,18 +74,9 @@ class RunningJob:
         if found.state in OVER:
             raise NoSuchJob(f"the job {self._run_id} has ended: {found.reason}")
         shared = records.read(SharedSettings, job.kv.value, keys.job, SCHEMA)
-        refused = {
-            host: kv.value.decode(errors="replace")
-            for kv in refusals.kvs
-            if (host := self.reader.id_of(keys.refusals, kv.key)) is not None
-        }
-        members = frozenset(
-            id_
-            for kv in assigned.kvs
-            if (id_ := self.reader.id_of(keys.assignments, kv.key)) is not None
-            and (assignment := self.reader.assignment(kv)) is not None
-            and assignment.of(found)
-        )
+        refused = {host: kv.text for host, kv in self.reader.named(keys.refusals, refusals.kvs).items()}
+        assignments = self.reader.assignments(keys.assignments, assigned.kvs)
+        members = frozenset(id_ for id_, assignment in assignments.items() if assignment.of(found))
         return JobRecordsNow(found, header.kv, nodes_in(nodes.kvs, keys, self.reader), refused, shared.min_nodes, members)
 
     def write(self, seen: JobRecordsNow, header: Header, *others: Delete) -> bool:

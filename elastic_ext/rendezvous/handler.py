@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
@@ -25,14 +25,12 @@ from elastic_ext.rendezvous import contract, drains, job_status, run_id
 from elastic_ext.rendezvous.drain_requests import RunningJob
 from elastic_ext.rendezvous.drains import Admission, DrainRequest
 from elastic_ext.rendezvous.header_record import closed
-from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.judging import AgentPolicy
-from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.place import take_place
 from elastic_ext.rendezvous.round_part import EtcdRound
-from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
-from elastic_ext.rendezvous.round_store import RoundStore, StoreConnector, serve
+from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, State
+from elastic_ext.rendezvous.round_store import RoundStore, serve
 from elastic_ext.rendezvous.shared_goodput import AgentPosition, EtcdGoodput
 
 logger = logging.getLogger(__name__)
@@ -76,26 +74,20 @@ class EtcdRendezvous(contract.Base):
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
         self._place = place = take_place(params, settings, self._policy, on_event, on_wait, own_store is not None)
-        self._participant, self.address = place.participant, place.address
+        context = place.participant.context
+        self.address, self.host, self.node_id = place.address, context.config.host, context.config.node_id
         self._own_store = own_store
         if own_store is not None:
-            own_store.follow(self._participant.client)
-        config = self._participant.config
-        self.host, self.node_id = config.host, config.node_id
-        client, keys = self._participant.client, JobKeys(config.run_id)
-        self._goodput = EtcdGoodput(client, keys, self.host, self._position)
-        self._late_joins = LateJoins(client, keys, self.host, settings.max_rejoins, settings.refuse_node)
-        self._stores = StoreConnector(place.changed)
+            own_store.follow(context.client)
+        self._goodput = EtcdGoodput(context.client, context.keys, self.host, self._position)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self.part = self._part(Header(), None)
-        self._server: TCPStore | None = None  # the round's store, on the node of rank 0
-        self._job_continues = False  # by the last verdict
+        self.part = EtcdRound(place, Header(), None, self._workers, self._judge_alone)
         self._timed_out = self._left = False
 
     @property
     def launch(self) -> str:
-        return self._participant.header.job
+        return self._place.participant.header.job
 
     # A round begins.
 
@@ -104,12 +96,13 @@ class EtcdRendezvous(contract.Base):
         self._policy.max_restarts = max_restarts
 
     def trains_without_us(self) -> bool:
+        context = self._place.participant.context
         try:
-            found = self._participant.client.get(JobKeys(self.get_run_id()).header).kv
+            found = context.client.get(context.keys.header).kv
         except EtcdError as error:
             logger.debug("whether the job trains is unknown: %s", error)  # as it enters, this node will have to say more
             return False
-        header = RecordReader().header(found) if found is not None else None
+        header = context.reader.header(found) if found is not None else None
         return header is not None and header.state is State.RUNNING
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -126,33 +119,31 @@ class EtcdRendezvous(contract.Base):
 
     def _next_round(self) -> RendezvousInfo | None:
         """Wait for the next round; return None if it was over before this node entered it."""
-        place = self._place
+        place, participant = self._place, self._place.participant
         cut = self.round if place.fence.closed else 0
         place.fence.watch(None)
         server = serve(self.address)
         names.ask(self.address)  # for the next connection: the name server may have gone or come back
-        self._participant.ready(self._node(server.port, cut))
+        participant.ready(self._node(server.port, cut))
         header, assignment = place.await_round(self.round, self.on_verdict)
-        if self.part.continues is not None:
-            self._job_continues = self.part.continues
         self.part = part = self._part(header, assignment)
         if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
             part.break_off("the store of rank 0 is from an earlier attempt")
             return None
-        self._server = server if assignment.rank == 0 else None
-        store = self._server or self._stores.connect(header, part.over, part.break_off)
+        part.server = server if assignment.rank == 0 else None
+        store = part.server or place.stores.connect(header, part.over, part.break_off)
         if store is None:
             return None
         # First: what was said of earlier rounds must not end this one.
-        place.links.follow(assignment.neighbors, self._participant.registration.created)
+        place.links.follow(assignment.neighbors, participant.registration.created)
         place.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
-        self._late_joins.entered(header.round, self._participant.tasks)
+        place.late_joins.entered(header.round, participant.tasks)
         address = RendezvousStoreInfo(header.address, header.port)
         return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
-    def _part(self, header: Header, assignment: Assignment | None) -> EtcdRound:
-        return EtcdRound(self._place, header, assignment, self._workers, self._judge_alone)
+    def _part(self, header: Header, assignment: Assignment) -> EtcdRound:
+        return EtcdRound(self._place, header, assignment, self._workers, self._judge_alone, self.part.continues)
 
     def _judge_alone(self, report: Report, round_: int, left_behind: bool) -> JobVerdict:
         return self._policy.judge_alone(self.node_id, report, round_, left_behind)
@@ -169,7 +160,7 @@ class EtcdRendezvous(contract.Base):
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease counts.
             link_port=self._place.links.port if self.reaper_runs() else 0,
-            silent=self._stores.silent(self.round),
+            silent=self._place.stores.silent(self.round),
             hosts_store=self._own_store is not None and self._own_store.hosted_here,
             machine=run_id.machine(),
         )
@@ -182,11 +173,11 @@ class EtcdRendezvous(contract.Base):
 
     @property
     def drain(self) -> Drain | None:
-        return drains.of_node(self._participant.header, self.node_id)
+        return drains.of_node(self._place.participant.header, self.node_id)
 
     def replace_host(self, host: str, reason: str, because: str) -> Admission:
         request = DrainRequest(host, reason, self.settings.refuse_node)
-        job = RunningJob(self._participant.client, self.get_run_id())
+        job = RunningJob(self._place.participant.client, self.get_run_id())
         return job.admit(request, REPLACE_TIMEOUT_S, because)[0]
 
     def share_goodput(self, spent: Spent) -> Shared:
@@ -202,7 +193,7 @@ class EtcdRendezvous(contract.Base):
         return self._place.links.fds
 
     def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None]:
-        self._participant.client.observe(observer)
+        self._place.participant.client.observe(observer)
         return self._place.alive_until
 
     def revocation(self) -> LeaseRevocation | None:
@@ -210,18 +201,18 @@ class EtcdRendezvous(contract.Base):
 
     def show(self, report: str, last: bool) -> None:
         """Write it under this node's lease; if the job has ended, so that it outlives the node. Raises EtcdError."""
-        participant = self._participant
+        participant = self._place.participant
         header = participant.header
         ended = header.state in (State.CLOSED, State.DONE)
         over = last and (ended or (bool(header.verdict) and decode_verdict(header.verdict).ends_job))
-        lease_id = participant.header_record.lease_id if over else participant.lease[0]
+        lease_id = participant.header_record.lease_id if over else participant.registration.lease[0]
         if lease_id:  # else it is not in the job, or not any more
-            key = JobKeys(self.get_run_id()).report(self.node_id)
+            key = participant.context.keys.report(self.node_id)
             participant.client.txn([], [Put(key, report, lease_id=lease_id)])
 
     def status(self) -> JobStatus:
         """Return the state of the job in etcd. Raises UsageError."""
-        return job_status.read(self._participant.client, self.get_run_id())
+        return job_status.read(self._place.participant.client, self.get_run_id())
 
     # The job ends, or this node's part in it.
 
@@ -232,15 +223,15 @@ class EtcdRendezvous(contract.Base):
         self.part.break_off(f"{self.host} leaves: {reason}")
 
     def is_closed(self) -> bool:
-        return self._participant.header.state in (State.CLOSED, State.DONE)
+        return self._place.participant.header.state in (State.CLOSED, State.DONE)
 
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""
         drain = self.drain
-        concluded = self._job_continues if self.part.continues is None else self.part.continues
-        continues = self._timed_out or concluded or (drain is not None and drain.released)
+        continues = self._timed_out or self.part.continues or (drain is not None and drain.released)
         if not continues:
-            self._participant.change_header(self.round, lambda header: closed(header, self.host, self.closing), in_any_round=True)
+            change = self._place.participant.change_header
+            change(self.round, lambda header: closed(header, self.host, self.closing), in_any_round=True)
 
     def shutdown(self) -> bool:
         if not self._left:
@@ -254,4 +245,4 @@ class EtcdRendezvous(contract.Base):
             self._place.leave()  # a signal may end it: the second call goes on from here
         if self._own_store is not None:  # last: the farewell went through it
             self._own_store.close()
-        self._server = None
+        self.part.server = None

@@ -136,7 +136,7 @@ class JobRecords:
         read = self._client.txn([], [Get(self._keys.job), Get(self._keys.header), Get(self._refusal)])
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
-            why = printable(refused.value.decode(errors="replace"))
+            why = printable(refused.text)
             raise HostRefused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
         conflict = self._mine.conflict(theirs) if theirs is not None else ""
@@ -261,9 +261,9 @@ class JobRecords:
 
 
 def nodes_in(kvs: Iterable[KeyValue], keys: JobKeys, reader: RecordReader) -> dict[str, Node]:
-    """Return the nodes by id. kvs: keys under `keys.nodes`; what is not the record of a node is left out."""
-    found = {reader.id_of(keys.nodes, kv.key): reader.node(kv) for kv in kvs}
-    return {id_: node for id_, node in found.items() if id_ is not None and node is not None}
+    """Return the nodes among these keys, by id; what is not the record of a node is left out."""
+    found = {id_: reader.node(kv) for id_, kv in reader.named(keys.nodes, kvs).items()}
+    return {id_: node for id_, node in found.items() if node is not None}
 
 
 class LateJoins:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import counted, shown
-from elastic_ext.etcd import EtcdClient, EtcdError, KeyValue
+from elastic_ext.etcd import EtcdClient, EtcdError
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
@@ -64,33 +64,17 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
         raise NoSuchJob(f"no job with --rdzv-id={run_id} in this store: it never ran there, or it ended successfully")
     faults: list[str] = []
     reader = RecordReader(faults.append)
-    header, ledger = Header(), Ledger()
-    assignments: dict[str, Assignment] = {}
-    refused: dict[str, str] = {}
-    reports: dict[str, NodeText] = {}
-    spent: dict[str, str] = {}
-    for kv in kvs:
-        if kv.key == keys.header.encode():
-            header = reader.header(kv) or header
-        elif kv.key == keys.ledger.encode():
-            ledger = reader.ledger(kv) or ledger
-        elif (host := _name_in(keys.refusals, kv, reader)) is not None:
-            refused[host] = kv.value.decode(errors="replace")
-        elif (id_ := _name_in(keys.reports, kv, reader)) is not None:
-            reports[id_] = NodeText(kv.value.decode(errors="replace"), kv.mod_revision)
-        elif (host := _name_in(keys.goodput, kv, reader)) is not None:
-            spent[host] = kv.value.decode(errors="replace")
-        elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
-            assignments[id_] = assignment
-    nodes = nodes_in((kv for kv in kvs if kv.key.startswith(keys.nodes.encode())), keys, reader)
+    by_key = {kv.key: kv for kv in kvs}
+    found, judged = by_key.get(keys.header.encode()), by_key.get(keys.ledger.encode())
+    header = (reader.header(found) if found is not None else None) or Header()
+    ledger = (reader.ledger(judged) if judged is not None else None) or Ledger()
+    assignments, nodes = reader.assignments(keys.assignments, kvs), nodes_in(kvs, keys, reader)
+    refused = {host: kv.text for host, kv in reader.named(keys.refusals, kvs).items()}
+    reports = {id_: NodeText(kv.text, kv.mod_revision) for id_, kv in reader.named(keys.reports, kvs).items()}
+    spent = {host: kv.text for host, kv in reader.named(keys.goodput, kvs).items()}
     for drain in (each for each in header.drains if not each.released):  # the refusal stands for a released one, until --undo
         refused.setdefault(drain.host, f"to leave at the next checkpoint: {drain.reason}")
     return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
-
-
-def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
-    """Return the key without the prefix `folder`; None if it is another key, or the rest is not a name."""
-    return reader.id_of(folder, kv.key) if kv.key.startswith(folder.encode()) else None
 
 
 def lines(job: JobStatus) -> Iterator[str]:

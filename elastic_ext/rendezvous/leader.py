@@ -266,7 +266,7 @@ def write_verdict(
     ledger = client.get(keys.ledger).kv
     charges = keys.charge_numbers(kv.key.decode(errors="replace") for kv in client.get_prefix(keys.charges, keys_only=True).kvs)
     reports = dataclasses.replace(reports, charges=len(charges))
-    judgement = policy.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
+    judgement = policy.judge(reports, ledger.text if ledger is not None else "")
     puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=_ledger_lease(context, ledger))]
     if judgement.refunded:  # before, since a transaction may not delete and write in one range
         client.txn([header.unchanged, still_leading], [Delete(keys.charges, prefix=True)])
@@ -315,9 +315,8 @@ class Members:
         """Read the assignments."""
         folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
         before, self.ranks, known = self._round, {}, 0
-        for kv in self._context.client.get_prefix(folder).kvs:
-            id_, assignment = reader.id_of(folder, kv.key), reader.assignment(kv)
-            if id_ is not None and assignment is not None and assignment.of(header):
+        for id_, assignment in reader.assignments(folder, self._context.client.get_prefix(folder).kvs).items():
+            if assignment.of(header):
                 known += 1
                 # A node that was lost with its assignment, as the store was, is known by its neighbors'.
                 near = rounds.neighbors(assignment.rank, range(header.nodes))
@@ -490,7 +489,7 @@ class Election:
         self.close()
         self._to_follow = self._doubt_until = None
         if last is not None and last.lease_id:  # without a lease, somebody else has written it
-            key = self._context.keys.node(last.value.decode(errors="replace"))
+            key = self._context.keys.node(last.text)
             if key != self._context.own_key and self._names_node(key.encode()):
                 self._to_follow = (key, self._registration.created)
                 # Later, or once this node is in a round: forming the round comes first.

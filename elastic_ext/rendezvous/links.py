@@ -47,7 +47,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ext.etcd import (
     FROM_NOW,
@@ -74,7 +74,6 @@ from elastic_ext.rendezvous.presence import (
     ENDS,
     MAX_LINE,
     Hello,
-    OwnRecords,
     Presence,
     Standing,
     decode,
@@ -94,22 +93,6 @@ HURRY_S = 0.2  # between those, but before the first
 SUSPECT_S = 1.0  # after the end of its link, for how long a node is suspected; see `presence.DECIDE_S`
 
 
-class PeerRecords(Protocol):
-    """What links need from etcd; see `Peers`. The calls block, and raise EtcdError."""
-
-    def find(self, node_id: str) -> Peer | None:
-        """Return a node's record."""
-
-    def neighbors(self, node_id: str) -> Collection[str]:
-        """Return the ids of the nodes that a node keeps links to, as far as known."""
-
-    def doubt(self, peer: Peer, timeout_s: float) -> int | None:
-        """Write the doubt whether a node lives; return its revision; None: it is gone."""
-
-    def remove(self, peer: Peer, doubted: int, timeout_s: float) -> bool:
-        """Take a node out of the job unless it has answered; return whether that was done."""
-
-
 class LinkEnd(Enum):
     """How an attempt to keep a link ended."""
 
@@ -124,7 +107,7 @@ class LinkEnd(Enum):
 class Watcher:
     """This node's links to other nodes. For the thread of the links."""
 
-    def __init__(self, job: str, node_id: str, peers: PeerRecords) -> None:
+    def __init__(self, job: str, node_id: str, peers: Peers) -> None:
         # Nodes that this one has declared dead. If one is seen again, that was wrong: from then on only its lease counts.
         self.accused: set[str] = set()
         self._job, self._node_id, self._peers = job, node_id, peers
@@ -385,20 +368,11 @@ CLOSE_TIMEOUT_S = 1.0
 REOPEN_S = 1.0
 
 
-class Records(OwnRecords, PeerRecords, Protocol):
-    """What links need from etcd; see `Peers`."""
-
-    since: int
-
-    def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
-        """Watch the doubts about this node."""
-
-
 class Links:
     """This agent's links, from its start until it leaves the job. One thread runs all of them."""
 
     def __init__(
-        self, job: str, node_id: str, server: socket.socket, records: Records, on_given_up: Callable[[str, bool], None]
+        self, job: str, node_id: str, server: socket.socket, records: Peers, on_given_up: Callable[[str, bool], None]
     ) -> None:
         """Accept links.
 

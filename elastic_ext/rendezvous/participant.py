@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elastic_ext.etcd import Batch, EtcdClient, EtcdError, QuotaExceeded
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.job_records import JobRecords
@@ -61,7 +61,7 @@ class Participant:
             on_timer=lambda: self.election.on_timer(),
             on_failure=on_change,
         )
-        self._context = context = NodeContext(client, config, JobKeys(config.run_id), RecordReader(), self.tasks)
+        self.context = context = NodeContext(client, config, JobKeys(config.run_id), RecordReader(), self.tasks)
         self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
         outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
         self._job_records = JobRecords(context)
@@ -88,10 +88,6 @@ class Participant:
     # Read by the agent, from any thread.
 
     @property
-    def config(self) -> NodeConfig:
-        return self._context.config
-
-    @property
     def header(self) -> Header:
         """The newest header of the job's rounds that this node knows."""
         return self.header_record.value
@@ -105,16 +101,6 @@ class Participant:
     def failure(self) -> Exception | None:
         """Why this node can no longer take part in the job; None while it can."""
         return self.tasks.failure
-
-    @property
-    def etcd_full(self) -> QuotaExceeded | None:
-        """The error of an etcd that accepts no writes now and so holds up this node; None while it accepts them."""
-        return self.tasks.etcd_full
-
-    @property
-    def lease(self) -> tuple[int | None, float]:
-        """See `Registration.lease`."""
-        return self.registration.lease
 
     # Called by the agent, from any thread.
 
@@ -137,10 +123,6 @@ class Participant:
     def offer(self, seal: str, rank: int, text: str) -> None:
         """Report to the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
         self.tasks.post(lambda: self._own_offer.write(seal, rank, text))
-
-    def offers_of(self, seal: str) -> str:
-        """Return the prefix of the keys of all offers of a round."""
-        return self._context.keys.offers(seal)
 
     def leave(self, timeout_s: float) -> None:
         """Take this node out by revoking its lease, so that the others know at once. Return after timeout_s at the latest."""
@@ -178,7 +160,7 @@ class Participant:
 
     def _enter(self) -> None:
         """Get a lease, watch, and only then read and write: what is written after a watch began is delivered."""
-        context, registration = self._context, self.registration
+        context, registration = self.context, self.registration
         if registration.session is None:
             registration.grant()
         if self._watches.empty:

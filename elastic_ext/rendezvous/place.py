@@ -25,19 +25,19 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded
+from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import drains, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
 from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.fence import Fence
+from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.judging import LeaderPolicy
-from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Assignment, Header, RecordReader, State
-from elastic_ext.rendezvous.round_store import listen_at
+from elastic_ext.rendezvous.round_store import StoreConnector, listen_at
 from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, NodeConfig
 
@@ -71,23 +71,47 @@ class InterruptibleCondition(threading.Condition):
 class Place:
     """What a node has in a job for as long as it takes part."""
 
+    params: RendezvousParameters
+    settings: Settings
     address: str  # the address by which the other nodes reach this one
     patience: Patience
     participant: Participant
     dispatcher: Dispatcher
     fence: Fence
     links: Links
+    late_joins: LateJoins
+    stores: StoreConnector
     changed: InterruptibleCondition  # notified when anything in the participant or the fence has changed
-    revocation: Callable[[], LeaseRevocation | None]  # see `contract.Rendezvous`
 
     @property
     def node_id(self) -> str:
-        return self.participant.config.node_id
+        return self.participant.context.config.node_id
 
     def alive_until(self) -> float | None:
         """Return until when, monotonic, etcd certainly keeps this node; None without a lease."""
-        lease_id, until = self.participant.lease
+        lease_id, until = self.participant.registration.lease
         return until if lease_id is not None else None
+
+    def revocation(self) -> LeaseRevocation | None:
+        """See `contract.Rendezvous`. Secrets go through the reaper's pipe only."""
+        lease_id, _ = self.participant.registration.lease
+        if lease_id is None or self.params.backend != ETCD:  # c10d has no JSON gateway: the reaper ends, which the links report
+            return None
+        settings = self.settings
+        scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
+        given = [each.strip() for each in self.params.endpoint.split(",")]
+        bare = [each.rpartition("://")[2].rstrip("/") for each in given]
+        # What the client uses now, if that is something else: members were replaced.
+        endpoints = given + [each for each in self.participant.client.endpoints if each not in bare]
+        return {
+            "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
+            "lease": lease_id,
+            "ca": settings.etcd_ca,
+            "cert": settings.etcd_cert,
+            "key": settings.etcd_key,
+            "user": settings.etcd_user,
+            "password": settings.etcd_password,
+        }
 
     def await_round(self, after: int, on_verdict: Callable[[JobVerdict], None]) -> tuple[Header, Assignment]:
         """Return the next round after round `after`, and this node's assignment to it.
@@ -119,12 +143,12 @@ class Place:
                     raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
                     over = JobDone if participant.header.state is State.DONE else RendezvousClosedError
-                    raise over(f"the job {participant.config.run_id} is over: {shown(participant.header.reason)}")
+                    raise over(f"the job {participant.context.config.run_id} is over: {shown(participant.header.reason)}")
                 if self._is_spare(header, after):
                     deadline = time.monotonic() + self.patience.timeout_s
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
+                    why = f": {participant.tasks.etcd_full}" if participant.tasks.etcd_full is not None else ""
                     raise RendezvousTimeoutError(f"{self.patience.over}{why}")
                 if silence.is_over(self.alive_until(), time.monotonic()):
                     raise RendezvousTimeoutError(self.patience.store_lost)
@@ -212,38 +236,16 @@ def take_place(
     loopback = run_id.network() if params.max_nodes > 1 and is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)
-    fence = Fence(lambda: participant.lease, settings.lease_ttl, notify)
-    records = Peers(client, JobKeys(job), RecordReader(), node_id, lambda: participant.lease[0])
+    registration, keys = participant.registration, participant.context.keys
+    fence = Fence(lambda: registration.lease, settings.lease_ttl, notify)
+    records = Peers(client, keys, RecordReader(), node_id, lambda: registration.lease[0])
     links = Links(job, node_id, listen_at(address), records, fence.give_up)
-
-    def revocation() -> LeaseRevocation | None:
-        if params.backend != ETCD:  # no JSON gateway there: the reaper ends at once, and the links report that
-            return None
-        lease_id, _ = participant.lease
-        return _revocation(params.endpoint, settings, client, lease_id) if lease_id is not None else None
-
-    return Place(address, patience, participant, dispatcher, fence, links, changed, revocation)
+    late_joins = LateJoins(client, keys, host, settings.max_rejoins, settings.refuse_node)
+    stores = StoreConnector(changed)
+    return Place(params, settings, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
 
 
 def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
     with changed:
         changed.notify_all()
     on_event()
-
-
-def _revocation(endpoint: str, settings: Settings, client: EtcdClient, lease_id: int) -> LeaseRevocation:
-    """Return what the reaper needs to revoke this node's lease. Secrets go through the reaper's pipe only."""
-    scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
-    given = [each.strip() for each in endpoint.split(",")]
-    bare = [each.rpartition("://")[2].rstrip("/") for each in given]
-    # What the client uses now, if that is something else: members were replaced.
-    endpoints = given + [each for each in client.endpoints if each not in bare]
-    return {
-        "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
-        "lease": lease_id,
-        "ca": settings.etcd_ca,
-        "cert": settings.etcd_cert,
-        "key": settings.etcd_key,
-        "user": settings.etcd_user,
-        "password": settings.etcd_password,
-    }

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import Worker
 
 from elastic_ext.base.contracts import Exchange, SingleNode
@@ -52,17 +53,25 @@ class EtcdRound:
     """
 
     def __init__(
-        self, place: Place, header: Header, assignment: Assignment | None, workers: int, judge_alone: JudgeAlone
+        self,
+        place: Place,
+        header: Header,
+        assignment: Assignment | None,
+        workers: int,
+        judge_alone: JudgeAlone,
+        continues: bool = False,
     ) -> None:
         """
         Args:
             header: of the round, when it was sealed.
             workers: number of them on this node.
             judge_alone: for a node that does not get the job's verdict.
+            continues: the last verdict, on an earlier round, lets the job go on.
         """
         self.round = header.round
         self.header, self.assignment = header, assignment
-        self.continues: bool | None = None  # the verdict on this round lets the job go on; None: this node has not asked for one
+        self.continues = continues  # by the last verdict, on this round or an earlier one
+        self.server: TCPStore | None = None  # the round's store, on the node of rank 0
         self._place, self._participant = place, place.participant
         self._workers, self._judge_alone = workers, judge_alone
 
@@ -212,7 +221,7 @@ class EtcdExchange:
         if not self._header.local:
             return None
         deadline = time.monotonic() + timeout_s
-        folder = self._participant.offers_of(self._assignment.seal)
+        folder = self._participant.context.keys.offers(self._assignment.seal)
         keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
         found: dict[bytes, str] = {}
         events = threading.Event()
@@ -223,7 +232,7 @@ class EtcdExchange:
                 try:
                     while (item := watch.get(timeout_s=0)) is not None:
                         for kv in _written(item):
-                            found[kv.key] = kv.value.decode(errors="replace")
+                            found[kv.key] = kv.text
                 except EtcdError:  # the snapshot could not be read; the next `get` tries again
                     again_s = RETRY_S
                 if all(key in found for key in keys):

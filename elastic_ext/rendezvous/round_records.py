@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -242,6 +242,16 @@ class RecordReader:
             return id_
         self._once(f"{_shown(key)} is not the key of a node or host", key, b"")
         return None
+
+    def named(self, folder: str, kvs: Iterable[KeyValue]) -> dict[str, KeyValue]:
+        """Return the keys of a folder, by the node id or host in them."""
+        inside = (kv for kv in kvs if kv.key.startswith(folder.encode()))
+        return {name: kv for kv in inside if (name := self.id_of(folder, kv.key)) is not None}
+
+    def assignments(self, folder: str, kvs: Iterable[KeyValue]) -> dict[str, Assignment]:
+        """Return the readable assignments of a folder, by node id."""
+        found = {id_: self.assignment(kv) for id_, kv in self.named(folder, kvs).items()}
+        return {id_: assignment for id_, assignment in found.items() if assignment is not None}
 
     def read(self, kind: type[T], text: str, key: str, schema: int) -> T | None:
         """Read a record of another kind, with its schema."""

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.records import RecordError
@@ -24,14 +23,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 10.0  # twice the longest duration of an etcd call (EtcdClient.timeout_s)
 
 
-class Runner(Protocol):
-    """One participant's side of the dispatcher."""
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Run a task, and handle what it raises."""
-
-    def on_timer(self) -> None:
-        """Handle the time given to `wake_at`."""
+Task = Callable[[], None]
 
 
 class Dispatcher:
@@ -41,10 +33,10 @@ class Dispatcher:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._due: dict[Runner, float] = {}
+        self._queue: queue.SimpleQueue[tuple[TaskRunner, Task] | None] = queue.SimpleQueue()
+        self._due: dict[TaskRunner, float] = {}
         # A heap: a time, and a task to post then, or None for `on_timer`, which is void where it contradicts `_due`.
-        self._order: list[tuple[float, int, Runner, Callable[[], None] | None]] = []
+        self._order: list[tuple[float, int, TaskRunner, Task | None]] = []
         self._numbers = itertools.count()  # runners themselves cannot be ordered
         self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
         self._thread.start()
@@ -53,11 +45,11 @@ class Dispatcher:
         """Return the monotonic time, in seconds."""
         return time.monotonic()
 
-    def post(self, runner: Runner, task: Callable[[], None]) -> None:
+    def post(self, runner: TaskRunner, task: Task) -> None:
         """Run a task after those posted before it. Any thread may call this; it returns at once."""
         self._queue.put((runner, task))
 
-    def wake_at(self, runner: Runner, at: float | None) -> None:
+    def wake_at(self, runner: TaskRunner, at: float | None) -> None:
         """Call `on_timer` of the runner at this monotonic time; None: do not call it. Only from the dispatcher's thread."""
         if at is None:
             self._due.pop(runner, None)
@@ -65,7 +57,7 @@ class Dispatcher:
             self._due[runner] = at
             heapq.heappush(self._order, (at, next(self._numbers), runner, None))
 
-    def run_at(self, runner: Runner, at: float, task: Callable[[], None]) -> None:
+    def run_at(self, runner: TaskRunner, at: float, task: Task) -> None:
         """Run a task at this monotonic time. Only from the dispatcher's thread."""
         heapq.heappush(self._order, (at, next(self._numbers), runner, task))
 
@@ -90,7 +82,7 @@ class Dispatcher:
 
     def _run_due(self, now: float) -> float | None:
         """Run what is due; return the time of what comes next."""
-        due: list[tuple[Runner, Callable[[], None]]] = []
+        due: list[tuple[TaskRunner, Task]] = []
         while self._order:
             at, _, runner, task = self._order[0]
             holds = task is not None or self._due.get(runner) == at
@@ -108,8 +100,6 @@ class Dispatcher:
 
 RETRY_S = 0.5  # after a call that no endpoint answered (its own deadline has passed by then), or that a full etcd refused
 
-Task = Callable[[], None]
-
 
 class LostRace(ElasticExtError):
     """Another node wrote first: the task is retried on what etcd then holds."""
@@ -120,7 +110,7 @@ class HostRefused(ElasticExtError):
 
 
 class TaskRunner:
-    """One node's `Runner`. Any thread may read `failure` and `etcd_full`."""
+    """Runs one node's tasks. Any thread may read `failure` and `etcd_full`."""
 
     def __init__(
         self,
@@ -146,7 +136,7 @@ class TaskRunner:
         self._node_id = node_id
         self._in_job = in_job
         self._on_lease_lost = on_lease_lost
-        self._on_timer = on_timer
+        self.on_timer = on_timer
         self._on_failure = on_failure
         self._retried: set[Task] = set()  # tasks that wait for their retry
         self._held_up: set[Task] = set()  # tasks whose last try a full etcd refused
@@ -164,9 +154,6 @@ class TaskRunner:
     def wake_at(self, at: float | None) -> None:
         """Run `on_timer` at this monotonic time; None: do not run it."""
         self._dispatcher.wake_at(self, at)
-
-    def on_timer(self) -> None:
-        self._on_timer()
 
     def run(self, task: Task) -> None:
         """Run a task now. Retry it later if etcd cannot do it now; end this node's part if etcd never can.
@@ -254,12 +241,10 @@ class NodeContext:
 
     @property
     def own_key(self) -> str:
-        """Key of this node's record."""
         return self.keys.node(self.config.node_id)
 
     @property
     def own_assignment_key(self) -> str:
-        """Key of this node's assignment."""
         return self.keys.assignment(self.config.node_id)
 
 

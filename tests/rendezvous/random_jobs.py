@@ -171,7 +171,7 @@ class Agent(Node):
     def fence(self) -> None:
         """Stop the workers if the others can go on without this node."""
         others = any(each.client.reachable and not each.process.frozen for each in self._agents if each is not self)
-        if self.stage is Stage.RUNNING and others and self.participant.lease[1] < self.world.now + TTL_S / 10:
+        if self.stage is Stage.RUNNING and others and self.participant.registration.lease[1] < self.world.now + TTL_S / 10:
             self._stop(cut=True)
 
 

@@ -39,7 +39,7 @@ def left_at_first(closed: list[str]) -> EtcdRendezvous:
     """A rendezvous whose way out is interrupted once."""
     rendezvous = object.__new__(EtcdRendezvous)
     rendezvous._left = False
-    rendezvous._server = None
+    rendezvous.part = SimpleNamespace(server=None)
     rendezvous._own_store = SimpleNamespace(close=lambda: closed.append("store"))
 
     def leave() -> None:
@@ -64,11 +64,11 @@ def test_an_interrupted_leave_is_completed_by_the_next():
 def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     """earlier: that of rounds before; last: that of this round, None without one."""
     rendezvous, ended = object.__new__(EtcdRendezvous), []
-    rendezvous._job_continues, rendezvous._timed_out, rendezvous.host, rendezvous.node_id = earlier, False, "h", "n"
-    rendezvous.part = SimpleNamespace(continues=last, round=2)
-    rendezvous._participant = SimpleNamespace(
-        header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given)
-    )
+    rendezvous._timed_out, rendezvous._workers, rendezvous.host, rendezvous.node_id = False, 1, "h", "n"
+    participant = SimpleNamespace(header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given))
+    rendezvous._place, rendezvous.part = SimpleNamespace(participant=participant), SimpleNamespace(continues=earlier)
+    rendezvous.part = rendezvous._part(Header(2, State.RUNNING), Assignment(2, 0, 0, 0, 1))
+    rendezvous.part.continues = earlier if last is None else last
     rendezvous.set_closed()
     assert bool(ended) == closes
 

@@ -398,7 +398,7 @@ def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agen
     assert one.part.exchange.choice(LONG_S) == "7"
     one.part.break_off("once more")
     meet(zero, one)
-    assert zero._participant.header.resume == one._participant.header.resume == ""
+    assert zero._place.participant.header.resume == one._place.participant.header.resume == ""
     with pytest.raises(RoundOver):
         old.publish("stale")
     waits = started(lambda: one.part.exchange.choice(LONG_S))

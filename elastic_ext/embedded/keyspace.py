@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.values import range_of_prefix
 
 Message: TypeAlias = Any  # of a class made at run time: see `etcd.messages`
 
@@ -149,6 +150,10 @@ class Keyspace:
         bare.ClearField("value")
         return bare
 
+    def under(self, prefix: str) -> list[Message]:
+        """Return the keys with a prefix as they are now, sorted."""
+        return [self._kvs[key] for key in self._within(*range_of_prefix(prefix))]
+
     def since(self, revision: int) -> Iterable[Change]:
         """Return the changes from this revision on, the oldest first. The revision must be greater than `compacted`."""
         return itertools.islice(self._history, bisect_left(self._history, revision, key=lambda change: change.revision), None)
@@ -165,6 +170,12 @@ class Keyspace:
         answers = [self._operate(operation, revision, changes) for operation in operations]
         self._commit(revision, changes)
         return self._rpc.TxnResponse(header=self.header(), succeeded=succeeded, responses=answers)
+
+    def put(self, key: str, value: bytes, ttl_s: int = 0, now: float = 0.0) -> None:
+        """Write one key. ttl_s: of a lease of its own; 0: it has none. Raises Refused."""
+        lease = self.grant(self._rpc.LeaseGrantRequest(TTL=ttl_s), now).ID if ttl_s else 0
+        put = self._rpc.PutRequest(key=key.encode(), value=value, lease=lease)
+        self.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_put=put)]))
 
     def _check(self, request: Message) -> None:
         if max(map(len, (request.compare, request.success, request.failure))) > self._limits.operations:

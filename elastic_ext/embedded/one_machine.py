@@ -29,7 +29,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.values import range_of_prefix
+from elastic_ext.etcd.values import Delete
 from elastic_ext.failures import judgement, replicas
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
@@ -64,7 +64,7 @@ class JobFile:
             check_ledger_path(path)
         self._path = Path(path) if path else None
         self._keys, self._own = JobKeys(run_id), JobKeys(run_id).goodput + host
-        self._keyspace, self._rpc, self._lock = Keyspace(), etcdrpc(), threading.Lock()
+        self._keyspace, self._lock = Keyspace(), threading.Lock()
         self._snapshot = SnapshotFile(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
         self._shared = self._over = False
         if self._snapshot is not None:
@@ -85,18 +85,19 @@ class JobFile:
         """Replace the ledger. charged_s: one more restart counts for so long; 0: none. refunded: no earlier one counts."""
         with self._lock:
             self.ledger = ledger
-            self._put(self._keys.ledger, encode_ledger(ledger))
+            self._keyspace.put(self._keys.ledger, encode_ledger(ledger).encode())
             if refunded:
                 self._delete(self._keys.charges)
             if charged_s:
-                self._put(self._keys.charge(max(self._charges(), default=0) + 1), "", charged_s)
+                number = max(self._charges(), default=0) + 1
+                self._keyspace.put(self._keys.charge(number), b"", charged_s, time.monotonic())
             self._save()
 
     def share(self, spent: Spent) -> Shared:
         """Add what this agent has spent since its last call; return the sum of the job."""
         with self._lock:
             record = self._record(self._value(self._own)).with_more(spent, time.time(), first=not self._shared)
-            self._put(self._own, goodput.encode(record))
+            self._keyspace.put(self._own, goodput.encode(record).encode())
             self._shared = True
             # The verdicts of another agent must not be lost for that: the next launch may have begun before this one has ended.
             if self._snapshot is None or not self._snapshot.is_foreign:
@@ -136,20 +137,11 @@ class JobFile:
 
     def _read(self, prefix: str) -> dict[str, str]:
         self._keyspace.expire(time.monotonic())
-        start, end = range_of_prefix(prefix)
-        kvs = self._keyspace.range(self._rpc.RangeRequest(key=start, range_end=end)).kvs
+        kvs = self._keyspace.under(prefix)
         return {kv.key.decode(errors="replace"): kv.value.decode(errors="replace") for kv in kvs}
 
-    def _put(self, key: str, value: str, ttl_s: int = 0) -> None:
-        request = self._rpc.LeaseGrantRequest(TTL=ttl_s)
-        lease = self._keyspace.grant(request, time.monotonic()).ID if ttl_s else 0
-        put = self._rpc.PutRequest(key=key.encode(), value=value.encode(), lease=lease)
-        self._keyspace.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_put=put)]))
-
     def _delete(self, prefix: str) -> None:
-        start, end = range_of_prefix(prefix)
-        delete = self._rpc.DeleteRangeRequest(key=start, range_end=end)
-        self._keyspace.txn(self._rpc.TxnRequest(success=[self._rpc.RequestOp(request_delete_range=delete)]))
+        self._keyspace.txn(etcdrpc().TxnRequest(success=[Delete(prefix, prefix=True).message()]))
 
     def _save(self) -> None:
         if self._snapshot is not None:

@@ -27,8 +27,6 @@ from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.plan import StorePlan, socket_of
 from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import SnapshotFile
-from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.decisions import Lifetime
 from elastic_ext.rendezvous.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, decode
@@ -196,8 +194,7 @@ class Process:
 
     def _jobs(self) -> tuple[int, bool]:
         """Return the number of nodes in all jobs here, and whether there is a job and all have ended."""
-        start, end = range_of_prefix(ROOT)
-        found = self._keyspace.range(etcdrpc().RangeRequest(key=start, range_end=end)).kvs
+        found = self._keyspace.under(ROOT)
         headers = [kv.value for kv in found if kv.key.endswith(_HEADER)]
         return sum(_NODES in kv.key for kv in found), bool(headers) and all(map(_has_ended, headers))
 

@@ -20,7 +20,6 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode
@@ -58,19 +57,14 @@ class SnapshotFile:
             gone_s = max(0, int(time.time()) - found.at)
             for saved in found.keys:
                 if not saved.left_s or saved.left_s - gone_s >= LEAST_LEASE_S:
-                    self._put(saved, saved.left_s and saved.left_s - gone_s, now)
+                    value = base64.b64decode(saved.value, validate=True)
+                    self._keyspace.put(self._job.prefix + saved.key, value, saved.left_s and saved.left_s - gone_s, now)
             self._before = found
         except FileNotFoundError:
             return
         except (OSError, RecordError, ValueError, Refused) as error:  # ValueError: no base64
             self._warn(f"ledger_file {self._path} cannot be used; starting a new ledger: {error}")
         self._seen = self._keyspace.revision
-
-    def _put(self, saved: SavedKey, left_s: int, now: float) -> None:
-        lease = self._keyspace.grant(etcdrpc().LeaseGrantRequest(TTL=left_s), now).ID if left_s else 0
-        key, value = (self._job.prefix + saved.key).encode(), base64.b64decode(saved.value, validate=True)
-        put = etcdrpc().PutRequest(key=key, value=value, lease=lease)
-        self._keyspace.txn(etcdrpc().TxnRequest(success=[etcdrpc().RequestOp(request_put=put)]))
 
     @property
     def is_foreign(self) -> bool:
@@ -117,28 +111,24 @@ class SnapshotFile:
         """Write the last state; or remove the file if the job needs none: it is done, or not to be started again."""
         if self._writing is not None:
             await self._writing
-        header = self._header()
-        if header is not None and is_for_good(header):
+        if (header := self._header()) is not None and is_for_good(header):
             self._path.unlink(missing_ok=True)
         else:
             self.write_now()
 
     def _header(self) -> Header | None:
-        kvs = self._range(self._job.header.encode(), b"")
+        kvs = self._keyspace.under(self._job.header)
         try:
-            return decode(Header, kvs[0].value, self._job.header) if kvs else None
+            return decode(Header, kvs[0].value, self._job.header) if kvs else None  # first: the key itself
         except RecordError:
             return None
-
-    def _range(self, start: bytes, end: bytes) -> list[Message]:
-        return list(self._keyspace.range(etcdrpc().RangeRequest(key=start, range_end=end)).kvs)
 
     def _text(self) -> str:
         """Return the content of the file; what has changed until now is in it."""
         self._changed.clear()
         self._soon.clear()
         now = time.monotonic()
-        kvs = [kv for prefix in self._job.outliving for kv in self._range(*range_of_prefix(prefix))]
+        kvs = [kv for prefix in self._job.outliving for kv in self._keyspace.under(prefix)]
         saved = tuple(self._saved(kv, now) for kv in {kv.key: kv for kv in kvs}.values())
         before, revision = self._before, self._keyspace.revision
         file = SavedFile(before.launch, before.starts + 1, revision, int(time.time()), saved, self._run_id)

@@ -8,8 +8,7 @@
 
 Nothing here depends on torch. Importing this package imports neither grpc nor etcd3; the first client does.
 
-Files import each other in one direction: errors, messages, values; vendor, endpoints; calls; lease;
-watch, stream; client.
+Files import each other in one direction: errors, messages, values; vendor, endpoints; calls; lease; watch; client.
 """
 
 from elastic_ext.etcd.calls import CallObserver

@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic_ext.etcd.calls import Caller, CallObserver, Tokens, User
+from elastic_ext.etcd.calls import BESIDE_S, Caller, CallObserver, Tokens, User, ask, race
 from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease import LeaseRenewer
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.race import BESIDE_S, ask, race
-from elastic_ext.etcd.stream import WatchStream
 from elastic_ext.etcd.values import (
     Alarm,
     Compare,
@@ -40,7 +38,7 @@ from elastic_ext.etcd.values import (
     range_of_prefix,
     to_bytes,
 )
-from elastic_ext.etcd.watch import SnapshotWatch
+from elastic_ext.etcd.watch import SnapshotWatch, WatchStream
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from elastic_ext.etcd import (
     Unavailable,
     UnsupportedVersion,
     absent,
-    race,
+    calls,
     unchanged,
 )
 from elastic_ext.etcd.client import PAGE
@@ -250,7 +250,7 @@ def test_a_slow_link(proxy: Proxy, prefix: str):
 @pytest.mark.usefixtures("patient_grpc")
 def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch):
     """Its first connection answers when the spare has taken part for a while."""
-    monkeypatch.setattr(race, "SPARE_SHARE", 0.01)
+    monkeypatch.setattr(calls, "SPARE_SHARE", 0.01)
     with EtcdClient(proxy.endpoint) as client, ThreadPoolExecutor(1) as pool:
         client.put(prefix, "1")
         first = client._endpoints.current()
@@ -275,7 +275,7 @@ CALLS: dict[str, Callable[[EtcdClient, str], object]] = {
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.usefixtures("patient_grpc")
 def test_a_call_moves_to_the_spare_connection(proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str):
-    monkeypatch.setattr(race, "SPARE_SHARE", 0.05)  # the rest is for the spare; of a write, which does not race, it is a third
+    monkeypatch.setattr(calls, "SPARE_SHARE", 0.05)  # the rest is for the spare; of a write, which does not race, it is a third
     with EtcdClient(proxy.endpoint, timeout_s=12) as client:
         client.put(prefix, "1")
         first = client._endpoints.current()
@@ -307,8 +307,8 @@ def test_an_error_brings_in_the_spare_connection_at_once(
     server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
 ):
     """As of a member without a leader. The share of the time, and the grace, are for a connection that is silent."""
-    monkeypatch.setattr(race, "SPARE_SHARE", 2.0)  # of the time: never
-    monkeypatch.setattr(race, "GRACE_S", math.inf)  # who waits for this fails
+    monkeypatch.setattr(calls, "SPARE_SHARE", 2.0)  # of the time: never
+    monkeypatch.setattr(calls, "GRACE_S", math.inf)  # who waits for this fails
     with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
         client.put(prefix, "1")
         first, silent = client._endpoints.current(), []
@@ -324,11 +324,11 @@ def test_an_error_brings_in_the_spare_connection_at_once(
 def test_an_error_that_comes_just_after_the_answer_of_the_spare_is_no_silence(
     server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(race, "SPARE_SHARE", 0.001)
-    monkeypatch.setattr(race, "GRACE_S", LIMIT_S)  # until the error comes
-    answers_soon = race._answers_soon
+    monkeypatch.setattr(calls, "SPARE_SHARE", 0.001)
+    monkeypatch.setattr(calls, "GRACE_S", LIMIT_S)  # until the error comes
+    answers_soon = calls._answers_soon
     with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
-        monkeypatch.setattr(race, "_answers_soon", lambda *given: (proxy.release(), answers_soon(*given))[1])
+        monkeypatch.setattr(calls, "_answers_soon", lambda *given: (proxy.release(), answers_soon(*given))[1])
         client.put(prefix, "1")
         first, silent = client._endpoints.current(), []
         client._endpoints.observe(silent.append)
@@ -451,7 +451,7 @@ def test_closing_waits_for_the_losers_of_races(server: EtcdServer, monkeypatch: 
                 ended.append(number)
             return number
 
-        assert race.race(client._caller, "ask", send, timeout_s=LIMIT_S, beside_s=0.2) == 1
+        assert calls.race(client._caller, "ask", send, timeout_s=LIMIT_S, beside_s=0.2) == 1
         assert ended == []
     assert ended == [0]
 

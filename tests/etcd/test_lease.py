@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_ext.etcd import ConfigError, LeaseSession, Unavailable
-from elastic_ext.etcd.race import race
+from elastic_ext.etcd.calls import race
 from elastic_ext.etcd.values import KeptAlive
 from tests.etcd.conftest import ends
 from tests.etcd.proxy import Proxy
@@ -238,7 +238,7 @@ def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.M
 @pytest.mark.seam
 def test_answers_that_arrive_together_move_nobody(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
     """As after a pause of etcd. To use another connection would break the watches' stream."""
-    monkeypatch.setattr("elastic_ext.etcd.race.GRACE_S", LIMIT_S)  # until the first one comes
+    monkeypatch.setattr("elastic_ext.etcd.calls.GRACE_S", LIMIT_S)  # until the first one comes
     first, *_ = client._endpoints.from_current()
     turn = iter((first_asked := threading.Event(), threading.Event()))
     second_answered = threading.Event()

@@ -35,7 +35,7 @@ from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Header, RecordReader
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import Limits
-from elastic_ext.rendezvous.tasks import NodeConfig, Runner
+from elastic_ext.rendezvous.tasks import NodeConfig, TaskRunner
 from tests import etcd_client
 from tests.participants import part_of
 
@@ -224,20 +224,20 @@ class Lane:
     def now(self) -> float:
         return self._world.time()
 
-    def post(self, runner: Runner, task: Callable[[], None]) -> None:
+    def post(self, runner: TaskRunner, task: Callable[[], None]) -> None:
         self.run(lambda: runner.run(task))
 
-    def wake_at(self, runner: Runner, at: float | None) -> None:
+    def wake_at(self, runner: TaskRunner, at: float | None) -> None:
         if at is not None and at != self._due:
             self._world.at(at, lambda: self._wake(runner, at))
         self._due = at
 
-    def _wake(self, runner: Runner, at: float) -> None:
+    def _wake(self, runner: TaskRunner, at: float) -> None:
         if self._due == at:
             self._due = None
             self.post(runner, runner.on_timer)
 
-    def run_at(self, runner: Runner, at: float, task: Callable[[], None]) -> None:
+    def run_at(self, runner: TaskRunner, at: float, task: Callable[[], None]) -> None:
         self._world.at(at, lambda: self.post(runner, task))
 
     def close(self, timeout_s: float = 0.0) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from elastic_ext.etcd import Compare, EtcdClient, Event, Get, Put, TxnResult, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
@@ -56,23 +55,23 @@ def closed(header: Header, by: str, verdict: JobVerdict | None) -> Header:
     return dataclasses.replace(header, state=State.CLOSED, reason=f"{by} closed the job{why}", end=None, verdict=told)
 
 
-class Listener(Protocol):
-    """The object that acts on the header; called on the rendezvous thread."""
-
-    def on_header(self) -> None:
-        """Handle a newer header."""
-
-    def on_own_assignment(self, kv: KeyValue) -> None:
-        """Handle a reading of this node's assignment."""
-
-    def on_lost_record(self) -> None:
-        """Handle that records of the job are missing, unreadable, or older than what this node knows."""
-
-
 class HeaderRecord:
     """One node's knowledge of the header. For the rendezvous thread, except `value`."""
 
-    def __init__(self, context: NodeContext, outage: Outage, listener: Listener) -> None:
+    def __init__(
+        self,
+        context: NodeContext,
+        outage: Outage,
+        on_header: Callable[[], None],
+        on_own_assignment: Callable[[KeyValue], None],
+        on_lost_record: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            on_header: called with a newer header in `value`.
+            on_own_assignment: called with a reading of this node's assignment.
+            on_lost_record: called when records of the job are missing, unreadable, or older than what this node knows.
+        """
         # The newest header that this node knows; replaced, never changed in place; readable from any thread.
         self.value = Header()
         self.revision = 0  # of the header in etcd; 0 if there is none
@@ -80,7 +79,7 @@ class HeaderRecord:
         self.job = ""  # name of the job that this node has entered. Another may begin under its run id while this node is cut off
         self._context = context
         self._outage = outage
-        self._listener = listener
+        self._on_header, self._on_own_assignment, self._on_lost_record = on_header, on_own_assignment, on_lost_record
         self._heard = 0  # revision of the last event of the header, including its deletion
         self._unreadable_at = 0  # revision of an unreadable header
 
@@ -98,10 +97,10 @@ class HeaderRecord:
         found = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key)])
         header, assignment = (reading.kv for reading in found.readings)
         if assignment is not None:
-            self._listener.on_own_assignment(assignment)
+            self._on_own_assignment(assignment)
         self.observe(header, found.revision)
         if rounds.needs_restoring(self.readable(header) if header is not None else None, self.value):
-            self._listener.on_lost_record()
+            self._on_lost_record()
 
     def observe(self, header: KeyValue | None, revision: int) -> None:
         """Take in a reading at this revision; None: no header. If it is older than what is known, it changes nothing."""
@@ -124,7 +123,7 @@ class HeaderRecord:
         elif event.kv.mod_revision > self._heard:
             self.observe(None, event.kv.mod_revision)
             if rounds.needs_restoring(None, self.value):
-                self._listener.on_lost_record()
+                self._on_lost_record()
 
     def readable(self, kv: KeyValue) -> Header:
         """Decode a header. An unreadable one changes nothing: the known header holds, and the leader writes it again."""
@@ -140,7 +139,7 @@ class HeaderRecord:
 
     def _saw(self, header: Header, revision: int) -> None:
         if self._take(header, revision) and rounds.precedes(header, self.value):
-            self._listener.on_lost_record()
+            self._on_lost_record()
 
     def _take(self, header: Header, revision: int) -> bool:
         """Take in a header. Return whether etcd wrote it after everything known here."""
@@ -150,7 +149,7 @@ class HeaderRecord:
         if not rounds.precedes(header, self.value):
             self.value = header
             self.job = self.job or header.job
-            self._listener.on_header()
+            self._on_header()
         return True
 
     # Writing.

@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 
-from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, LeaseLost, Put, Snapshot, Watch, absent, unchanged
+from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures import replicas
@@ -22,7 +22,7 @@ from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
-from elastic_ext.rendezvous.own_records import Registration
+from elastic_ext.rendezvous.own_records import OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
 from elastic_ext.rendezvous.tasks import NodeContext, Outage
@@ -212,8 +212,38 @@ class Leader:
             drains.ambiguous_hosts(view.nodes),
             members=view.header.nodes,
         )
-        if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
+        if not self._write_verdict(reports):
             self._reload()
+
+    def _write_verdict(self, reports: RoundReports) -> bool:
+        """Judge, and write the verdict and its ledger in one transaction. Return False if the header or the ledger has changed or
+        this node no longer leads: then nothing is decided.
+
+        reports: without their charges, which are read here.
+        """
+        client, keys, header = self._context.client, self._context.keys, self._header
+        ledger = client.get(keys.ledger).kv
+        charges = keys.charge_numbers(
+            kv.key.decode(errors="replace") for kv in client.get_prefix(keys.charges, keys_only=True).kvs
+        )
+        reports = dataclasses.replace(reports, charges=len(charges))
+        judgement = self._policy.judge(reports, ledger.text if ledger is not None else "")
+        lease_id = outliving_lease(client, ledger.lease_id if ledger is not None else 0)
+        puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=lease_id)]
+        if judgement.refunded:  # before, since a transaction may not delete and write in one range
+            client.txn([header.unchanged, self._still_leading], [Delete(keys.charges, prefix=True)])
+        if judgement.charged and judgement.window_s:
+            # No clock is compared: etcd itself deletes the charge when its time is over.
+            lease = client.lease_grant(judgement.window_s)
+            puts.append(Put(keys.charge(max(charges, default=0) + 1), "", lease_id=lease.lease_id))
+        if judgement.refused:
+            lease = client.lease_grant(judgement.refused_s)
+            puts.append(Put(keys.refusal(judgement.refused), judgement.reason, lease_id=lease.lease_id))
+        same_ledger = unchanged(keys.ledger, ledger.mod_revision if ledger is not None else 0)
+        judged = dataclasses.replace(
+            header.value, state=judgement.state, reason=judgement.reason, verdict=judgement.verdict, end=None
+        )
+        return header.write(judged, [self._still_leading, same_ledger], puts)
 
     def _release(self, view: View, action: Release) -> None:
         """Let drained nodes leave, and refuse their hosts in the same transaction."""
@@ -254,42 +284,12 @@ def _warn_of_script(round_: int, text: str) -> None:
 LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
 
 
-def write_verdict(
-    context: NodeContext, header: HeaderRecord, still_leading: Compare, policy: LeaderPolicy, reports: RoundReports
-) -> bool:
-    """Judge, and write the verdict and its ledger in one transaction. Return False if the header or the ledger has changed or
-    this node no longer leads: then nothing is decided.
-
-    reports: without their charges, which are read here.
-    """
-    client, keys = context.client, context.keys
-    ledger = client.get(keys.ledger).kv
-    charges = keys.charge_numbers(kv.key.decode(errors="replace") for kv in client.get_prefix(keys.charges, keys_only=True).kvs)
-    reports = dataclasses.replace(reports, charges=len(charges))
-    judgement = policy.judge(reports, ledger.text if ledger is not None else "")
-    puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=_ledger_lease(context, ledger))]
-    if judgement.refunded:  # before, since a transaction may not delete and write in one range
-        client.txn([header.unchanged, still_leading], [Delete(keys.charges, prefix=True)])
-    if judgement.charged and judgement.window_s:
-        # No clock is compared: etcd itself deletes the charge when its time is over.
-        lease = client.lease_grant(judgement.window_s)
-        puts.append(Put(keys.charge(max(charges, default=0) + 1), "", lease_id=lease.lease_id))
-    if judgement.refused:
-        lease = client.lease_grant(judgement.refused_s)
-        puts.append(Put(keys.refusal(judgement.refused), judgement.reason, lease_id=lease.lease_id))
-    same_ledger = unchanged(keys.ledger, ledger.mod_revision) if ledger is not None else absent(keys.ledger)
-    judged = dataclasses.replace(
-        header.value, state=judgement.state, reason=judgement.reason, verdict=judgement.verdict, end=None
-    )
-    return header.write(judged, [still_leading, same_ledger], puts)
-
-
-def _ledger_lease(context: NodeContext, ledger: KeyValue | None) -> int:
-    """Return the ledger's lease. The ledger outlives the job, for a scheduler that starts the job again."""
-    if ledger is not None and ledger.lease_id:
-        context.client.lease_keep_alive([ledger.lease_id])
-        return ledger.lease_id
-    return context.client.lease_grant(LEDGER_TTL_S).lease_id
+def outliving_lease(client: EtcdClient, lease_id: int) -> int:
+    """Return the lease of a record that outlives the job, for the next launch: a new one if it has none. lease_id: 0 for none."""
+    if lease_id:
+        client.lease_keep_alive([lease_id])
+        return lease_id
+    return client.lease_grant(LEDGER_TTL_S).lease_id
 
 
 class Members:
@@ -416,7 +416,7 @@ class NodeRecords:
 
 
 class JobUpkeep:
-    """Watches the job's record and renews the lease of the records that belong to no node. For the rendezvous thread.
+    """Watches the job's record, and renews the lease of the records that belong to no node. For the rendezvous thread.
 
     That lease outlives the last node for a while, and lasts between two leaders.
     """
@@ -426,26 +426,8 @@ class JobUpkeep:
         self.renew_at = 0.0  # monotonic time of the next renewal
         self._context = context
         self._header = header
-        self._restore = restore
-        self._closed = False
-        self._watch = self._open()
-
-    def _open(self) -> Watch:
-        tasks = self._context.tasks
-        return Watch(
-            self._context.client,
-            self._context.keys.job,
-            start_revision=FROM_NOW,
-            callback=lambda item: tasks.post(lambda: self._on_job(item)),
-        )
-
-    def _on_job(self, item: Item) -> None:
-        """Restore the record if needed: the watch begins or ends, or somebody has written or deleted the record."""
-        if self._closed:
-            return
-        self._restore()
-        if not isinstance(item, Batch | Began):
-            self._watch = self._open()
+        self._watches = OwnWatches(context, restore, restore)
+        self._watches.add(context.keys.job, lambda _: restore())
 
     def renew(self, now: float) -> None:
         """Renew the lease if it is due. Raises LeaseLost."""
@@ -458,8 +440,7 @@ class JobUpkeep:
         self.renew_at = now + ttl_s / 3
 
     def close(self) -> None:
-        self._closed = True
-        self._watch.close()
+        self._watches.close()
 
 
 FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor only after this time; it misses nothing

@@ -381,7 +381,7 @@ class Links:
             on_given_up: called on the thread of the links when the others may have declared this node dead; see Presence.
         """
         self.port: int = server.getsockname()[1]  # of the listening socket; 0: nobody must link to this node
-        self.presence = Presence(job, node_id, records, on_given_up)  # the links from other nodes
+        self.presence = Presence(job, node_id, records.answer, on_given_up)  # the links from other nodes
         self._server, self._records = server, records
         self._doubts: Watch | None = None
         self._answers: asyncio.Task[None] | None = None  # keeps the task alive

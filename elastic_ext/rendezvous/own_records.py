@@ -254,6 +254,7 @@ class OwnWatches:
         self._read = read
         self._watches: list[Watch] = []
         self._awaited: set[str] = set()  # keys whose news are not delivered yet
+        self._closed = False
 
     @property
     def empty(self) -> bool:
@@ -276,6 +277,8 @@ class OwnWatches:
         """Call `on_batch` with all later events of the key. on_gap: called when events may have been missed."""
 
         def take(item: Item) -> None:
+            if self._closed:
+                return
             if isinstance(item, Batch):
                 on_batch(item)
                 return
@@ -305,5 +308,6 @@ class OwnWatches:
         self._watches.append(watch)
 
     def close(self) -> None:
+        self._closed = True
         for watch in self._watches:
             watch.close()

@@ -65,9 +65,11 @@ class Participant:
         self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
         outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
         self._job_records = JobRecords(context)
-        self.header_record = header = HeaderRecord(context, outage, self)
+        self.header_record = header = HeaderRecord(
+            context, outage, self._on_header, self._on_own_assignment, self._on_lost_record
+        )
         self._own_offer = OwnOffer(context, header, self.registration)
-        self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, self.on_lost_record)
+        self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, self._on_lost_record)
 
         def lead() -> Leader:
             header.read()
@@ -179,7 +181,7 @@ class Participant:
         else:
             self.header_record.enter(self._job_records.read_or_create())
             registration.write()
-        self.on_header()
+        self._on_header()
         if self.joined is not None:  # before it knew that it had registered, so that it restored nothing until now
             self.recovery.restore_soon()
 
@@ -198,17 +200,15 @@ class Participant:
         self.election.find_predecessor(last)
         self._own_offer.write_again()
 
-    # The header record's Listener.
-
-    def on_header(self) -> None:
+    def _on_header(self) -> None:
         self._assignment.join_if_assigned()
         self._on_change()
 
-    def on_own_assignment(self, kv: KeyValue) -> None:
+    def _on_own_assignment(self, kv: KeyValue) -> None:
         self._assignment.take(kv)
         self._assignment.join_if_assigned()  # its event may never come
 
-    def on_lost_record(self) -> None:
+    def _on_lost_record(self) -> None:
         self.recovery.restore_soon()
 
     def _leave(self, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from elastic_ext.base import records
 from elastic_ext.base.records import Name, RecordError
@@ -115,22 +115,20 @@ class Standing:
     in_job: frozenset[str]
 
 
-class OwnRecords(Protocol):
-    """What this node needs from etcd to show that it lives; see `links.Peers`. The calls block."""
-
-    def answer(self, others: Collection[str] = ()) -> Standing:
-        """Remove the doubt about this node, and look for others. Raises EtcdError."""
-
-
 class Presence:
     """This node's side of the links from other nodes. For the thread of the links."""
 
-    def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str, bool], None]) -> None:
-        """on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
-        return at once.
+    def __init__(
+        self, job: str, node_id: str, ask: Callable[[Collection[str]], Standing], on_given_up: Callable[[str, bool], None]
+    ) -> None:
+        """
+        Args:
+            ask: removes the doubt about this node from etcd, and looks for others; see `links.Peers.answer`. It blocks.
+            on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
+                return at once.
         """
         self.incoming = 0  # number of connections from others
-        self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
+        self._job, self._node_id, self._ask, self._on_given_up = job, node_id, ask, on_given_up
         self._open = Counter[str]()  # links from each node
         self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
         self._looking = self._answering = self._asked_again = False
@@ -213,7 +211,7 @@ class Presence:
 
         In a thread of its own, which may go on when nobody waits for it any more: what it reads is reported all the same.
         """
-        standing = self._records.answer(others)
+        standing = self._ask(others)
         if standing.dead:
             self._on_given_up("another node has declared this one dead", True)
         return standing.in_job

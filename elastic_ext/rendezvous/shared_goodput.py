@@ -18,7 +18,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import Compare, EtcdClient, Get, LeaseLost, Put, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.leader import LEDGER_TTL_S
+from elastic_ext.rendezvous.leader import outliving_lease
 from elastic_ext.rendezvous.round_records import RecordReader
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class EtcdGoodput:
             # An agent that is new in a running job reads all records, too: the sum may be older than the steps to repeat.
             new = not self._shared and position.round > 1
             shared = self._sum(record) if position.rank == 0 or new else None
-            lease_id = self._lease(self._own.lease_id)
+            lease_id = outliving_lease(self._client, self._own.lease_id)
             puts: list[Op] = [Put(self._key, goodput.encode(record), lease_id=lease_id)]
             if position.rank == 0 and shared is not None:
                 puts.append(Put(self._keys.goodput_sum, goodput.encode_sum(shared), lease_id=lease_id))
@@ -111,12 +111,6 @@ class EtcdGoodput:
             except RecordError as error:
                 self._reader.note_fault(str(error), kv)
         return Shared(mine.spent, 1)
-
-    def _lease(self, lease_id: int) -> int:
-        if lease_id:
-            self._client.lease_keep_alive([lease_id])
-            return lease_id
-        return self._client.lease_grant(LEDGER_TTL_S).lease_id
 
     def _record(self, kv: KeyValue) -> HostRecord:
         """Return the record; a new one if it is unreadable, which is logged once."""

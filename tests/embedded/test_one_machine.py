@@ -178,7 +178,7 @@ def test_a_job_that_ends_does_not_wait_for_its_disk(path, monkeypatch):
 
 def test_goodput_of_another_writer_is_ignored(path, caplog):
     file = JobFile(path, "job", "a")
-    file._put(f"{file._own}", "{")
+    file._keyspace.put(file._own, b"{")
     assert productive(file) == 1
     assert "does not count" in caplog.text
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fcntl
-import ipaddress
 import logging
 import math
 import os
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from elastic_ext.base import files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "the embedded store"
+OWNER = ".owner"  # the lock in an agent's folder, see `files.own`
 DEFAULT_PORT = 29400  # torch's for c10d
 START_S = 60.0  # for the name of the endpoint to be known, and then for the store to answer: torch's default for `read_timeout`
 TAKEN_S = 10.0  # for the store's process to take this agent
@@ -89,7 +89,7 @@ def decide(endpoint: StoreEndpoint, is_host: bool | None, resolved: Sequence[str
     """
     if is_host is not None:
         return Hosting(is_host, f"is_host={int(is_host)}")
-    here = [each for each in resolved if each in own or ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+    here = [each for each in resolved if each in own or is_loopback(each)]
     elsewhere = [each for each in resolved if each not in here and not each.startswith("fe80:")]
     if here and elsewhere:
         raise UsageError(
@@ -143,9 +143,9 @@ def _secret(settings: Settings, folder: Path) -> bytes:
     return certificates.job_secret(settings.job_secret, settings.job_secret_file, False, folder)
 
 
-def _for_client(settings: Settings, files: certificates.CertificateFiles | None) -> Settings:
+def _for_client(settings: Settings, found: certificates.CertificateFiles | None) -> Settings:
     """Return the settings with the certificates of the store, and nothing that is meant for etcd's own servers."""
-    ca, cert, key = (files.ca, files.cert, files.key) if files is not None else (None, None, None)
+    ca, cert, key = (found.ca, found.cert, found.key) if found is not None else (None, None, None)
     return dataclasses.replace(settings, etcd_ca=ca, etcd_cert=cert, etcd_key=key, etcd_user=None, etcd_password=None)
 
 
@@ -163,33 +163,15 @@ class _Folder:
 
     def __init__(self) -> None:
         beginning = f"elastic_ext_store_{os.geteuid()}_"
-        for left in Path(tempfile.gettempdir()).glob(f"{beginning}*"):
-            if (lock := _locked(left)) is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
-        made = Path(tempfile.mkdtemp(prefix=f".{beginning}"))
-        self._lock = _locked(made)
-        self.path = made.rename(made.with_name(made.name[1:]))  # locked before another agent could take it for left behind
+        files.remove_orphans(f"{tempfile.gettempdir()}/{beginning}*", OWNER, lambda folder: None)
+        self.path = Path(tempfile.mkdtemp(prefix=beginning))
+        self._lock: int | None = files.own(str(self.path), OWNER)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _locked(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder; None: another process holds it, or it is not this user's."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 class EmbeddedStore:

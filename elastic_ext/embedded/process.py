@@ -9,6 +9,7 @@ lock: one store for each port of a network namespace. `decide` says when it ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -200,10 +201,8 @@ class Process:
 
     async def _wait(self, life: Lifetime) -> None:
         limit = None if life.look_again is None else max(0.0, life.look_again - time.monotonic())
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), limit)
-        except asyncio.TimeoutError:
-            pass
         self._changed.clear()
 
 

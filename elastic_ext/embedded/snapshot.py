@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import secrets
 import time
@@ -94,10 +95,8 @@ class SnapshotFile:
         """Write the file after changes, for as long as the store runs: goodput at most once in GOODPUT_EVERY_S."""
         while True:
             await self._changed.wait()
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._soon.wait(), GOODPUT_EVERY_S)
-            except asyncio.TimeoutError:
-                pass
             text = self._text()
             self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, text)
             self._report(await asyncio.shield(self._writing))

@@ -94,7 +94,7 @@ class HostName:
 
 def interface_of(addresses: Iterable[str], own: Sequence[Address]) -> str:
     """Return the interface that has one of these addresses; "" if none has, or only the loopback."""
-    found = (each.interface for address in addresses for each in own if each.address == address and not _is_loopback(address))
+    found = (each.interface for address in addresses for each in own if each.address == address and not is_loopback(address))
     return next(found, "")
 
 
@@ -106,8 +106,8 @@ def host_name(name: str, resolved: Sequence[str], reached_at: Sequence[str], own
         reached_at: those by which the other nodes reach this host.
         own: those of its interfaces.
     """
-    here = [address for address in resolved if _is_loopback(address) or any(each.address == address for each in own)]
-    return HostName(name, tuple(resolved), not here or _is_loopback(here[0]), interface_of(reached_at, own))
+    here = [address for address in resolved if is_loopback(address) or any(each.address == address for each in own)]
+    return HostName(name, tuple(resolved), not here or is_loopback(here[0]), interface_of(reached_at, own))
 
 
 def look_up(address: str) -> HostName:
@@ -122,10 +122,6 @@ def resolved(name: str) -> list[str]:
         return list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError):
         return []
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 REACH_S = 3.0
@@ -211,7 +207,7 @@ def loopback() -> str:
 def is_loopback(address: str) -> bool:
     """Return whether this address or name means the local machine on every machine."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return address in LOOPBACK_NAMES
 

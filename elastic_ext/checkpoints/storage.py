@@ -23,7 +23,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from io import BufferedReader
@@ -188,10 +188,8 @@ def open_parent(path: str) -> tuple[Storage, str]:
 
 def remove_if_there(storage: Storage, name: str) -> None:
     """Remove a file or directory with everything in it, if it exists. Raises OSError."""
-    try:
+    with suppress(FileNotFoundError):
         storage.remove_tree(name)
-    except FileNotFoundError:
-        pass
 
 
 def split_path(path: str) -> tuple[str, str]:
@@ -307,10 +305,8 @@ class LocalStorage(Storage):
             os.unlink(path)
             return
         for each in first:
-            try:
+            with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, each))
-            except FileNotFoundError:
-                continue
         _sync_dir(path)
         shutil.rmtree(path)
 
@@ -343,10 +339,8 @@ def _temporary_file(path: str) -> Iterator[tuple[str, IO[bytes]]]:
             os.fchmod(number, 0o666 & ~_umask())  # mkstemp makes it private, but other users may have to resume from it
             yield part, file
     finally:
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(part)
-        except FileNotFoundError:
-            pass
 
 
 def _umask() -> int:
@@ -546,10 +540,8 @@ class RemoteStorage(Storage):
 
     def remove_tree(self, name: str, first: Sequence[str] = ()) -> None:
         for each in first:
-            try:
+            with suppress(FileNotFoundError):
                 self.remove(f"{name}/{each}")
-            except FileNotFoundError:
-                continue
         with self._os_errors():
             self._filesystem.rm(self._remote_path(name), recursive=True)
             self._filesystem.invalidate_cache()

@@ -12,6 +12,7 @@ a time), status (also asks for the members) and authentication (once, in its con
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -261,10 +262,8 @@ class EtcdClient:
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys; do nothing if there is no such lease."""
-        try:
+        with contextlib.suppress(LeaseLost):  # expired, or revoked by an attempt whose answer was lost
             self._ask(f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), timeout_s=timeout_s)
-        except LeaseLost:
-            pass  # expired, or revoked by an attempt whose answer was lost
 
     def lease_keep_alive(
         self, lease_ids: Sequence[int], *, timeout_s: float | None = None, beside_s: float = BESIDE_S

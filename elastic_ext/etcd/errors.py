@@ -108,9 +108,7 @@ _KINDS: list[tuple[str, str, ErrorKind]] = [
     ("UNIMPLEMENTED", "", ErrorKind.VERSION),
 ]
 
-TRANSIENT = frozenset(
-    {ErrorKind.NOT_TAKEN, ErrorKind.UNSURE, ErrorKind.TLS}
-)  # another endpoint, or the same one later, may succeed
+TRANSIENT = frozenset({ErrorKind.NOT_TAKEN, ErrorKind.UNSURE, ErrorKind.TLS})  # another endpoint or a later try may succeed
 
 
 @dataclass(frozen=True)

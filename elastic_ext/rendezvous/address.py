@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import ipaddress
@@ -195,12 +196,9 @@ def chosen(setting: str | None) -> str | None:
 def loopback() -> str:
     """Return 127.0.0.1, or ::1 on a machine without IPv4. It is numeric because "localhost" may resolve to either."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        try:
-            with socket.socket(family) as probe:
-                probe.bind((address, 0))
-                return address
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return address
     return "127.0.0.1"
 
 

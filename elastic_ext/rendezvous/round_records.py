@@ -157,9 +157,8 @@ class Assignment:
 
 Record = TypeVar("Record", Node, Header, Assignment)
 
-_ENCODER = json.JSONEncoder(
-    separators=(",", ":"), default=records.plain
-)  # made once: a leader of thousands of nodes writes thousands of records
+# Made once: a leader of thousands of nodes writes thousands of records.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=records.plain)
 
 
 def encode(record: Node | Header | Assignment) -> bytes:

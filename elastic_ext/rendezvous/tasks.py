@@ -248,9 +248,8 @@ class NodeContext:
         return self.keys.assignment(self.config.node_id)
 
 
-RETURN_S = (
-    8.0  # gRPC takes up to 5 to find a server again (min_reconnect_backoff_ms and a pause); the rest is for the node's write
-)
+# gRPC takes up to 5 s to find a server again (min_reconnect_backoff_ms and a pause); the rest is for the node's write.
+RETURN_S = 8.0
 
 
 def returning_s(ttl_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -64,11 +65,9 @@ class Child:
 
     def send(self, order: str) -> None:
         """Send an order; drop it if the process has ended or the pipe is full."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             self._orders.write(f"{order}\n".encode())
             self._orders.flush()
-        except (OSError, ValueError):
-            pass
 
     def lines(self, timeout_s: float) -> list[bytes] | None:
         """Wait for output; return the complete lines, or None if the process has closed its output."""
@@ -89,10 +88,8 @@ class Child:
 
     def close(self) -> None:
         """Close the pipes of a process that has ended."""
-        try:
+        with contextlib.suppress(OSError):  # it left orders unread
             self._orders.close()
-        except OSError:
-            pass  # it left orders unread
         self._output.close()
 
 

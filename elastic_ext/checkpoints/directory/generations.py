@@ -13,7 +13,9 @@ import logging
 import re
 from dataclasses import asdict, dataclass
 
+from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.records import RecordError
 from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.storage import Storage
@@ -115,11 +117,10 @@ def _refuse_older_restart(storage: Storage, newest: int, opener: Opener) -> None
 def _opener(storage: Storage, generation: int) -> Opener | None:
     """Return who has opened a generation; None if its marker is gone or cannot be read as one. Raises OSError."""
     try:
-        found = json.loads(storage.read(_marker(generation)))
-        return Opener(str(found["run_id"]), int(found["restart"]), str(found["launch"]))
+        return records.build(Opener, json.loads(storage.read(_marker(generation))), "the marker")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecordError) as error:
         logger.warning("generation %s of %s has a marker that cannot be read: %s", generation, storage.address, error)
         return None
 

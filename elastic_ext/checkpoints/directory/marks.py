@@ -10,6 +10,8 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
+from elastic_ext.base import records
+from elastic_ext.base.records import RecordError
 from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.storage import Storage
 
@@ -54,10 +56,8 @@ def quarantine_of(storage: Storage, name: str) -> Mark | None:
     except FileNotFoundError:
         return None
     try:
-        record = json.loads(data)
-        at, written_at = float(record.get("at", 0)), float(record.get("written_at", 0))
-        return Mark(str(record["reason"]), str(record.get("by", "")), at, written_at, record.get("from_nothing") is True)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return records.build(Mark, json.loads(data), path)
+    except (ValueError, RecursionError, RecordError):
         return Mark(f"its mark {storage.path(path)} cannot be parsed")
 
 

@@ -122,9 +122,7 @@ class Storage:
     def remove_tree(self, name: str, first: Sequence[str] = ()) -> None:
         """Remove a file, or a directory with everything in it. Remove a link, never its target.
 
-        Args:
-            first: names in the directory to remove first, in this order, if they exist: the files that make it count as
-                complete.
+        first: names in the directory to remove first, in this order, if they exist: the files that make it count as complete.
 
         Raises FileNotFoundError if the name does not exist.
         """
@@ -210,8 +208,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between two looks; each pause is t
 def poll(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
     """Call `look`, at least once, until `enough` accepts its result or the deadline passes. Return the last result.
 
-    Args:
-        deadline: in seconds of time.monotonic().
+    deadline: in seconds of time.monotonic().
     """
     pause = FIRST_PAUSE_S
     while True:

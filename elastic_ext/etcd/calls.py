@@ -98,8 +98,7 @@ class Tokens:
             timeout_s: for a new token.
             refused: what the server has refused this caller, who needs a new token, unless another thread already has one.
 
-        Raises:
-            CallFailed: the server did not give one.
+        Raises CallFailed: the server did not give one.
         """
         if self.user is None:
             return []
@@ -256,8 +255,7 @@ class Caller:
             only: the one connection to use.
             leader: whether to fail fast on a member without a leader.
 
-        Raises:
-            EtcdError: see its subclasses.
+        Raises EtcdError: see its subclasses.
         """
         timeout_s = timeout_s or self.timeout_s
         # A write is sent once, so it first looks for a connection that works, and each gets a share of the time. Of other calls,
@@ -405,8 +403,7 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
         timeout_s: for the whole race.
         beside_s: without an answer for this time, the next connection takes part. After an error, it does so at once.
 
-    Raises:
-        EtcdError: like `Caller.call`; Unavailable only once all connections have failed.
+    Raises EtcdError: like `Caller.call`; Unavailable only once all connections have failed.
     """
     deadline = time.monotonic() + timeout_s
     answers: queue.SimpleQueue[_Answer[T]] = queue.SimpleQueue()

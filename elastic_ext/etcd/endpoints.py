@@ -75,8 +75,7 @@ _ENDPOINT = re.compile(
 def parse_endpoint(text: str) -> Endpoint:
     """Parse `host`, `host:port` or `[v6]:port`, with or without http:// or https://. The default port is 2379.
 
-    Raises:
-        ConfigError: the text is none of these. The message omits text that may hold a password (`user:secret@host`).
+    Raises ConfigError: the text is none of these. The message omits text that may hold a password (`user:secret@host`).
     """
     if "@" in text:
         raise ConfigError(

@@ -66,8 +66,7 @@ class LeaseSession:
             on_lost: called once, on the renewer's thread; it must return at once.
             timeout_s: for the grant.
 
-        Raises:
-            EtcdError: the lease could not be granted.
+        Raises EtcdError: the lease could not be granted.
         """
         if ttl_s < MIN_TTL_S:
             raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, the shortest TTL that etcd keeps")

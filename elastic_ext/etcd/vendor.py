@@ -31,8 +31,7 @@ _loaded: types.ModuleType | None = None
 def etcd3() -> types.ModuleType:
     """Return etcd3, private to this package: Etcd3Client, Etcd3Exception. Load it at the first call.
 
-    Raises:
-        ConfigError: etcd3 is not installed, has another version, or was replaced by another distribution.
+    Raises ConfigError: etcd3 is not installed, has another version, or was replaced by another distribution.
     """
     global _loaded
     with _lock:

@@ -154,8 +154,7 @@ def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int, sett
         endpoint_host: the host of the rendezvous endpoint.
         setting: the setting `address`.
 
-    Raises:
-        UsageError: this machine has no address as the setting wants it.
+    Raises UsageError: this machine has no address as the setting wants it.
     """
     if local_addr and local_addr not in LOOPBACK_NAMES:
         return local_addr
@@ -173,8 +172,7 @@ def chosen(setting: str | None) -> str | None:
 
     setting: an interface, or a network as `10.1.0.0/16`.
 
-    Raises:
-        UsageError: this machine has no such address.
+    Raises UsageError: this machine has no such address.
     """
     if setting is None:
         return None
@@ -243,8 +241,7 @@ def check_own(local_addr: str | None, default: str) -> None:
         local_addr: the user's --local-addr.
         default: the address if the user gave none.
 
-    Raises:
-        UsageError: no connection comes back within REACH_S; torch's store would retry silently for minutes.
+    Raises UsageError: no connection comes back within REACH_S; torch's store would retry silently for minutes.
     """
     address = local_addr or default
     trouble = "it resolves to no address"

@@ -169,8 +169,7 @@ class HeaderRecord:
     def write_again(self) -> None:
         """Write the known header over what etcd holds: nothing, or an older header.
 
-        Raises:
-            LostRace: another node has written at the same time.
+        Raises LostRace: another node has written at the same time.
         """
         written = self._swap(self.value)
         if not written.succeeded:
@@ -182,8 +181,7 @@ class HeaderRecord:
     def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
         """Write the result of `change` while that round runs. in_any_round: while the job is not over.
 
-        Raises:
-            LostRace: the header in etcd has changed in a way that this node cannot see; the caller must try again.
+        Raises LostRace: the header in etcd has changed in a way that this node cannot see; the caller must try again.
         """
         while self.value.state not in (State.CLOSED, State.DONE) and (in_any_round or self._runs(round_)):
             before = self.revision

@@ -66,11 +66,7 @@ class Leader:
         policy: LeaderPolicy,
         restore: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            created: create revision of this node's key.
-            restore: writes lost records of the job again.
-        """
+        """created: create revision of this node's key. restore: writes lost records of the job again."""
         self._context = context
         self._header = header
         self._outage = outage

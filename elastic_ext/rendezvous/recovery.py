@@ -63,8 +63,7 @@ class Recovery:
     def restore(self) -> None:
         """Write again the job's records and this node's that are missing but known here. If none is missing, do nothing.
 
-        Raises:
-            LostRace: another node has written at the same time; the caller must try again.
+        Raises LostRace: another node has written at the same time; the caller must try again.
         """
         context, header = self._context, self._header
         if self._registration.node is None:

@@ -169,8 +169,7 @@ def encode(record: Node | Header | Assignment) -> bytes:
 def decode(kind: type[Record], value: bytes, key: str) -> Record:
     """Decode a record. key: for messages.
 
-    Raises:
-        RecordError: it has another schema, or is not a record of this kind.
+    Raises RecordError: it has another schema, or is not a record of this kind.
     """
     data = records.parse(value, key, SCHEMA)
     if kind is Header and "state" not in data:

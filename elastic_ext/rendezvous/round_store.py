@@ -111,8 +111,7 @@ class StoreConnector:
             over: returns None while the round runs.
             break_round: called with the reason if the store does not answer.
 
-        Raises:
-            RendezvousConnectionError: this is the last of TRIES consecutive stores that did not answer.
+        Raises RendezvousConnectionError: this is the last of TRIES consecutive stores that did not answer.
         """
         answer: Future[TCPStore] = Future()
         threading.Thread(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()

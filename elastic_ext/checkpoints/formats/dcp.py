@@ -138,8 +138,7 @@ def size_faults(manifest: Manifest, found: Mapping[str, Entry]) -> dict[str, str
 def read_manifest(storage: Storage, name: str, files: Collection[str]) -> Manifest | None:
     """Return the manifest of a checkpoint, or None if it is not ours. Other programs also write a manifest.json.
 
-    Args:
-        files: names of the checkpoint's files.
+    files: names of the checkpoint's files.
 
     Raises ManifestError if the manifest is ours and damaged, OSError.
     """

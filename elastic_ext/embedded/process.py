@@ -30,7 +30,7 @@ from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import SnapshotFile
 from elastic_ext.own_etcd.decisions import Lifetime
 from elastic_ext.rendezvous.keys import ROOT, JobKeys
-from elastic_ext.rendezvous.round_records import Header, State, decode
+from elastic_ext.rendezvous.round_records import Header, decode
 
 FIRST_AGENT_S = 30.0  # an agent that has started a store connects as soon as that listens
 OVER_S = 1.0  # after the last node has left a job that is over: for one whose connection has just broken
@@ -212,7 +212,7 @@ _HEADER, _NODES = (key.removeprefix(_JOB.prefix[:-1]).encode() for key in (_JOB.
 
 def _has_ended(value: bytes) -> bool:
     try:
-        return decode(Header, value, "the job's state").state in (State.CLOSED, State.DONE)
+        return decode(Header, value, "the job's state").ended
     except RecordError:
         return False
 

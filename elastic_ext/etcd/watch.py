@@ -53,10 +53,12 @@ FROM_NOW = 0
 
 
 class WatchClient(Protocol):
-    """The part of a client that a watch needs."""
+    """The part of a client that watches need."""
 
     @property
     def watches(self) -> WatchStream: ...
+
+    def get_prefix(self, prefix: Key, *, timeout_s: float | None = None) -> Reading: ...
 
 
 class Watch:
@@ -476,12 +478,6 @@ class Snapshot:
     kvs: tuple[KeyValue, ...]
 
 
-class SnapshotClient(WatchClient, Protocol):
-    """The part of a client that a snapshot watch needs."""
-
-    def get_prefix(self, prefix: Key, *, timeout_s: float | None = None) -> Reading: ...
-
-
 class SnapshotWatch:
     """A watch that gives a `Snapshot`, then `Batch`es of later changes; after a compaction a `Snapshot` again.
 
@@ -489,7 +485,7 @@ class SnapshotWatch:
     """
 
     def __init__(
-        self, client: SnapshotClient, prefix: Key, on_item: Callable[[], None] | None = None, began_s: float = BEGAN_S
+        self, client: WatchClient, prefix: Key, on_item: Callable[[], None] | None = None, began_s: float = BEGAN_S
     ) -> None:
         """
         Args:

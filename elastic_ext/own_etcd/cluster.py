@@ -16,7 +16,7 @@ from elastic_ext.own_etcd import keys
 from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.decisions import KeeperRecord
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Header, State, decode
+from elastic_ext.rendezvous.round_records import Header, decode
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Cluster:
     @property
     def job_over(self) -> bool:
         """Whether there is no job, or it has ended."""
-        return self.header is None or self.header.state in (State.DONE, State.CLOSED)
+        return self.header is None or self.header.ended
 
     def read_hosts(self) -> dict[str, KeeperRecord]:
         """Return the hosts as they are now; the watch may lag. Raises EtcdError."""

@@ -203,8 +203,7 @@ class EtcdRendezvous(contract.Base):
         """Write it under this node's lease; if the job has ended, so that it outlives the node. Raises EtcdError."""
         participant = self._place.participant
         header = participant.header
-        ended = header.state in (State.CLOSED, State.DONE)
-        over = last and (ended or (bool(header.verdict) and decode_verdict(header.verdict).ends_job))
+        over = last and (header.ended or (bool(header.verdict) and decode_verdict(header.verdict).ends_job))
         lease_id = participant.header_record.lease_id if over else participant.registration.lease[0]
         if lease_id:  # else it is not in the job, or not any more
             key = participant.context.keys.report(self.node_id)
@@ -223,7 +222,7 @@ class EtcdRendezvous(contract.Base):
         self.part.break_off(f"{self.host} leaves: {reason}")
 
     def is_closed(self) -> bool:
-        return self._place.participant.header.state in (State.CLOSED, State.DONE)
+        return self._place.participant.header.ended
 
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""

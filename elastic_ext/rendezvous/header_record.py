@@ -183,7 +183,7 @@ class HeaderRecord:
 
         Raises LostRace: the header in etcd has changed in a way that this node cannot see; the caller must try again.
         """
-        while self.value.state not in (State.CLOSED, State.DONE) and (in_any_round or self._runs(round_)):
+        while not self.value.ended and (in_any_round or self._runs(round_)):
             before = self.revision
             if self.write(change(self.value)):
                 return

@@ -75,11 +75,6 @@ class JobSnapshot:
     revision: int = 0
     job_revision: int = 0
 
-    @property
-    def over(self) -> bool:
-        """Whether the job has ended; its records are then in the way of the next job."""
-        return self.header.state in (State.DONE, State.CLOSED)
-
 
 class JobRecords:
     """One node's access to these records. All methods raise EtcdError, besides the errors in their docstrings."""
@@ -128,7 +123,7 @@ class JobRecords:
             if found is None:
                 continue
             late = self._own_store and found.header.state is State.DONE
-            if late or not (found.over and self._delete_abandoned(found)):
+            if late or not (found.header.ended and self._delete_abandoned(found)):
                 return found
 
     def _read(self) -> JobSnapshot | None:
@@ -155,11 +150,11 @@ class JobRecords:
             if not self._delete_abandoned(found):
                 raise UsageError(conflict)
             return None
-        if isinstance(theirs, SharedSettings) and job is not None and self._mine.is_elsewhere(theirs) and not found.over:
+        if isinstance(theirs, SharedSettings) and job is not None and self._mine.is_elsewhere(theirs) and not found.header.ended:
             self._come_from_elsewhere(job)
             return None
         drain = drains.of_host(found.header, self._host)
-        if drain is not None and not found.over:  # the node that was to leave is gone or going; this one comes in its place
+        if drain is not None and not found.header.ended:  # the node that was to leave is gone or going; this one replaces it
             raise HostRefused(f"this host was told to leave the job: {printable(drain.reason)}")
         return found
 

@@ -141,7 +141,7 @@ class Place:
                 self.raise_failure(started=after > 0)
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
-                if participant.header.state in (State.CLOSED, State.DONE):
+                if participant.header.ended:
                     over = JobDone if participant.header.state is State.DONE else RendezvousClosedError
                     raise over(f"the job {participant.context.config.run_id} is over: {shown(participant.header.reason)}")
                 if self._is_spare(header, after):

@@ -175,7 +175,7 @@ class EtcdRound:
                 header = self._participant.header
                 if header.round == self.round and header.verdict:
                     return decode_verdict(header.verdict)
-                over = header.round != self.round or header.state in (State.CLOSED, State.DONE)
+                over = header.round != self.round or header.ended
                 now = time.monotonic()
                 lost = silence.is_over(self._place.alive_until(), now)
                 if over or lost or self._participant.failure is not None or now >= deadline:

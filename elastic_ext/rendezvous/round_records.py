@@ -136,6 +136,11 @@ class Header:
     drains: tuple[Drain, ...] = ()
     drains_made: Count = 0  # number of changes to `drains` in this job
 
+    @property
+    def ended(self) -> bool:
+        """Whether the job is over."""
+        return self.state in (State.DONE, State.CLOSED)
+
 
 @dataclass(frozen=True)
 class Assignment:

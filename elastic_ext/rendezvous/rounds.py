@@ -133,7 +133,7 @@ def next_action(view: View, limits: Limits, now: float) -> Action:
     """Return the leader's next action."""
     if view.header.state is State.RUNNING:
         return _while_running(view, limits, now)
-    if view.header.state in (State.DONE, State.CLOSED):
+    if view.header.ended:
         return Wait(f"the job is over: {view.header.reason}")
     return _between_rounds(view, limits, now)
 

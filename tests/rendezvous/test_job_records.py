@@ -102,7 +102,7 @@ def test_a_job_that_has_nodes_is_not_deleted(world, start):
     client = Client(world)
     end_a_job(client, start, 2)
     register(client)
-    assert start(client, "b", 2).over
+    assert start(client, "b", 2).header.ended
     with pytest.raises(UsageError, match=r"--nnodes=2:2 there, --nnodes=3:3 here"):
         start(client, "b", 3)
 

@@ -112,7 +112,6 @@ class Connection:
 
     @property
     def channel(self) -> Any:
-        """The gRPC channel."""
         return self._client.channel
 
     def bound(self, timeout_s: float, metadata: Sequence[tuple[str, str]]) -> Any:

@@ -176,7 +176,6 @@ class LeaseRenewer:
         self._trouble: str | None = None
 
     def add(self, session: LeaseSession) -> None:
-        """Renew this session from now on."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="etcd-lease-renewer", daemon=True)

@@ -69,7 +69,6 @@ def ambiguous_hosts(nodes: Mapping[str, Node]) -> frozenset[str]:
 
 
 def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:
-    """Return the ids of all nodes on a host."""
     return tuple(sorted(id_ for id_ in nodes if host_of(id_) == host))
 
 

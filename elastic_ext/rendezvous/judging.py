@@ -144,7 +144,6 @@ class AgentPolicy:
         return path != self._first_seen[1]
 
     def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
-        """Return one judgement for all nodes."""
         given = {id_: report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
         rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)

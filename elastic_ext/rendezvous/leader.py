@@ -140,9 +140,7 @@ class Leader:
             view = dataclasses.replace(view, differ=differ)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
-            verdict = decode_verdict(header.verdict) if header.verdict else None
-            moves = verdict.node if verdict is not None and verdict.decision.moves_ranks else ""
-            view = dataclasses.replace(view, few_since=few, moves=moves)
+            view = dataclasses.replace(view, few_since=few, moves=_moving_node(header.verdict) if header.verdict else "")
         if rounds.reports(view):
             return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):
@@ -259,6 +257,12 @@ class Leader:
         """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""
         self._header.read()
         self._members.load()
+
+
+@functools.lru_cache(maxsize=1)  # a leader looks often at one verdict
+def _moving_node(text: str) -> str:
+    verdict = decode_verdict(text)
+    return verdict.node if verdict.decision.moves_ranks else ""
 
 
 @functools.cache

@@ -42,7 +42,6 @@ class Hello:
 
 
 def encode(hello: Hello) -> bytes:
-    """Return the line."""
     return json.dumps({"schema": SCHEMA, **vars(hello)}).encode() + b"\n"
 
 

@@ -32,8 +32,6 @@ MAX_ROUNDS = 10**9  # that a node may claim to have been in: the next number mus
 
 
 class State(str, Enum):
-    """The state of a job."""
-
     FORMING = "forming"  # before the first round
     RUNNING = "running"
     BROKEN = "broken"

@@ -42,8 +42,6 @@ ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a job."""
-
     min_nodes: int
     max_nodes: int
     last_call_s: float  # once there are enough nodes, how long the first round waits for more after the last one came
@@ -340,7 +338,7 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         if now < last_call:
             return Wait(f"{len(present)} of at most {limits.max_nodes} nodes have joined; more may come", last_call)
     ranks = order(view, present, limits.max_nodes)
-    moved = f"; the ranks of {_named([view.moves])} move" if view.moves in ranks and len(ranks) > 1 else ""
+    moved = f"; the ranks of {_named([view.moves])} move" if _can_move(view, ranks) else ""
     return Seal(ranks, f"{counted(len(present), 'node')} joined{moved}")
 
 
@@ -367,7 +365,7 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
     by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
-    if view.moves in by_rank and len(by_rank) > 1:
+    if _can_move(view, by_rank):
         place = by_rank.index(view.moves)
         other = place + 1 if place + 1 < len(by_rank) else place - 1
         by_rank[place], by_rank[other] = by_rank[other], by_rank[place]
@@ -375,6 +373,10 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     silent = {address for id_ in chosen for address in view.nodes[id_].silent}
     first = next((id_ for id_ in by_rank if view.nodes[id_].address not in silent), by_rank[0])
     return (first, *(id_ for id_ in by_rank if id_ != first))
+
+
+def _can_move(view: View, ids: Sequence[str]) -> bool:
+    return view.moves in ids and len(ids) > 1
 
 
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:

@@ -90,8 +90,6 @@ class Resumption:
 
 @dataclass(frozen=True)
 class NodeInRound:
-    """This node in the round."""
-
     node: int = 0  # its group rank
     nodes: int = 1  # number of nodes
     workers: int = 1  # number of its workers

@@ -390,8 +390,6 @@ THREADS = 16  # concurrent checks; each mostly waits for the storage
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCheckpoint(PruneCandidate):
-    """One checkpoint of a directory."""
-
     entry: Entry  # the listed entry
     state: str  # "complete", with a note if no optimizer is in it, or why it is not, for people
     epoch: int | None  # from its content; None if unknown

@@ -251,8 +251,6 @@ _ROLES = _COPIES | _NEWEST | _PARTS | {"checkpoint", "ckpt", "trainer", "trainin
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a family."""
-
     pattern: str  # of its family
     unit: str = ""  # what their numbers count, see `names.unit_of`
     steps: frozenset[int] = frozenset()  # all of their steps

@@ -203,7 +203,6 @@ class Pin:
             logger.warning("cannot keep the checkpoints in %s from being pruned: %s", local.address, error)
 
     def keep_only(self, name: str) -> None:
-        """Keep only this checkpoint from now on."""
         before, self._locks = self._locks, []
         try:
             self._locks.append(_open(self._local.path(f"{LOADING}/{name}")))

@@ -309,7 +309,6 @@ def take_generators() -> Generators:
 
 
 def restore_generators(state: Generators) -> None:
-    """Restore a saved state."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:

@@ -109,6 +109,7 @@ class Precedent:
         of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
             unknown.
         maybe_outage: whether an outage may cause such failures, too.
+        moved: whether the ranks of its node changed places with another node's for the restart after it.
         same_rank: whether it was the same rank.
         same_step: whether the job was at the same step; None if unknown.
         before_repair: whether its node has been given back since, see `ledger.given_back`.
@@ -131,6 +132,7 @@ class Precedent:
     same_step: bool | None = None
     before_repair: bool = False
     maybe_outage: bool = False
+    moved: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:
@@ -168,6 +170,7 @@ class Evidence:
         hang_reason: the detector's reason for this worker.
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
+        cuts_here: number of hosts that cannot reach this one now.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
         shared: workers of other nodes have failed in the same way in the same round, so that no node is to blame.
         differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
@@ -198,6 +201,7 @@ class Evidence:
     shared: bool = False
     cut: tuple[str, ...] = ()
     cuts_apart: bool = False
+    cuts_here: int = 0
     differs: tuple[str, ...] = ()
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None

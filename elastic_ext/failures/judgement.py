@@ -120,7 +120,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     charged = budget.charged + decision.charged
     of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.may_be_of_a_node(cause.diagnosis) else 0
     maybe_outage = bool(of_nodes) and not policy.of_a_node(cause.diagnosis)
-    now = replace(now, charged=decision.charged, of_nodes=of_nodes, maybe_outage=maybe_outage)
+    now = replace(now, charged=decision.charged, of_nodes=of_nodes, maybe_outage=maybe_outage, moved=decision.moves_ranks)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
         decision,
@@ -225,14 +225,15 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return _of_replicas(reports, differ)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
     hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
+    now = past_failure(cause, report.resumed_at, report.resumed_from)
+    past = precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
+    lasting = [each.lasting_cut for each in past if each.lasting_cut]
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
-        now = past_failure(cause, report.resumed_at, report.resumed_from)
-        past = precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
-        return _cut_off(reports, found, hosts, [each.lasting_cut for each in past])
+        return _cut_off(reports, found, hosts, lasting)
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
         return _of_lost(circumstances.lost, cause, report)
     if report.follows and (found := _cuts(reports, circumstances)):
-        return _cut_off(reports, found, hosts, [each.cut for each in ledger.failures if each.cut])
+        return _cut_off(reports, found, hosts, lasting or [each.cut for each in past if not each.before_repair])
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
     shared = not report.follows and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
@@ -293,7 +294,7 @@ def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[C
     told = dict(circumstances.reaches)
     for id_, report in reports.items():
         told[id_] = cuts.union(report.reach, told.get(id_, NOTHING_KNOWN))
-    return cuts.cuts(told)
+    return [each for each in cuts.cuts(told) if each.node in reports]
 
 
 def _cut_off(
@@ -301,10 +302,12 @@ def _cut_off(
 ) -> _Cause:
     """Return what `_cause` returns for hosts that cannot reach each other: their workers wait, or NCCL gives up.
 
-    hosts, earlier: see `cuts.named`. A node that others miss may have nothing to report: no worker has failed there.
+    hosts, earlier: see `cuts.named`. A node that others miss may have nothing to report: no worker has failed there. That it says
+    nothing makes it the likelier one of two.
     """
     ranks = {id_: reports[id_].diagnosis.evidence.rank if id_ in reports else NO_RANK for each in found for id_ in each.pair}
-    cut, node = cuts.named(found, ranks, hosts, earlier)
+    order = {id_: rank if rank != NO_RANK else len(ranks) + max(ranks.values()) for id_, rank in ranks.items()}
+    cut, node = cuts.named(found, order, hosts, earlier)
     here, there, silent = hosts[cut.node], hosts[cut.other], cut.silent
     who = f"rank {silent.rank} on {here}" if silent.rank != NO_RANK else here
     of_rank = f", the host of rank {ranks[cut.other]}" if ranks[cut.other] != NO_RANK else ""
@@ -314,8 +317,9 @@ def _cut_off(
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     report = reports.get(node) or reports[cut.node]
-    seen, pair, apart = report.diagnosis.evidence, tuple(sorted((here, there))), any(node not in each.pair for each in found)
-    evidence = replace(seen, rank=ranks[node], node=hosts[node], hang_reason=reason, cut=pair, cuts_apart=apart)
+    seen, own = report.diagnosis.evidence, [each for each in found if node in each.pair]
+    evidence = replace(seen, rank=ranks[node], node=hosts[node], hang_reason=reason, cut=tuple(sorted((here, there))))
+    evidence = replace(evidence, cuts_apart=len(own) < len(found), cuts_here=len(own))
     found_cut = classify(replace(evidence, exit_code=None, signal=None, exception=None, stopped_by_agent=False))
     return _Cause(found_cut, report, node, hosts[node], evidence.rank)
 

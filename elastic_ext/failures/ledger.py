@@ -45,7 +45,7 @@ class PastFailure:
         cut: see Evidence.
         gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
         rank: of the worker; -1: unknown.
-        of_nodes, before_repair, maybe_outage: see Precedent.
+        of_nodes, before_repair, maybe_outage, moved: see Precedent.
     """
 
     fingerprint: str
@@ -63,6 +63,7 @@ class PastFailure:
     of_nodes: Count = 0
     before_repair: bool = False
     maybe_outage: bool = False
+    moved: bool = False
 
     @property
     def step(self) -> int | None:
@@ -112,6 +113,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             same_step=None if None in (past.step, now.step) else past.step == now.step,
             before_repair=past.before_repair,
             maybe_outage=past.maybe_outage,
+            moved=past.moved,
         )
         for number, past in enumerate(earlier)
     )

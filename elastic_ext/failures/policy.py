@@ -29,6 +29,7 @@ from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import WAITS, Precedent
 from elastic_ext.failures.rules import (
     ACCESS,
+    CUT_RULE,
     HANG_RULE,
     ILL_STORAGE,
     ILLEGAL_ACCESS,
@@ -47,7 +48,9 @@ NO_LIMIT = -1
 # Seconds at backoff=1, by rule; longer by up to half, at random.
 SPREAD_S = {
     **dict.fromkeys((NO_EVIDENCE, SERVICE), (30.0, 90.0)),
-    **dict.fromkeys((NETWORK_RULE, INTERFACE, "storage-client", "storage-busy", "storage-load", *NODE_OR_OUTAGE), (0.0, 90.0)),
+    **dict.fromkeys(
+        (NETWORK_RULE, INTERFACE, CUT_RULE, "storage-client", "storage-busy", "storage-load", *NODE_OR_OUTAGE), (0.0, 90.0)
+    ),
 }
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
@@ -59,6 +62,7 @@ CHANCE = 0.01
 GONE_BACK = "it happened twice after loading the same checkpoint: the one before it is tried, if there is one"
 MOVED = "its ranks move to another node, to show whether they fail or the node"
 ONE_MORE_TRY = "one more try shows whether it happens again"  # said only while it is to come
+LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
@@ -343,7 +347,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {diagnosis.evidence.node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
-        away = diagnosis.rule in (*ILL_STORAGE, *NODE_OR_OUTAGE, SERVICE)
+        away = diagnosis.rule in (*ILL_STORAGE, *NODE_OR_OUTAGE, CUT_RULE, SERVICE)
         exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
@@ -354,7 +358,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         reason = f"{outcome.reason}; it was failure {len(row) + 1} in a row without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, IN_A_ROW, exit_code)
     too_often = _too_often_for_chance(diagnosis, past, nodes)
-    shown = of_a_node(diagnosis) or bool(diagnosis.evidence.cut) or _with_other_ranks(diagnosis, past)
+    shown = of_a_node(diagnosis) or _of_several(diagnosis, past) or _stayed(diagnosis, past)
     if too_often and nodes.one_may_leave and shown:
         return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{outcome.reason}; {too_often}", BAD_NODE, EX_NODE)
     return replace(outcome, suspect=True, reason=f"{outcome.reason}; {too_often}") if too_often else outcome
@@ -369,7 +373,7 @@ def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]
     if outcome.kind == NUMERIC and any(each.same_step is False for each in same):
         reason += ", at another step: if a GPU computes wrongly, integrity_every can find it"
         return _Outcome(Response.STOP, kind, reason, REPEATED, EX_FAILED)
-    return _Outcome(Response.STOP, kind, reason, REPEATED, EX_CODE)
+    return _Outcome(Response.STOP, kind, reason, REPEATED, EX_FAILED if diagnosis.rule == HANG_RULE else EX_CODE)
 
 
 def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) -> bool:
@@ -389,23 +393,16 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
 
 
 def _as_code_does(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:
-    """Return whether what may have other causes has happened again as only a bug happens, without progress in between.
+    """Return whether what may have other causes has happened again as only a bug happens: at the same step, without progress.
 
-    That is a crash on another node, of the same rank or at the same step; and a hang in which all ranks wait for each other, at
-    the same step. Both tries had done steps by then: a link that is down, say, would have stopped the second one at its first.
+    That is a crash on another node, and a hang in which all ranks wait for each other. By then this try had done LEAST_STEPS: a
+    link that is down, or any two failures of a job that copies its state at each step, would come at its first steps.
     """
-    evidence = diagnosis.evidence
+    evidence, crashes = diagnosis.evidence, diagnosis.kind == CRASH
     hangs = diagnosis.rule == HANG_RULE and evidence.hang_blame[:1] == (WAITS,)
-    stuck = [each for each in same if each.progress is False]
-    if diagnosis.kind == CRASH:
-        stuck = [each for each in stuck if each.node not in (evidence.node, None)]
-        if any(each.same_rank for each in stuck):
-            return True
-    return (hangs or diagnosis.kind == CRASH) and bool(evidence.first_step_done) and any(_at_same_step(each) for each in stuck)
-
-
-def _at_same_step(earlier: Precedent) -> bool:
-    return earlier.same_step is True and earlier.first_step_done is True
+    stuck = [each for each in same if each.progress is False and each.first_step_done and each.same_step]
+    elsewhere = hangs or any(each.node not in (evidence.node, None) for each in stuck)
+    return (crashes or hangs) and (evidence.step or 0) >= LEAST_STEPS and bool(stuck) and elsewhere
 
 
 def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
@@ -443,12 +440,12 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
     Progress in between does not count, and neither does time: only how many failures there were in the whole job. If all nodes
     were equal, the chance that one of them has `here` of the last `last` would be comb(last, here) / nodes ** (here - 1) at most,
     with the fewest nodes that ran at one of them. That is for each failure: of 100 on equal nodes one may have this verdict.
-    A failure that an outage may cause, too, never counts beside one that only a bad node has. A cut is of two nodes, so by chance
-    each is in it twice as often: there `here` of them have it by comb(last, here) * 2 ** here / nodes ** (here - 1) at most.
+    A failure that an outage may cause, too, does not count beside one that only a bad node has. A cut is of two nodes, so by
+    chance each is in it twice as often: there it is comb(last, here) * 2 ** here / nodes ** (here - 1) at most.
     """
     node, fewest, cut = diagnosis.evidence.node, nodes.members or nodes.running or 0, bool(diagnosis.evidence.cut)
     weak = not of_a_node(diagnosis)
-    suspects = [each for each in past if each.of_nodes and bool(each.cut) == cut and (weak or not each.maybe_outage)]
+    suspects = [each for each in past if each.of_nodes and bool(each.cut) == cut and each.maybe_outage == weak]
     wherever = not cut and any(each.same_rank and each.node != node for each in suspects)  # it fails wherever the rank runs
     if node is None or not may_be_of_a_node(diagnosis) or wherever:
         return ""
@@ -461,9 +458,17 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
     return ""
 
 
-def _with_other_ranks(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
-    """Return whether this node has failed with another rank, too: some ranks, such as 0, are the first to see any outage."""
-    return any(each.of_nodes and each.node == diagnosis.evidence.node and not each.same_rank for each in past)
+def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
+    """Return whether such a failure has stayed on this node although its ranks moved: some, such as 0, see any outage first."""
+    here = (each for each in past if each.node == diagnosis.evidence.node and each.maybe_outage and not each.cut)
+    return any(each.moved and not each.same_rank for each in here)
+
+
+def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
+    """Return whether this node could not reach two others or more: of one pair alone, either may be the bad one."""
+    pairs = (diagnosis.evidence.cut, *(each.cut for each in past if not each.before_repair))
+    others = {host for pair in pairs if diagnosis.evidence.node in pair for host in pair}
+    return diagnosis.evidence.cuts_here > 1 or len(others) > 2
 
 
 def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
@@ -473,7 +478,8 @@ def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """
     evidence = diagnosis.evidence
     earlier = [each.lasting_cut for each in past if each.lasting_cut]
-    return bool(earlier) and not evidence.cuts_apart and all(evidence.node in hosts for hosts in earlier)
+    several = evidence.hang is True or _of_several(diagnosis, past)  # NCCL names one pair, a hang shows all
+    return bool(earlier) and several and not evidence.cuts_apart and all(evidence.node in hosts for hosts in earlier)
 
 
 def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> _Outcome:

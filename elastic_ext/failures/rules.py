@@ -153,7 +153,7 @@ def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
 
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
-HANG_RULE, REPLICAS_DIFFER = "hang", "replicas-differ"
+HANG_RULE, CUT_RULE, REPLICAS_DIFFER = "hang", "network-cut", "replicas-differ"
 SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
 TRY_AGAIN = "try-again"  # the script has ended with 75
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
@@ -460,7 +460,7 @@ _CUT_SHORT: tuple[Text, ...] = (
 _AT_START = "before the first optimizer step: it would recur on every try"
 
 TIER_3 = (
-    _program("network-cut", NETWORK, RESTART, "the network between these two hosts is cut",
+    _program(CUT_RULE, NETWORK, RESTART, "the network between these two hosts is cut",
          when=lambda view: bool(view.evidence.cut)),
     _program(HANG_RULE, HANG, RESTART, "the hang detector ended it",
          when=lambda view: view.evidence.hang is True),

@@ -20,7 +20,7 @@ from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.judgement import Circumstances, Lost
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_report
-from elastic_ext.failures.policy import BAD_NODE, Backoff
+from elastic_ext.failures.policy import BAD_NODE, CUT_AGAIN, Backoff
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.round_records import State
 
@@ -156,7 +156,8 @@ class AgentPolicy:
             rules = replace(rules, charges=reports.charges)
         before = ledger_of(ledger_text)
         after, verdict = judgement.judge(given, before, rules, reports.round)
-        counted = verdict.decision.rule == BAD_NODE and verdict.host in reports.ambiguous  # over several nodes of one name
+        by_name = verdict.decision.rule in (BAD_NODE, CUT_AGAIN)
+        counted = by_name and verdict.host in reports.ambiguous  # over several nodes of one name
         if verdict.decision.response is Response.REPLACE_NODE and (verdict.node in reports.needed or counted):
             after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)
         leaves = verdict.decision.response is Response.REPLACE_NODE

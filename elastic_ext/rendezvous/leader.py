@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 
+from elastic_ext.base.kinds import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
@@ -140,7 +141,8 @@ class Leader:
             view = dataclasses.replace(view, differ=differ)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
-            view = dataclasses.replace(view, few_since=few, moves=_moving_node(header.verdict) if header.verdict else "")
+            leaves, moves = _of_verdict(header.verdict) if header.verdict else ("", "")
+            view = dataclasses.replace(view, few_since=few, leaves=leaves, moves=moves)
         if rounds.reports(view):
             return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):
@@ -260,9 +262,11 @@ class Leader:
 
 
 @functools.lru_cache(maxsize=1)  # a leader looks often at one verdict
-def _moving_node(text: str) -> str:
+def _of_verdict(text: str) -> tuple[str, str]:
+    """Return the node that leaves, and the one whose ranks move."""
     verdict = decode_verdict(text)
-    return verdict.node if verdict.decision.moves_ranks else ""
+    leaves = verdict.decision.response is Response.REPLACE_NODE
+    return verdict.node if leaves else "", verdict.node if verdict.decision.moves_ranks else ""
 
 
 @functools.cache

@@ -146,7 +146,8 @@ class Participant:
     # Everything below runs on the rendezvous thread.
 
     def _ready(self, node: Node) -> None:
-        self.registration.node = node
+        before = self.registration.node  # what its workers have finished they have, until the next round is formed
+        self.registration.node = dataclasses.replace(node, done=before.done) if before is not None else node
         self._assignment.joined = None
         self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
 

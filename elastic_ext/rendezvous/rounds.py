@@ -71,6 +71,7 @@ class View:
     # Since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
     few_since: float | None = None
     differ: Difference | None = None  # what replicas of the round are not equal; see `hashed`
+    leaves: str = ""  # id of a node of the round that a verdict has leave; "": none
     moves: str = ""  # id of a node of the round whose ranks are to move to another one (`policy.Decision.moves_ranks`); "": none
 
 
@@ -173,8 +174,12 @@ def reaches(view: View) -> dict[str, Reach]:
 
 
 def addressed(view: View) -> dict[str, Reach]:
-    """Return the members' addresses, by id: some have nothing to report of a round in which others missed them."""
-    return {id_: Reach((view.nodes[id_].address,)) for id_ in view.members if id_ in view.nodes}
+    """Return the members' addresses, by id: some have nothing to report of a round in which others missed them.
+
+    A node whose workers have finished has none: its connections ended with them.
+    """
+    nodes = {id_: view.nodes[id_] for id_ in view.members if id_ in view.nodes}
+    return {id_: Reach((node.address,)) for id_, node in nodes.items() if node.done < view.header.round}
 
 
 def hashed(view: View) -> tuple[tuple[Hashed, ...], ...]:
@@ -326,6 +331,8 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     if (drained := _drains(view, limits, {})) is not None:
         return drained
     here = set(waiting(view))
+    if view.leaves in here:  # nothing failed there, so it waits, and has yet to see the verdict
+        return Wait(f"waiting for {_named([view.leaves])} to leave")
     coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in here]
     if coming:
         return Wait(f"waiting for {_named(coming)} to stop all workers")

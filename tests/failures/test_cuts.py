@@ -252,23 +252,37 @@ def of_nccl(silent: str, resumed_at: int = 0) -> dict[str, Report]:
     [
         (("a:c b:c", "b:c d:c"), False, ("network-cut", "cut-again"), "c"),
         (("a:b", "a:c c:a"), False, ("network-cut", "cut-again"), "a"),
+        (("a:b", "b:a", "a:b"), False, ("network-cut", "network-cut", "ceiling"), "b"),  # of one pair, either may be the bad one
+        (("a:b",) * 3, True, ("network-cut",) * 3, "b"),
+        (("a:b", "c:d a:b", "a:b"), False, ("network-cut", "network-cut", "ceiling"), "b"),
         (("b:a", "c:d"), False, ("network-cut",) * 2, "d"),  # no node is in both
         (("a:c b:c",) * 3, True, ("network-cut", "network-cut", "bad-node"), "c"),
         (("c:d", "c:b", "a:c"), True, ("network-cut", "network-cut", "bad-node"), "c"),
         (("c:d", "a:b", "a:c"), True, ("network-cut",) * 3, "c"),
+        (
+            ("c:d", "c:b", "a:b", "a:b"),
+            None,
+            ("network-cut",) * 3 + ("cut-again",),
+            "b",
+        ),  # what lasts counts before what has passed
         (("a:10.9.9.9",) * 3, True, ("peer-gone",) * 3, "a"),  # of no host of the job
     ],
 )
 def test_a_node_with_a_bad_link_leaves_if_it_comes_back(rounds, progress, rules, last):
-    """At once without progress; else if it is in more pairs than chance explains. All fail at once: a reports first."""
+    """At once without progress; else if it is in more pairs than chance explains. All fail at once: a reports first.
+
+    progress: between two failures; None: between the first two alone.
+    """
     ledger, found = Ledger(), []
     for number, silent in enumerate(rounds):
         circumstances = Circumstances(-1, nodes=65, members=64, min_nodes=64)
-        ledger, verdict = judge(of_nccl(silent, 10 * number * progress), ledger, circumstances, number)
+        at = 10 * (min(number, 2) if progress is None else number * progress)
+        ledger, verdict = judge(of_nccl(silent, at), ledger, circumstances, number)
         ledger = decode_ledger(encode_ledger(ledger))
         found.append(verdict.decision.rule)
     assert (tuple(found), verdict.host) == (rules, HOSTS[last])
     assert not verdict.decision.moves_ranks
+    assert verdict.decision.rule != "ceiling" or verdict.decision.exit_code == 75
     assert ledger.failures[-1].kind == "network"
 
 

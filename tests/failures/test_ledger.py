@@ -353,9 +353,9 @@ STALE = {"type_": "OSError", "message": "[Errno 116] Stale file handle: '/data'"
     [
         ("aaa", (7, 7, 7), "ill ill ill", "001"),  # some rank is the first to use an ill storage: does it fail elsewhere?
         ("aaaa", (7, 7, 7, 9), "ill ill ill bad", "0010"),  # no: another one fails on this node
+        ("aaaa", (7, 8, 9, 11), "ill ill ill bad", "0010"),  # perhaps no other node uses it
         ("aaab", (7, 7, 7, 7), "ill ill ill ill", "0010"),
         ("aaaba", (7, 7, 7, 7, 7), "ill ill ill ill ill", "00100"),
-        ("aaa", (7, 8, 7), "ill ill bad", "000"),
         ("abc", (7, 8, 9), "ill ill ill", "000"),
     ],
 )
@@ -374,28 +374,10 @@ def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(ho
 def test_an_outage_of_the_storage_never_counts_beside_what_only_a_bad_node_has():
     several = STALE, STALE, {"signal": "SIGBUS"}
     assert with_progress("aaa", 64, failures=several)[-1] == "bus-error"
+    assert (
+        with_progress("aaaaaa", 64, failures=({"signal": "SIGBUS", "rank": 9},) * 5 + (STALE,), rank=7)[-1] == "file-system-ill"
+    )
     assert with_progress("aaaaa", 64, failures=({"signal": "SIGBUS"},) * 4 + (STALE,), rank=7)[-1] == "file-system-ill"
-
-
-@pytest.mark.parametrize(
-    ("signal", "places", "rules"),
-    [
-        ("SIGABRT", "a7 b7", "abort repeated"),  # the rank crashes wherever it runs
-        ("SIGABRT", "a7 b9 c7", "abort abort repeated"),
-        ("SIGABRT", "a7 b9", "abort abort"),
-        ("SIGABRT", "a7 a7", "abort same-node"),
-        ("SIGBUS", "a7 b7", "bus-error bus-error"),
-        ("SIGKILL", "a7 b7", "killed killed"),  # of somebody else
-    ],
-)
-def test_a_crash_that_follows_its_rank_to_another_node_is_a_bug(signal, places, rules):
-    ledger, found = Ledger(), []
-    for number, (host, rank) in enumerate(places.split()):
-        told = {host: report(host, signal=signal, rank=int(rank), step=5 - number, resumed_at=0)}
-        ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
-        found.append(verdict.decision)
-    assert " ".join(each.rule for each in found) == rules
-    assert (found[-1].exit_code == 65) == rules.endswith("repeated")
 
 
 @pytest.mark.parametrize(

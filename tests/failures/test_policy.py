@@ -168,7 +168,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (CUT, (cut_of("n2", "n3", progress=True), cut_of("n1", "n2")), (3, 2), "replace_node", "network", "cut-again", 69),
         (CUTS_APART, (cut_of("n1", "n2"),), (3, 2), "restart", "network", "network-cut", None),
         (CUT, (cut_of("n1", "n2"),), (2, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n1", "n2"),) * 2, (2, 2), "stop", "network", "ceiling", 1),
+        (CUT, (cut_of("n1", "n2"),) * 2, (2, 2), "stop", "network", "ceiling", 75),
         # decided by the table
         (of("NameError"), (), None, "stop", "code", "code-always", 65),
         (of(agent_signal="SIGTERM"), (), None, "requeue", "preemption", "agent-terminated", 75),
@@ -426,11 +426,11 @@ def test_two_steps_are_compared_only_where_both_are_known():
 
 
 AGAIN_THERE = replace(SAME_THERE, first_step_done=True, same_step=True)
-WAIT, ABORT = of(hang=True, hang_blame=(2, 5)), of(signal="SIGABRT")
+WAIT, ABORT = {"hang": True, "hang_blame": (2, 5)}, {"signal": "SIGABRT"}
 
 
 @pytest.mark.parametrize(
-    ("diagnosis", "earlier", "rule"),
+    ("now", "earlier", "rule"),
     [
         (WAIT, AGAIN_THERE, "repeated"),
         (WAIT, replace(AGAIN_THERE, node="n1"), "repeated"),  # who is named says nothing: all wait
@@ -438,22 +438,22 @@ WAIT, ABORT = of(hang=True, hang_blame=(2, 5)), of(signal="SIGABRT")
         (WAIT, replace(AGAIN_THERE, same_step=False), "hang"),
         (WAIT, replace(AGAIN_THERE, first_step_done=False), "hang"),
         (WAIT, replace(AGAIN_THERE, progress=None), "hang"),
-        (of(hang=True, hang_blame=(2, 5), first_step_done=False), AGAIN_THERE, "hang"),  # a link that is down, say
-        (of(hang=True, hang_blame=(1, 5)), AGAIN_THERE, "hang"),  # one rank waits for a storage, say
-        (of(hang=True, hang_blame=(2, 5), cut=("n1", "n3")), AGAIN_THERE, "network-cut"),
+        ({**WAIT, "step": 9}, AGAIN_THERE, "hang"),  # a link that is down, say
+        ({**WAIT, "hang_blame": (1, 5)}, AGAIN_THERE, "hang"),  # one rank waits for a storage, say
+        ({**WAIT, "cut": ("n1", "n3")}, AGAIN_THERE, "network-cut"),
         (ABORT, AGAIN_THERE, "repeated"),
         (ABORT, replace(AGAIN_THERE, node="n1"), "same-node"),
-        (ABORT, replace(AGAIN_THERE, same_step=False), "abort"),
-        (ABORT, replace(SAME_THERE, same_rank=True), "repeated"),  # whatever step it was
-        (ABORT, replace(SAME_THERE, same_rank=True, progress=None), "abort"),
-        (of(signal="SIGBUS"), replace(AGAIN_THERE, same_rank=True), "bus-error"),
-        (of(signal="SIGKILL"), replace(AGAIN_THERE, same_rank=True), "killed"),  # of somebody else
+        (ABORT, replace(AGAIN_THERE, same_step=False, same_rank=True), "abort"),
+        ({**ABORT, "step": 1}, AGAIN_THERE, "abort"),  # with copies at each step any two failures may be at one
+        ({"signal": "SIGBUS"}, AGAIN_THERE, "bus-error"),
+        ({"signal": "SIGKILL"}, AGAIN_THERE, "killed"),  # of somebody else
     ],
 )
-def test_what_happens_again_as_only_a_bug_does_is_one(diagnosis, earlier, rule):
-    decided = decide(diagnosis, history=(earlier,), nodes=Nodes(3, 2))
-    assert (decided.rule, decided.exit_code) == (rule, {"repeated": 65, "same-node": 69}.get(rule))
-    assert (" at the same step without progress" in decided.reason) == (rule == "repeated" and diagnosis is WAIT)
+def test_what_happens_again_as_only_a_bug_does_is_one(now, earlier, rule):
+    decided = decide(of(**{"step": 10, **now}), history=(earlier,), nodes=Nodes(3, 2))
+    codes = {"repeated": 1 if now is WAIT else 65, "same-node": 69}  # of a hang, less is known
+    assert (decided.rule, decided.exit_code) == (rule, codes.get(rule))
+    assert (" at the same step without progress" in decided.reason) == (rule == "repeated" and now is WAIT)
 
 
 BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_blame": (2, 5)}

@@ -9,7 +9,8 @@ import pytest
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
 from elastic_ext.rendezvous.contract import Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
@@ -53,6 +54,23 @@ def test_failures_of_several_machines_of_one_name_are_not_counted_against_one(
         found = policy.judge(reports, ledger)
         ledger = found.ledger
     assert decode_verdict(found.verdict).decision.response is response
+
+
+@pytest.mark.parametrize(("ambiguous", "rule"), [((), "cut-again"), (("c",), "network-cut")])
+def test_cuts_of_several_machines_of_one_name_are_not_counted_against_one(ambiguous: tuple[str, ...], rule: str) -> None:
+    """The node that others miss has nothing to report itself."""
+    policy, ledger = AgentPolicy(Settings(), 3, lambda: None), ""
+    policy.max_restarts = 5
+    gone = RaisedException("torch.distributed.DistBackendError", "NCCL error: remote process exited")
+    for number, host in enumerate("ab", 1):
+        found = classify(Evidence(rank=number, exception=gone, step=5, first_step_done=True, node=host))
+        told = encode_report(Report(host, found, resumed_at=0, reach=Reach((), (Silent(number, "10.0.0.3", 0.0),))))
+        there = {"c-1-aaaaaa": Reach(("10.0.0.3",))}
+        reports = RoundReports(number, {f"{host}-1": told}, {f"{host}-1": number}, {}, 4, there, ambiguous=frozenset(ambiguous))
+        judged = policy.judge(reports, ledger)
+        ledger = judged.ledger
+    verdict = decode_verdict(judged.verdict)
+    assert (verdict.decision.rule, verdict.node, verdict.host) == (rule, "c-1-aaaaaa", "c")
 
 
 def test_without_a_report_too_few_are_left_and_the_job_ends_to_be_requeued() -> None:

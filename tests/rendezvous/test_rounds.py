@@ -224,6 +224,19 @@ def test_a_node_changes_places_to_show_what_a_failure_follows(moves, ranks):
     assert next_action(view(JUDGED, waits, "abc", moves="a"), shorter, 0) == Seal(("a",), "3 nodes joined")
 
 
+def test_no_round_begins_before_a_node_that_a_verdict_has_leave_is_gone():
+    """Nothing may have failed there: it waits for the next round until it sees the verdict."""
+    waits = {"a": node(3), "b": node(3), "c": node(3)}
+    assert next_action(view(JUDGED, waits, "abc", leaves="b"), LIMITS, 0) == Wait("waiting for node b to leave")
+    del waits["b"]
+    assert next_action(view(JUDGED, waits, "abc", leaves="b"), LIMITS, 0) == Seal(("a", "c"), "2 nodes joined")
+
+
+def test_a_node_has_addresses_for_others_until_its_workers_have_finished():
+    nodes = {"a": node(3), "b": dataclasses.replace(node(3), done=3)}
+    assert rounds.addressed(view(JUDGED, nodes, "abc")) == {"a": Reach(("h",))}
+
+
 ASKED = dataclasses.replace(RUNNING, drains=(Drain("a", "a", 1, "fan"),), drains_made=1)
 FREED = dataclasses.replace(ASKED, drains=(Drain("a", "a", 1, "fan", released=True),), drains_made=2)
 IS_OVER = {"state": State.BROKEN}

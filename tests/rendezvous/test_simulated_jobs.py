@@ -182,6 +182,17 @@ def test_what_is_done_counts_for_its_round():
     assert node.participant.header.state is State.RUNNING
 
 
+def test_a_node_that_has_finished_says_so_while_it_waits():
+    """Others miss its workers then, and it is not to blame."""
+    few = Few("ab")
+    few.nodes["a"].part.done()
+    few.until_says("a", lambda said: said.done == 1)
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
+    few.until_broken()
+    few.nodes["a"].ready(1)
+    assert few.until_says("a", lambda said: said.after == 1).done == 1
+
+
 # Elections.
 
 

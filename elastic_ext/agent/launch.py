@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
 from elastic_ext.base import isolated
-from elastic_ext.base.errors import NodeUnfit, UsageError
+from elastic_ext.base.errors import EX_CONFIG, NodeUnfit, UsageError
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.choice import listing
@@ -221,21 +221,24 @@ def unfit(ended: CommandEnd, timeout_s: float) -> str | None:
     return None
 
 
-def check_health(settings: Settings) -> None:
-    """Run health_command, if there is one, and log what it printed. Raises NodeUnfit if it does not end with 0 in time."""
+def check_health(settings: Settings, workers: int) -> None:
+    """Run health_command, if there is one, and log what it printed. Raises NodeUnfit if it does not end with 0 in time.
+
+    workers: that start on this node.
+    """
     if settings.health_command is None:
         return
     command, environ = settings.health_command, dict(os.environ)
     if command == PREFLIGHT:
-        command, environ = own_check(settings, environ)
+        command, environ = own_check(settings, environ, workers)
     ended = run_command(command, settings.health_timeout, environ)
     why = unfit(ended, settings.health_timeout)
     _log_command(logging.INFO if why is None else logging.WARNING, "health check", ended)
     if why is not None:
-        raise NodeUnfit(why)
+        raise NodeUnfit(why, by_settings=settings.health_command == PREFLIGHT and ended.code == EX_CONFIG)
 
 
-def own_check(settings: Settings, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def own_check(settings: Settings, environ: Mapping[str, str], workers: int) -> tuple[str, dict[str, str]]:
     """Return the shell command of our own health check, and its environment.
 
     That has no other setting than the check needs. This agent has accepted all of them together with --rdzv-conf and torchrun's
@@ -243,7 +246,8 @@ def own_check(settings: Settings, environ: Mapping[str, str]) -> tuple[str, dict
     """
     kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
     directory = {f"{ENV_PREFIX}LOCAL_DIR": settings.local_dir} if settings.local_dir else {}
-    return shlex.join([*isolated.command("elastic_ext.cli"), "doctor", "--preflight", "--alone"]), {**kept, **directory}
+    command = shlex.join([*isolated.command("elastic_ext.cli"), "doctor", "--preflight", "--alone"])
+    return command, {**kept, **directory, "LOCAL_WORLD_SIZE": str(workers)}
 
 
 def tell_of_bad_node(settings: Settings, host: str, reason: str) -> None:

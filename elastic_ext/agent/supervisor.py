@@ -218,7 +218,7 @@ class Supervisor(TorchAgent):
 
     def join_round(self) -> None:
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
-        launch.check_health(self._settings)
+        launch.check_health(self._settings, self.spec.local_world_size)
         if first := self._resume is None:
             self._companions.warm_starts.await_first(self._handler)
         while True:

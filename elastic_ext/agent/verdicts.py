@@ -299,6 +299,9 @@ class Verdicts:
     def of_this_host(self, error: NodeUnfit | OSError) -> JobVerdict:
         """Return a stop because this host is ill, or lacks descriptors, processes, memory or room. Another host may be better."""
         if isinstance(error, NodeUnfit):
+            if error.by_settings:  # so on every node: this host may come back
+                reason = f"{error}: a directory or a setting is wrong, see what it printed"
+                return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG, "node-check")
             return self._node_stop(kinds.HARDWARE, str(error), policy.EX_NODE, "node-check")
         reason = f"this host lacks what the next round needs: {error}"
         return self._node_stop(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")

@@ -56,7 +56,11 @@ class RanksMissing(ElasticExtError):
 
 
 class NodeUnfit(ElasticExtError):
-    """The health check of this node has failed."""
+    """The health check of this node has failed. by_settings: not for its hardware, but for how the job is configured."""
+
+    def __init__(self, message: str, by_settings: bool = False) -> None:
+        super().__init__(message)
+        self.by_settings = by_settings
 
 
 class NodeRefused(ElasticExtError):

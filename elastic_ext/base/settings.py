@@ -126,7 +126,8 @@ class Settings:
         None,
         TEXT,
         "shell command that the agent runs before each round; unless it exits with 0, this node leaves with 69; the log shows "
-        "its output; `preflight`: a [check of our own](operations.md#preflight) of devices, memory and disks",
+        "its output; `preflight`: a [check of our own](operations.md#preflight) of devices, memory and disks; a "
+        "wrong setting then is 78",
     )
     health_timeout: float = _setting(60.0, SECONDS_FROM_1, "how long health_command may take; a node on which it hangs is bad")
     hang: bool = _setting(

@@ -131,6 +131,7 @@ class Ranks:
     """All ranks, in a separate gloo group, because background saves must not mix their messages with those of training.
 
     Every method is a collective unless it says otherwise. Values are pickled; all ranks run the same version of this package.
+    After `leave`, those of this rank raise RuntimeError.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -140,6 +141,7 @@ class Ranks:
         self.group: dist.ProcessGroup | None = group  # None for a single process
         self.rank: int = dist.get_rank() if together else 0
         self.world: int = dist.get_world_size() if together else 1
+        self.timeout_s = timeout.total_seconds()  # how long a collective waits for the others
         self.lost = False  # whether a collective has failed, so that the ranks can no longer communicate
 
     @contextmanager
@@ -151,10 +153,28 @@ class Ranks:
             self.lost = True
             raise
 
+    def leave(self) -> None:
+        """Leave the group, so that no rank waits for this one: the collectives of the others fail at once. Not a collective.
+
+        Only after an error, and once nothing of this process waits in the group.
+        """
+        group, self.group, self.lost = self.group, None, True
+        if group is None:
+            return
+        try:
+            dist.destroy_process_group(group)
+        except (RuntimeError, ValueError, AssertionError) as error:  # the script has destroyed all groups, say
+            logger.debug("the group is left as it is: %s", error)
+
+    def _alone(self, value: T) -> T:
+        if self.world > 1:
+            raise RuntimeError("this rank has left the group")
+        return value
+
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         if self.group is None:
-            return [value]
+            return [self._alone(value)]
         values: list[T | None] = [None] * self.world
         with self.communicating():
             dist.all_gather_object(values, value, group=self.group)
@@ -163,7 +183,7 @@ class Ranks:
     def broadcast(self, value: T) -> T:
         """Return rank 0's value; the values of other ranks are ignored."""
         if self.group is None:
-            return value
+            return self._alone(value)
         values = [value]
         with self.communicating():
             dist.broadcast_object_list(values, src=0, group=self.group)

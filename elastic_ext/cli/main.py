@@ -79,7 +79,10 @@ def parser() -> argparse.ArgumentParser:
         "all_reduce of each two of them. Fails with an error, or a figure much worse than the median of its peers",
     )
     examine.add_argument(
-        "--alone", action="store_true", help="with --preflight: measure this node only, and not checkpoint_dir, which nodes share"
+        "--alone",
+        action="store_true",
+        help="with --preflight: measure this node only, and not checkpoint_dir, which nodes share; exit with 69 if its hardware "
+        "is bad",
     )
     examine.set_defaults(run=_doctor)
     return options

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_ext.base import isolated, names
+from elastic_ext.base.errors import EX_UNAVAILABLE
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import FAIL, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.doctor import PROBE_S, check_settings
-from elastic_ext.cli.preflight_figures import Figure, judged
+from elastic_ext.cli.preflight_figures import Figure, bad_node, judged
 from elastic_ext.failures import slurm
 
 PROBE = str(Path(__file__).with_name("preflight_probe.py"))
 VARIABLE = "ELASTIC_EXT_PREFLIGHT"
+IMPORTING = "importing torch"  # what the child does first; if it fails there, it is not for this node's hardware
+HARDWARE = "preflight"  # the finding where the child hung or died while it measured
 ALONE_S, TOGETHER_S = 40.0, 110.0  # for the child once it has imported torch; a healthy node takes some seconds
 END_S = 0.5  # for the child to end on its own, and then on SIGTERM
 FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports that the kernel gives out
@@ -40,6 +43,7 @@ class Task:
     storage: str  # checkpoint_dir; "" to leave it out
     together: bool  # whether this is one of several processes that measure the network between their nodes
     node: str = ""  # what the processes of this node, and no others, have in common; "": the host's name
+    workers: int = 0  # that a job starts on this node; 0: unknown
 
 
 def party(environ: Mapping[str, str]) -> dict[str, str]:
@@ -63,7 +67,8 @@ def party(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print what was found; return 78 if something failed or is an outlier, else 0.
+    """Measure, and print what was found; return 78 if something failed or is an outlier, else 0. Alone, as an agent's health
+    check, 69 if that is the fault of this node's hardware.
 
     Of several processes that measure together rank 0 prints; another one prints only why it cannot take part.
     """
@@ -80,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     figures, failure = measure(environ, TOGETHER_S if task.together else ALONE_S)
     if task.together and environ["RANK"] != "0" and failure is None:
         return 0
-    return _print([*([failure] if failure else []), *judged(figures)], args.json, figures)
+    code = _print([*([failure] if failure else []), *judged(figures)], args.json, figures)
+    ill = bad_node(figures) or (failure is not None and failure.name == HARDWARE)
+    return EX_UNAVAILABLE if args.alone and ill else code
 
 
 def _print(findings: list[Finding], as_document: bool, figures: Sequence[Figure] = ()) -> int:
@@ -94,12 +101,13 @@ def _task(settings: Settings, alone: bool, variables: Mapping[str, str]) -> Task
     """Return what to measure. Alone, as an agent's health check, a node does not answer for a storage that all nodes share."""
     disks = {"TMPDIR": tempfile.gettempdir()}
     if settings.local_dir is not None and "://" not in settings.local_dir:
-        path = Path(settings.local_dir)
-        disks["local_dir"] = str(next((each for each in (path, *path.parents) if each.is_dir()), path))
+        path = Path(settings.local_dir)  # a job makes it, below what is there
+        disks["local_dir"] = str(next((each for each in (path, *path.parents) if os.path.lexists(each)), path))
     storage = settings.checkpoint_dir or ""
     if alone or ("://" not in storage and not os.path.isdir(storage)):
         storage = ""
-    return Task(disks, storage, bool(variables), variables.get("NODE", ""))
+    workers = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Task(disks, storage, bool(variables), variables.get("NODE", ""), int(workers) if workers.isdecimal() else 0)
 
 
 def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], Finding | None]:
@@ -108,7 +116,7 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
     limit_s: seconds from its first line, which comes once torch is imported.
     """
     figures: list[Figure] = []
-    doing, ended = "importing torch", False
+    doing, ended = IMPORTING, False
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             isolated.command(PROBE), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
@@ -120,14 +128,15 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
                 if "figure" in message:
                     figures.append(Figure.of(message["figure"]))
         except TimeoutError as error:
-            return figures, Finding("preflight", FAIL, f"{doing}: {error}")
+            return figures, Finding(HARDWARE, FAIL, f"{doing}: {error}")
         finally:
             _end(process)
         if ended:
             return figures, None
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-    return figures, Finding("preflight", FAIL, f"{doing}: {one_line(last) or f'ended with code {process.returncode}'}")
+    name = "torch" if doing == IMPORTING else HARDWARE
+    return figures, Finding(name, FAIL, f"{doing}: {one_line(last) or f'ended with code {process.returncode}'}")
 
 
 def _messages(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any]]:

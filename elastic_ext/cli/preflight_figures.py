@@ -5,12 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from elastic_ext.cli import FAIL, OK, WARN, Finding
 
 PROCESS, MATMUL, COPY, BANDWIDTH, LATENCY = "process", "matmul", "copy", "bandwidth", "latency"
-DISK, STORAGE = "disk", "storage"
+DEVICES, DISK, STORAGE = "devices", "disk", "storage"
+NODE, SETTINGS, OTHERS = (
+    "node",
+    "settings",
+    "others",
+)  # to blame: the hardware; how the job is configured; other users of the device
+SHARED_GIB = 2.0  # more than the contexts of two processes take (0.3 to 0.6 GiB each, by model and driver)
+# What torch says where its build and the driver do not fit, which is so on every node like this one.
+_NOT_BUILT_FOR = ("driver on your system is too old", "no NVIDIA driver", "Error 35", "Error 803")
 MOST_NAMED = 8  # figures that one finding names
 
 
@@ -35,6 +44,7 @@ _NETWORK = "have the links of what is named examined (cables, errors counted on 
 # less. Disks and storage are shared with others and vary more; latency of a healthy network varies by tens of microseconds.
 MEASURES = {
     PROCESS: Measure("processes", "", 1.0),  # has a figure only where one fails
+    DEVICES: Measure("devices", "", 1.0),  # likewise
     MATMUL: Measure("matrix products", "TFLOP/s", 1.5, advice=_DEVICE),
     COPY: Measure("memory copy", "GB/s", 1.5, advice=_DEVICE),
     BANDWIDTH: Measure("all_reduce of two nodes", "GB/s", 2.0, advice=_NETWORK),
@@ -54,7 +64,7 @@ class Figure:
     kind: str  # only figures of one kind are compared: the model of a device, the setting that names a directory
     value: float | None  # in the measure's unit; None if it failed
     error: str = ""  # why it failed; ""
-    grave: bool = True  # whether no job should run with this error
+    blame: str = NODE  # if it is bad: NODE, SETTINGS, or OTHERS, with which a job may run
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Figure:
@@ -87,6 +97,51 @@ def judged(figures: Sequence[Figure]) -> list[Finding]:
     return [_finding(MEASURES[name], found) for name, found in by_measure.items() if found]
 
 
+def bad_node(figures: Sequence[Figure]) -> bool:
+    """Return whether a check failed for what only this node's hardware is to blame for. figures: of one node."""
+    slow = [figure for figure in outliers(figures) if MEASURES[figure.measure].outlier == FAIL]
+    return any(figure.blame == NODE for figure in figures if figure.value is None or figure in slow)
+
+
+@dataclass(frozen=True)
+class DevicesSeen:
+    """What the devices of a node are counted by."""
+
+    count: int  # that torch can use; without the processor
+    files: int  # /dev/nvidia0, ... that this process may open
+    workers: int  # that a job starts on this node; 0: unknown
+    listed: int | None  # by CUDA_VISIBLE_DEVICES and its like; None: not set
+    why: str = ""  # torch's error if it can use none
+
+
+def devices_missing(seen: DevicesSeen) -> tuple[str, str] | None:
+    """Return what is wrong if a node has fewer devices than it should have, and what is to blame; else None.
+
+    It should have what a variable lists. Else one for each device file, which stays when a device falls off its bus, and one for
+    each worker, unless it has no device at all: then it computes on its processor.
+    """
+    if seen.listed is not None:
+        expected, by = seen.listed, "the variable of visible devices lists"
+    elif seen.files >= seen.workers or not (seen.count or seen.files):
+        expected, by = seen.files, "/dev has"
+    else:
+        expected, by = seen.workers, "the workers of this node need"
+    if seen.count >= expected:
+        return None
+    text = f"torch can use {seen.count or 'none'}, and {by} {expected}" + (f": {seen.why}" if seen.why else "")
+    unknown = not seen.count and (not seen.files or any(each in seen.why for each in _NOT_BUILT_FOR))
+    return text, OTHERS if unknown else NODE
+
+
+def listed_devices(environ: Mapping[str, str]) -> int | None:
+    """Return how many devices the environment lets processes see; None if it names none in particular."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    lists = [[text.strip() for text in environ[name].split(",")] for name in names if name in environ]
+    # CUDA ignores what comes after a negative number or nothing
+    counts = [sum(1 for _ in takewhile(lambda text: text and not text.startswith(("-", "NoDev")), each)) for each in lists]
+    return min(counts, default=None)
+
+
 def _peers(figure: Figure, figures: Sequence[Figure]) -> list[float]:
     """Return the values of the others that measure the same of the same kind."""
     what = (figure.measure, figure.kind)
@@ -102,11 +157,11 @@ def _finding(measure: Measure, figures: Sequence[Figure]) -> Finding:
     slow = outliers(figures)
     if not failed and not slow:
         return Finding(measure.title, OK, _summary(measure, figures))
-    state = FAIL if any(figure.grave for figure in failed) or (slow and measure.outlier == FAIL) else WARN
+    grave = [figure for figure in (*failed, *(slow if measure.outlier == FAIL else ())) if figure.blame != OTHERS]
     texts = _blamed([*failed, *slow], figures)
     texts += [f"{figure}: {figure.error}" for figure in failed] + [_outlier(measure, figure, figures) for figure in slow]
     more = f"; and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
-    return Finding(measure.title, state, "; ".join(texts[:MOST_NAMED]) + more, measure.advice)
+    return Finding(measure.title, FAIL if grave else WARN, "; ".join(texts[:MOST_NAMED]) + more, measure.advice)
 
 
 def _outlier(measure: Measure, figure: Figure, figures: Sequence[Figure]) -> str:
@@ -115,7 +170,7 @@ def _outlier(measure: Measure, figure: Figure, figures: Sequence[Figure]) -> str
     others = f"the median of the {len(peers)} others" if len(peers) > 1 else "the other"
     return (
         f"{figure}: {figure.value:.3g} {measure.unit}, {times:.1f} times worse than {others}, {median:.3g} "
-        f"(limit: {measure.factor:g} times)"
+        f"(limit: {measure.factor:g} times)" + (", and other processes use it" if figure.blame == OTHERS else "")
     )
 
 

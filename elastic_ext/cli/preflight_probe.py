@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from glob import glob
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import one_line, preflight_figures
-from elastic_ext.cli.preflight_figures import Figure, outliers, tournament
+from elastic_ext.cli.preflight_figures import NODE, OTHERS, SETTINGS, SHARED_GIB, DevicesSeen, Figure, outliers, tournament
 from elastic_ext.rendezvous import address
 
 MATMUL_S, COPY_S, DISK_S = 0.3, 0.2, 0.5  # to measure for; each runs twice at least
@@ -69,11 +70,12 @@ class _Probe:
     def run(self) -> None:
         """Measure and report."""
         self._report("doing", "looking for devices")
-        found = _devices()
+        found, missing = _devices(), _missing(self._task["workers"])
         party = self._meet() if self._task["together"] else None
         name, first, count = (party.name, party.local, len(party.mates)) if party else (socket.gethostname(), 0, 1)
         self._measure_devices(name, found[first::count])
         if first == 0:
+            self._figures += [Figure(preflight_figures.DEVICES, (name,), "", "", None, *why) for why in missing]
             self._measure_directories(name)
         if party is not None:
             self._measure_pairs(party, found[first % len(found)])
@@ -100,12 +102,18 @@ class _Probe:
         """Measure each device; measure those once more that are outliers, and keep the better figure."""
         share = min(1.0, DEVICES_S / (len(names) * (MATMUL_S + COPY_S))) if names else 1.0
         found: list[Figure] = []
+        shared: dict[str, float] = {}
         for name in names:
             self._report("doing", f"measuring {name}")
-            found += _device_figures(node, name, share)
+            if (held_gib := _held_gib(name)) > SHARED_GIB:
+                shared[name] = held_gib
+                why = f"other processes hold {held_gib:.3g} GiB of its memory"
+                self._figures.append(Figure(preflight_figures.DEVICES, (node,), name, "", None, why, OTHERS))
+            found += _device_figures(node, name, share, name in shared)
         for slow in outliers(found):
             self._report("doing", f"measuring {slow.part} again")
-            again = [each for each in _device_figures(node, slow.part, share) if each.measure == slow.measure]
+            figures = _device_figures(node, slow.part, share, slow.part in shared)
+            again = [each for each in figures if each.measure == slow.measure]
             found = [each for each in found if each is not slow] + [
                 max(slow, *again, key=lambda each: -1.0 if each.value is None else each.value)
             ]
@@ -231,6 +239,51 @@ def _devices() -> list[str]:
     return [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
 
 
+def _missing(workers: int) -> list[tuple[str, str]]:
+    """Return what is wrong, and what is to blame, if devices of this node are missing. workers: of a job on it; 0: unknown."""
+    kind, count, why = "", 0, ""
+    if torch.accelerator.is_available():
+        kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
+    if kind == "mps" or (not kind and torch.version.cuda is None):
+        return []  # as many as there are workers are never there; or this torch is for processors
+    if kind == "cuda" and any(" MIG " in torch.cuda.get_device_name(number) for number in range(count)):
+        return []  # a process sees one instance of its device, however many there are
+    files = _device_files()
+    if not kind and files:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = one_line(error)
+    seen = DevicesSeen(count, files, workers, preflight_figures.listed_devices(os.environ), why)
+    missing = preflight_figures.devices_missing(seen)
+    return [missing] if missing is not None else []
+
+
+def _device_files() -> int:
+    """Return how many devices of NVIDIA this process is given. A scheduler may let it see others, but not open them."""
+    count = 0
+    for path in glob("/dev/nvidia[0-9]*"):
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except PermissionError:
+            continue
+        except OSError:
+            pass  # it should be there, and has fallen off its bus
+        count += 1
+    return count
+
+
+def _held_gib(name: str) -> float:
+    """Return how much of a device's memory is taken before this process has put anything there but its context."""
+    device = torch.device(name)
+    info = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+    try:
+        free, total = info(device) if info is not None else (0, 0)
+    except RuntimeError:  # what measures next says why
+        return 0.0
+    return float(total - free) / 2**30
+
+
 def _best_s(run: Callable[[], object], for_s: float, sync: Callable[[], object]) -> float:
     """Return the shortest time of several runs, in seconds. The best one, because other load can only make it longer."""
     run()
@@ -246,8 +299,11 @@ def _best_s(run: Callable[[], object], for_s: float, sync: Callable[[], object])
     return best
 
 
-def _device_figures(node: str, name: str, share: float) -> list[Figure]:
-    """Measure matrix products and a copy within a device's memory. share: of the usual time."""
+def _device_figures(node: str, name: str, share: float, shared: bool = False) -> list[Figure]:
+    """Measure matrix products and a copy within a device's memory.
+
+    share: of the usual time. shared: whether other processes use the device, too, and it may be slow or lack memory.
+    """
     device, cpu = torch.device(name), name == "cpu"
     kind = _processor() if cpu else _model(device)
 
@@ -258,19 +314,26 @@ def _device_figures(node: str, name: str, share: float) -> list[Figure]:
     figures = []
     for measure, run in ((preflight_figures.MATMUL, _tflops), (preflight_figures.COPY, _copy_gb_s)):
         try:
-            value, error, grave = run(device, share, sync), "", True
+            value, error, blame = run(device, share, sync), "", OTHERS if shared else NODE
         except _WrongResult as wrong:
-            value, error, grave = None, str(wrong), True
+            value, error, blame = None, str(wrong), NODE
         except RuntimeError as failure:  # of CUDA, too
-            value, error, grave = None, one_line(failure), not any(text in str(failure) for text in _NO_ROOM)
-        figures.append(Figure(measure, (node,), name, kind, value, error, grave))
+            taken = any(text in str(failure) for text in _TAKEN)
+            value, error, blame = None, one_line(failure), OTHERS if taken else NODE
+        figures.append(Figure(measure, (node,), name, kind, value, error, blame))
     return figures
 
 
 # Another process uses the device: no fault of it. torch.OutOfMemoryError says the first; also CUDA, where the context of a
-# process finds no room, which is another error to torch; cuBLAS the second; the third is for the processor's memory.
-_NO_ROOM = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# process finds no room, which is another error to torch; cuBLAS the second; the third is for the processor's memory; CUDA the
+# last, of a device that is for one process only.
+_TAKEN = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "busy or unavailable")
+# A full disk is no fault of the node: saves go to checkpoint_dir then. A directory that is missing, or that may not be written
+# to, is so on all nodes. EROFS is not here: the kernel mounts a disk that fails read-only.
+_BLAMED = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), OTHERS),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG), SETTINGS),
+}
 
 
 class _WrongResult(Exception):
@@ -336,8 +399,8 @@ def _disk_figure(node: str, setting: str, directory: str) -> Figure:
                 if written >= 32 * DISK_BYTES:
                     break
     except OSError as error:
-        # A full disk is not the fault of the node: saves go to checkpoint_dir then.
-        return Figure(preflight_figures.DISK, (node,), directory, setting, None, one_line(error), error.errno not in _FULL)
+        blame = _BLAMED.get(error.errno or 0, NODE)
+        return Figure(preflight_figures.DISK, (node,), directory, setting, None, one_line(error), blame)
     return Figure(preflight_figures.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
 
 
@@ -350,7 +413,8 @@ def _storage_figure(node: str, url: str) -> Figure:
         took_s = time.monotonic() - began
         storage.remove(name)
     except (OSError, UsageError) as error:
-        return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error))
+        blame = SETTINGS if isinstance(error, UsageError) else _BLAMED.get(error.errno or 0, NODE)
+        return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error), blame)
     return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
 
 

@@ -129,7 +129,7 @@ class Leader:
             header,
             records.nodes,
             records.joined,
-            self._members.ranks,
+            self._members.known(records.nodes),
             records.last_arrival,
             finished_at=self._finished_at(header.round),
             returning_until=self._outage.returning_until,
@@ -186,7 +186,7 @@ class Leader:
         # Two nodes may take themselves for the leader for a moment: the header must not go with the other's assignments.
         same = unchanged(puts[-1].key, written.revision)
         # Before the header: its arrival makes this very node join.
-        before = self._members.ranks
+        before = {**self._members.promised, **self._members.ranks}
         self._members.sealed(header, assignments)
         if not self.write_header(header, same):
             return None
@@ -297,10 +297,19 @@ def outliving_lease(client: EtcdClient, lease_id: int) -> int:
 
 
 class Members:
-    """Ranks of the current round. For the rendezvous thread."""
+    """Ranks of the current round. For the rendezvous thread.
+
+    Attributes:
+        ranks: rank of each node in the round, by id; includes lost nodes.
+        promised: rank of each node in the round after it, of which a leader that was lost has written assignments, but no header.
+            These have replaced the ones to this round.
+
+    Invariant: that leader compared the header, and saw that all living members wait. So none of those is lost, or runs workers.
+    """
 
     def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
-        self.ranks: dict[str, int] = {}  # rank of each node in the round, by id; includes lost nodes
+        self.ranks: dict[str, int] = {}
+        self.promised: dict[str, int] = {}
         self._context = context
         self._header = header
         self._outage = outage
@@ -310,7 +319,7 @@ class Members:
     def refresh(self, now: float) -> None:
         """Load the ranks of a round that this leader has not sealed, and load them again while assignments are missing."""
         header = self._header.value
-        missing = len(self.ranks) < header.nodes
+        missing = len(self.ranks) + len(self.promised) < header.nodes
         if self._round != (header.round, header.seal) or (missing and now >= self._load_at):
             self.load()
             self._load_at = now + rounds.ASSIGNMENTS_POLL_S
@@ -318,21 +327,29 @@ class Members:
     def load(self) -> None:
         """Read the assignments."""
         folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
-        before, self.ranks, known = self._round, {}, 0
+        before, self.ranks, self.promised, known = self._round, {}, {}, 0
         for id_, assignment in reader.assignments(folder, self._context.client.get_prefix(folder).kvs).items():
+            if header.state is State.BROKEN and assignment.round > header.round:
+                self.promised[id_] = assignment.rank
             if assignment.of(header):
                 known += 1
                 # A node that was lost with its assignment, as the store was, is known by its neighbors'.
                 near = rounds.neighbors(assignment.rank, range(header.nodes))
                 self.ranks |= {id_: assignment.rank, **dict(zip(assignment.neighbors, near, strict=False))}
         self._round = (header.round, header.seal)
-        if before != self._round and known < header.nodes:
+        if before != self._round and known + len(self.promised) < header.nodes:
             self._outage.expect_members()  # some assignments are lost; each node writes its own again
 
     def sealed(self, header: Header, assignments: Mapping[str, Assignment]) -> None:
         """Take the ranks from the assignments that this leader has written."""
-        self.ranks = {id_: assignment.rank for id_, assignment in assignments.items()}
+        self.ranks, self.promised = {id_: assignment.rank for id_, assignment in assignments.items()}, {}
         self._round = (header.round, header.seal)
+
+    def known(self, nodes: Mapping[str, Node]) -> dict[str, int]:
+        """Return the ranks, also of members by their promised ones. A node that does not wait after this round was not in it."""
+        after = self._header.value.round
+        waiting = {id_: rank for id_, rank in self.promised.items() if id_ not in nodes or nodes[id_].after >= after}
+        return {**waiting, **self.ranks}
 
 
 class NodeRecords:

@@ -128,9 +128,9 @@ def test_what_makes_a_node_unfit(code, why):
 def test_our_own_check_gets_no_settings_that_the_agent_has_accepted(given):
     """Without --shutdown-timeout=15 and --rdzv-conf=hang=on, as the agent has them, these contradict each other."""
     environ = {"PATH": "/bin", "ELASTIC_EXT_PLATFORM_GRACE": "20", "ELASTIC_EXT_HANG": "off", "ELASTIC_EXT_HANG_TIMEOUT": "60"}
-    command, left = launch.own_check(Settings(**given), environ)
+    command, left = launch.own_check(Settings(**given), environ, 8)
     assert command.endswith("doctor --preflight --alone")
-    assert left.pop("PATH") == "/bin"
+    assert (left.pop("PATH"), left.pop("LOCAL_WORLD_SIZE")) == ("/bin", "8")
     read: list[Settings] = []
     assert check_settings("", left, read).state == OK
     assert (read[0].local_dir, len(left)) == (given.get("local_dir"), len(given))

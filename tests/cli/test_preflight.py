@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,14 +20,22 @@ from elastic_ext.cli import FAIL, OK, WARN, Finding, preflight, preflight_probe
 from elastic_ext.cli.preflight_figures import (
     BANDWIDTH,
     COPY,
+    DEVICES,
     DISK,
     LATENCY,
     MATMUL,
     MEASURES,
+    NODE,
+    OTHERS,
     PROCESS,
+    SETTINGS,
     STORAGE,
+    DevicesSeen,
     Figure,
+    bad_node,
+    devices_missing,
     judged,
+    listed_devices,
     outliers,
     tournament,
 )
@@ -88,7 +97,70 @@ def test_only_devices_of_one_model_are_compared():
 def test_a_wrong_result_is_a_failure_and_a_busy_device_is_not():
     wrong = the_finding([device(0, 400.0), device(1, None, error="the product of two matrices is wrong")])
     assert (wrong.state, wrong.detail) == (FAIL, "n1 cuda:1: the product of two matrices is wrong")
-    assert the_finding([device(0, None, error="out of memory", grave=False)]).state == WARN
+    assert the_finding([device(0, None, error="out of memory", blame=OTHERS)]).state == WARN
+
+
+@pytest.mark.parametrize(
+    ("figures", "states", "bad"),
+    [
+        ([device(0, 400.0), device(1, 100.0)], [FAIL], True),
+        ([device(0, 400.0), device(1, 100.0, blame=OTHERS)], [WARN], False),  # shared with another process: slow, not broken
+        ([device(0, 400.0), device(1, None, error="out of memory", blame=OTHERS)], [WARN], False),
+        ([device(0, None, error="wrong"), Figure(DISK, ("n1",), "/x", "local_dir", None, "", SETTINGS)], [FAIL, FAIL], True),
+        ([Figure(DISK, ("n1",), "/x", "local_dir", None, "Permission denied", SETTINGS)], [FAIL], False),
+        ([Figure(DISK, ("n1",), "/x", "local_dir", None, "Input/output error")], [FAIL], True),
+        ([Figure(DISK, (node,), "/x", "local_dir", rate) for node, rate in (("a", 900.0), ("b", 9.0))], [WARN], False),
+    ],
+)
+def test_only_its_own_hardware_makes_a_node_bad(figures, states, bad):
+    assert [found.state for found in judged(figures)] == states
+    assert bad_node(figures) == bad
+
+
+def test_a_slow_device_that_is_shared_says_so():
+    found = the_finding([device(0, 400.0), device(1, 100.0, blame=OTHERS)])
+    assert found.detail.endswith("(limit: 1.5 times), and other processes use it")
+
+
+@pytest.mark.parametrize(
+    ("seen", "text", "blame"),
+    [
+        (DevicesSeen(8, 8, 8, None), None, ""),
+        (DevicesSeen(0, 0, 8, None), None, ""),  # a node that computes on its processor
+        (DevicesSeen(8, 0, 8, None), None, ""),  # devices of another vendor
+        (DevicesSeen(8, 8, 1, None), None, ""),
+        (DevicesSeen(7, 8, 8, None), "torch can use 7, and /dev has 8", NODE),
+        (DevicesSeen(7, 8, 1, None), "torch can use 7, and /dev has 8", NODE),
+        (DevicesSeen(7, 7, 8, None), "torch can use 7, and the workers of this node need 8", NODE),  # gone since the last boot
+        (DevicesSeen(0, 8, 8, None, "Error 802: not ready"), "torch can use none, and /dev has 8: Error 802: not ready", NODE),
+        (DevicesSeen(0, 8, 8, None, "The NVIDIA driver on your system is too old"), "too old", OTHERS),  # so on every node
+        (DevicesSeen(2, 8, 4, 2), None, ""),  # workers are to share two
+        (DevicesSeen(0, 8, 8, 0), None, ""),  # none are to be used
+        (DevicesSeen(1, 8, 2, 2), "torch can use 1, and the variable of visible devices lists 2", NODE),
+        (DevicesSeen(0, 0, 2, 2), "lists 2", OTHERS),  # nothing shows that there was one
+    ],
+)
+def test_devices_that_are_missing_are_noticed(seen, text, blame):
+    found = devices_missing(seen)
+    assert (found is None) == (text is None)
+    if found is not None:
+        assert found[0].endswith(text)
+        assert found[1] == blame
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0, 2,-1,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-9a1b"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2", "HIP_VISIBLE_DEVICES": "1"}, 1),
+    ],
+)
+def test_devices_that_the_environment_lists(environ, count):
+    assert listed_devices(environ) == count
 
 
 @pytest.mark.parametrize(("latency_us", "state"), [(35.0, OK), (105.0, OK), (250.0, FAIL)])
@@ -136,9 +208,10 @@ def test_a_finding_of_many_is_one_screen():
 
 
 def test_each_measure_has_a_finding_in_order():
-    figures = [Figure(measure, ("a",), "x", "", 1.0) for measure in reversed(MEASURES) if measure != PROCESS]
-    assert [found.name for found in judged(figures)] == [measure.title for name, measure in MEASURES.items() if name != PROCESS]
-    assert all(measure.factor > 1 for name, measure in MEASURES.items() if name != PROCESS)
+    compared = {name: measure for name, measure in MEASURES.items() if name not in (PROCESS, DEVICES)}
+    figures = [Figure(name, ("a",), "x", "", 1.0) for name in reversed(compared)]
+    assert [found.name for found in judged(figures)] == [measure.title for measure in compared.values()]
+    assert all(measure.factor > 1 for measure in compared.values())
 
 
 @pytest.mark.parametrize("players", range(10))
@@ -188,22 +261,70 @@ def test_where_is_written_to(tmp_path):
     assert preflight._task(Settings(checkpoint_dir="s3://bucket/x"), False, {"NODE": "2"}).together
 
 
+@pytest.mark.parametrize(("given", "workers"), [("8", 8), ("", 0), ("x", 0)])
+def test_how_many_workers_need_a_device(monkeypatch, given, workers):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    assert preflight._task(Settings(), True, {}).workers == workers
+
+
+def test_a_directory_that_cannot_be_looked_into_is_written_to(tmp_path, monkeypatch):
+    """Before, the error of the look ended the check with 1, so the node was bad. Root may look everywhere."""
+    stat = os.stat
+
+    def fails(path: object, **more: object) -> os.stat_result:
+        if str(path) == str(tmp_path / "closed" / "local"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **more)
+
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "stat", fails)
+    monkeypatch.setattr(os, "lstat", fails)
+    disks = preflight._task(Settings(local_dir=str(tmp_path / "closed" / "local")), True, {}).disks
+    assert disks["local_dir"] == str(tmp_path / "closed")
+
+
 @pytest.mark.parametrize(
-    ("error", "grave"),
+    ("number", "blame"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB"), False),
-        (RuntimeError("CUDA error: out of memory"), False),  # of a context, for which there is no room
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (errno.EACCES, SETTINGS),
+        (errno.ENOENT, SETTINGS),
+        (errno.ENOTDIR, SETTINGS),
+        (errno.ENOSPC, OTHERS),
+        (errno.EIO, NODE),
+        (errno.EROFS, NODE),
     ],
 )
-def test_a_device_that_has_no_room_is_busy_not_broken(monkeypatch, error, grave):
+def test_who_is_to_blame_for_a_disk(monkeypatch, number, blame):
+    def fails(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(preflight_probe.tempfile, "TemporaryFile", fails)
+    assert preflight_probe._disk_figure("n1", "local_dir", "/x").blame == blame
+
+
+@pytest.mark.parametrize(
+    ("error", "blame"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB"), OTHERS),
+        (RuntimeError("CUDA error: out of memory"), OTHERS),  # of a context, for which there is no room
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OTHERS),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), OTHERS),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), NODE),
+    ],
+)
+def test_a_device_that_has_no_room_is_busy_not_broken(monkeypatch, error, blame):
     def fails(*_: object) -> float:
         raise error
 
     for name in ("_tflops", "_copy_gb_s"):
         monkeypatch.setattr(preflight_probe, name, fails)
-    assert [figure.grave for figure in preflight_probe._device_figures("n1", "cpu", 1.0)] == [grave, grave]
+    assert [figure.blame for figure in preflight_probe._device_figures("n1", "cpu", 1.0)] == [blame, blame]
+
+
+def test_a_device_that_is_shared_is_measured_and_said_to_be():
+    for shared, blame in ((True, OTHERS), (False, NODE)):
+        figures = preflight_probe._device_figures("n1", "cpu", 0.01, shared)
+        assert [(figure.blame, figure.value is not None) for figure in figures] == [(blame, True)] * 2
 
 
 def test_a_device_whose_model_has_no_name_is_measured_all_the_same():
@@ -235,8 +356,8 @@ def test_a_machine_alone(tmp_path):
 
 
 @pytest.mark.full
-def test_a_disk_that_cannot_be_written_to_makes_a_node_unfit(tmp_path):
-    """By hand it is 78; as health_command, this node leaves with 69 before it starts a worker. Another one starts its workers."""
+def test_a_directory_that_cannot_be_written_to_is_no_bad_node(tmp_path):
+    """As health_command, this node leaves with 78 before it starts a worker. Another one starts its workers."""
     done = run([sys.executable, *PREFLIGHT, "--rdzv-conf=local_dir=/proc"], tmp_path)
     assert done.returncode == 78, done.all
     state, detail = checks(done.out)["disk writes"]
@@ -244,12 +365,12 @@ def test_a_disk_that_cannot_be_written_to_makes_a_node_unfit(tmp_path):
     assert "/proc: " in detail
 
     (tmp_path / "job.py").write_text("print('started')")
-    for local_dir, code in (("/proc", 69), (str(tmp_path / "local"), 0)):
+    for local_dir, code in (("/proc", 78), (str(tmp_path / "local"), 0)):
         conf = f"--rdzv-conf=health_command=preflight,checkpoint_dir={tmp_path}/checkpoints,local_dir={local_dir}"
         job = run([*AGENT, "--nproc-per-node=1", conf, "job.py"], tmp_path, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
         assert job.returncode == code, job.all
         assert ("started" in job.out) == (code == 0)
-        assert ("  fail  disk writes" in job.err) == (code == 69), job.err
+        assert ("  fail  disk writes" in job.err) == (code == 78), job.err
         assert "storage writes" not in job.err
 
 

@@ -270,6 +270,31 @@ def test_a_leader_wakes_between_assignments_and_header():
     assert few.leader() == "b"
 
 
+@pytest.mark.parametrize("names", ["abc", "abcd"], ids=["members", "a-new-one-too"])
+def test_a_leader_is_lost_between_assignments_and_header(names):
+    """The next one waits for its lease, and not also for assignments that were replaced. Ranks stay."""
+    few = Few("abc", Limits(2, 4, 5.0))
+    for name in names[3:]:
+        few.nodes[name] = few.add(name)
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "b asks for it")
+    few.until_broken()
+    lost: list[float] = []
+
+    def lose() -> None:
+        lost.append(few.world.now)
+        few.nodes["a"].kill()
+
+    few.nodes["a"].client.before("/job/round", lose)
+    for name in "abc":
+        few.nodes[name].ready(1)
+    few.until_round(2, names[1:])
+    assert few.world.now < lost[0] + TTL_S + 5.0
+    assert stored(few.world).nodes == len(names) - 1
+    seats = [decode(Assignment, few.client.get(KEYS.assignment(name)).kv.value, name).rank for name in names[1:]]
+    assert seats == list(range(len(names) - 1))
+    assert few.client.get(KEYS.assignment("a")).kv is None
+
+
 def test_a_leader_wakes_before_it_writes_assignments():
     """Those of the round that was sealed meanwhile stay."""
     few = Few("abc", Limits(2, 4, 5.0), joined=False)

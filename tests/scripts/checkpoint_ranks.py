@@ -215,6 +215,8 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     part.create = counted
     if "least_send_s" in args:
         pace.LEAST_SEND_S, mirror.FIRST_PAUSE_S = args["least_send_s"], mirror.MAX_PAUSE_S
+    if args.get("slow_network"):  # and no rate that was set
+        mirror.Mirror.send_s = lambda *_: 0.0
     mirror.PIECE = args.get("piece", mirror.PIECE)
     saver.saves.report_copied = lambda step, stall_s, every: tell(args, rank, step)
     training, checkpointer, position, wrong = begin(rank, world, args, memory_every=1)
@@ -383,7 +385,7 @@ def together(rank: int, world: int, args: dict) -> dict:
             checkpointer.snapshot(step, note=note)
         threading.Thread.start = threads
     checkpointer.close()
-    return {"step": position.step, "next": checkpointer._memory._next, "asked": asked[0]}
+    return {"step": position.step, "next": checkpointer._memory._schedule.due, "asked": asked[0]}
 
 
 def late_generation(rank: int, world: int, args: dict) -> dict:
@@ -454,7 +456,34 @@ def left_out(rank: int, world: int, args: dict) -> dict:
     ended.set()
     checkpointer.close()
     dist.barrier()
-    return {"next": checkpointer._memory._next}
+    return {"lost": checkpointer._memory._ranks.lost}
+
+
+def exchange_fails(rank: int, world: int, args: dict) -> dict:
+    """At the last copy rank 1 raises an error in the exchange of parts, or has not come to it before all have ended."""
+    training, ended, genuine = Training(rank, world), threading.Event(), mirror.Mirror.exchange
+
+    def exchange(*call: Any) -> None:
+        if rank == 1 and training.loader.step >= 3:
+            if args["error"]:
+                raise MemoryError("made up")
+            ended.wait(60)
+        genuine(*call)
+
+    mirror.Mirror.exchange = exchange
+    if not args["error"]:
+        pace.CLOSE_S = 0.5
+    checkpointer = training.checkpointer(args["directory"], memory_every=1, timeout=timedelta(seconds=args["timeout_s"]))
+    checkpointer.load()
+    for step in range(1, 4):
+        training.go_to(step)
+        checkpointer.snapshot(step)
+        if step < 3:
+            checkpointer._memory.wait()
+    checkpointer.close()
+    dist.barrier()
+    ended.set()
+    return {"due": checkpointer._memory._schedule.due}
 
 
 def stale_prune(rank: int, world: int, args: dict) -> dict:
@@ -661,9 +690,9 @@ def checkpointed(rank: int, world: int, args: dict) -> list[str]:
 TASKS = {
     task.__name__: task
     for task in (
-        *(calls, train, copy_to_memory, meter, averages, refused, together, slow_buffers, left_out, late_generation, stale_prune),
+        *(calls, train, copy_to_memory, meter, averages, refused, together, slow_buffers, left_out, exchange_fails),
         *(unsharded_gradients, go_back, wrong_steps, extra_of_rank_0, unforeseen, unreadable_manifest, refused_load),
-        *(alone, checkpointed),
+        *(late_generation, stale_prune, alone, checkpointed),
     )
 }
 
@@ -757,7 +786,7 @@ def run(request: dict) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     # A busy machine may take long; these tests count steps, and what is to be late is so in the order of events.
-    pace.BUFFERS_HOLD_S = pace.HOLD_S = saving.LATE_S = 600.0
+    pace.BUFFERS_HOLD_S = pace.HOLD_S = pace.CLOSE_S = saving.LATE_S = 600.0
     codecs.lookup("latin1")  # pickles need it, and another user may not reach Python's library
     logging.basicConfig(level=logging.INFO, format=f"%(process)d {logging.BASIC_FORMAT}")
     for line in sys.stdin:

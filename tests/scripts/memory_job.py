@@ -86,7 +86,7 @@ def await_copy(step: int) -> None:
 
 def main(steps: int, save_every: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    pace.HOLD_S = pace.BUFFERS_HOLD_S = pace.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
+    pace.HOLD_S = pace.CLOSE_S = pace.BUFFERS_HOLD_S = pace.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     act, first = json.loads(os.environ.get("ACT", "{}")), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

@@ -41,7 +41,7 @@ class Ballast:
 
 def main(path: str, size: int) -> None:
     faulthandler.dump_traceback_later(STUCK_S)
-    pace.HOLD_S = pace.BUFFERS_HOLD_S = pace.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
+    pace.HOLD_S = pace.CLOSE_S = pace.BUFFERS_HOLD_S = pace.LEAST_SEND_S = 600.0  # on a busy machine no copy is left out, either
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -119,6 +119,10 @@ class Mirror:
         """Whether this rank sends its next part."""
         return time.monotonic() >= self._paused_until
 
+    def send_s(self, size: int) -> float:
+        """Return what a part of this size takes to send at the rate that is set, in seconds; 0 without one."""
+        return size / self._bucket.rate if self._bucket.rate > 0 else 0.0
+
     def keep(self, name: str) -> None:
         """Take the buffers as earlier workers have left them; the next ones are made by `make_room`. Raises OSError.
 
@@ -145,11 +149,14 @@ class Mirror:
         coming = {each: buffers for each, buffers in self._buffers.items() if each in sent}
         # All receive before they send: ranks may send to each other in a circle.
         waits = [self._ranks.receive(piece, each) for each, to in coming.items() for piece in to.spare.tensor.split(PIECE)]
-        if rank in sent:
-            self._send(own.tensor, limit_s)
-        with self._ranks.communicating():
-            for wait in waits:
-                wait.wait()
+        try:
+            if rank in sent:
+                self._send(own.tensor, limit_s)
+            with self._ranks.communicating():
+                for wait in waits:
+                    wait.wait()
+        finally:
+            waits.clear()  # they would hold the group, and the other ranks in it, after an error
         self._kept = {each for each, buffers in coming.items() if _is_kept(buffers, name, reports[each].file)}
         found = self._ranks.all_gather(self._kept)  # and so no manifest says that a part is there before it is
         self._note(rank in found[self._keeping[rank]], own.size)

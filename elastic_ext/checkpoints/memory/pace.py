@@ -33,6 +33,7 @@ class Timing:
     commit_s: float | None = None  # the longest time from the end of the stall until a copy was committed; None before the first
     wait_s: float = 0.0  # what training has waited on average for the copy before
     age_s: float = 0.0  # since the workers' first step, so for how long the job has not failed
+    send_s: float = 0.0  # what its part takes to send to another node at the rate that is set; 0: no rate is, or no part
 
     @property
     def held_s(self) -> float:
@@ -48,10 +49,28 @@ def choose(asked: int | None, timings: Sequence[Timing], failures: int = 0) -> t
         timings: those of all ranks. The slowest copy and the shortest step count.
         failures: attempts in a row that failed. Each doubles the interval, so that they cost ever less.
     """
-    every, reason = (asked, f"memory_every={asked}") if asked is not None else _affordable(timings)
+    if asked is None:
+        every, reason = _affordable(timings)
+    elif too_often(asked, timings) > 1:
+        send_s, step_s = max(each.send_s for each in timings), min(each.step_s for each in timings if each.step_s)
+        every, reason = math.ceil(MARGIN * send_s / step_s), f"to send a part takes {send_s:.3g} s at memory_mb_s"
+    else:
+        every, reason = asked, f"memory_every={asked}"
     if not failures:
         return every, reason
     return every << min(failures, MAX_DOUBLINGS), f"{reason}; {failures} attempts in a row failed"
+
+
+def too_often(asked: int, timings: Sequence[Timing]) -> float:
+    """Return how many times faster parts would have to be sent to another node for a copy after every `asked` steps.
+
+    Above 1, each part would be given up before it is there, and no copy would be on another node. Else training waits for it at
+    most: what was asked for wins over what it costs.
+    """
+    steps = [each.step_s for each in timings if each.step_s]
+    if not steps:
+        return 0.0
+    return MARGIN * max(each.send_s for each in timings) / _send_limit_s(asked, min(steps))
 
 
 def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
@@ -60,7 +79,7 @@ def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
     if not steps or not measured:
         return FIRST_EVERY, "nothing is measured yet"
     step_s, slowest = min(steps), max(measured, key=lambda each: each.held_s)
-    commit_s = max((each.commit_s for each in timings if each.commit_s is not None), default=0.0)
+    commit_s = max(max(each.commit_s or 0.0, each.send_s) for each in timings)
     by_stall, by_commit = math.ceil(slowest.held_s / (SHARE * step_s)), math.ceil(MARGIN * commit_s / step_s)
     age_s = min(each.age_s for each in timings)
     by_age = math.ceil(min(math.sqrt(2 * slowest.held_s * age_s), slowest.held_s / LEAST_SHARE) / step_s)
@@ -75,9 +94,16 @@ def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
 
 
 LEAST_SEND_S = 2.0  # less would take any hiccup of the network for a slow one, where steps are short
+
+
+def _send_limit_s(every: int, step_s: float) -> float:
+    return max(LEAST_SEND_S, 2 * every * step_s)
+
+
 # The longest that training waits for a copy to be committed; after 60 s without progress a round counts as hung. Less than a part
 # may take to send: such a copy is committed while training goes on, and the next one is left out.
 HOLD_S = 20.0
+CLOSE_S = HOLD_S  # the longest that the end of training waits for the last copy; after that it is given up
 BUFFERS_HOLD_S = 2.0  # the longest that training waits for buffers; many gigabytes take longer
 
 
@@ -157,26 +183,75 @@ class StepTimes:
 class Schedule:
     """How often to copy."""
 
-    def __init__(self, asked: int | None, speaks: bool) -> None:
-        """asked: see `choose`. speaks: whether this rank writes to the log."""
-        self._asked, self._speaks = asked, speaks
+    def __init__(self, asked: int | None, speaks: bool, mb_s: float = 0.0) -> None:
+        """asked: see `choose`. speaks: whether this rank writes to the log. mb_s: the setting memory_mb_s."""
+        self._asked, self._speaks, self._mb_s = asked, speaks, mb_s
         self._logged: int | None = None  # what the log has said
+        self._warned = False
         self.every, _ = choose(asked, ())  # how many steps from one copy to the next, now
         self.first = True  # whether the next attempt is the first one since the ranks have begun
+        self.due: int | None = None  # step of the next copy; None: there will be none until the ranks begin again
         # Step of the last copy that was due, if this rank has left it out: other ranks may wait in it for this one.
         self.owes: int | None = None
+
+    def begins(self, due: int | None) -> None:
+        """Note that the ranks begin, all together, or that they cannot."""
+        self.due, self.first, self.owes = due, True, None
+
+    def takes(self, step: int, free: bool) -> bool:
+        """Return whether this step is to be copied. free: whether the last attempt was over a moment ago.
+
+        If not, the step is left out, though another rank may have found it over, and copy the step: then they find out that
+        they are apart. But if the attempt has ended since, what it has decided counts.
+        """
+        if self.due is None or step < self.due:
+            return False
+        if not free:
+            self.due, self.owes = step + self.every, step
+        return free
+
+    def copies(self, step: int) -> None:
+        """Note that an attempt begins."""
+        # After `begins` no rank has buffers, and this attempt only makes them. Until the next one is committed, parts of the copy
+        # that was loaded may be on one node only.
+        self.due = step + (1 if self.first else self.every)
+        self.first, self.owes = False, None
+
+    def ended(self, apart: int | None, missing: bool) -> None:
+        """Note how an attempt ended.
+
+        apart: see `CopyOutcome`. missing: whether a rank was at a load, or at its end: no other copy is made before all begin.
+        """
+        if missing:
+            self.due = self.owes = None
+        elif apart is not None:
+            self.due = apart + self.every
+            if (self.owes or 0) < self.due:  # what this rank has left out since, another one has brought into this attempt
+                self.owes = None
 
     def send_limit_s(self, timing: Timing) -> float:
         """Return how long it may take to send a part to another node, in seconds.
 
         The next copy waits for it, and so does training for a while. So it may take as long as two intervals: if that is not
-        enough, the next interval is longer, and so is the next limit.
+        enough, the next interval is longer, and so is the next limit. What the rate that is set costs is no surprise.
         """
-        return max(LEAST_SEND_S, 2 * self.every * (timing.step_s or 0.0))
+        return max(_send_limit_s(self.every, timing.step_s or 0.0), MARGIN * timing.send_s)
 
     def choose(self, timings: Sequence[Timing], failures: int) -> None:
         """Choose from the timings of all ranks. failures: attempts in a row that failed."""
         self.every, reason = choose(self._asked, timings, failures)
+        if self._asked is not None and self._speaks and not self._warned and (times := too_often(self._asked, timings)) > 1:
+            self._warned = True
+            logger.warning(
+                "copies in memory are made every %s steps, not every %s (memory_every): at memory_mb_s=%.3g a part takes %.3g s "
+                "to send to another node; for every %s steps, set memory_mb_s to %.3g or more",
+                self.every,
+                self._asked,
+                self._mb_s,
+                max(each.send_s for each in timings),
+                self._asked,
+                self._mb_s * times,
+            )
         much = self._logged is None or max(self.every, self._logged) > LOGGED_CHANGE * min(self.every, self._logged)
         if self._speaks and much and not failures:
             self._logged = self.every

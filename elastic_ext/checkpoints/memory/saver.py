@@ -142,6 +142,28 @@ def _put(tier: LocalTier, first: RankReport, kept: str, files: tuple[StoredFile,
     return None
 
 
+def _met(ranks: Ranks, limit_s: float) -> bool:
+    """Meet the ranks that are in `commit` for a copy that this one has left out; return whether all came in time.
+
+    In a thread, because a collective cannot be interrupted: it would wait for ranks that do not end up to the group's timeout.
+    """
+
+    def meet() -> None:
+        try:
+            ranks.all_gather(None)
+        except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
+            logger.debug("the last copy in memory is left as it is: %s", error)
+
+    meeting = threading.Thread(target=meet, name="memory-end", daemon=True)
+    try:
+        meeting.start()
+    except RuntimeError as error:  # no more threads, or the interpreter ends
+        logger.debug("the last copy in memory is left as it is: %s", error)
+        return True
+    meeting.join(limit_s)
+    return not meeting.is_alive()
+
+
 class CopyTrouble:
     """Why copies fail, logged when that begins, when it changes, and when it is over."""
 
@@ -187,8 +209,10 @@ class Attempt:
         self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
         return False
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, limit_s: float | None = None) -> bool:
+        """Wait until it is over, for so many seconds at most; return whether it is."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
 
 STEPS_AHEAD = 10  # that training may do while the ranks begin
@@ -198,23 +222,23 @@ class MemorySaver:
     """Copies the state of one rank. All ranks take the same steps, because each decision follows from what all have reported."""
 
     def __init__(
-        self, tier: LocalTier, limit: int, every: int | None, objects: Objects, ranks: Ranks, mirror: Mirror | None
+        self, tier: LocalTier, room: MemoryRoom, every: int | None, objects: Objects, ranks: Ranks, mirror: Mirror | None
     ) -> None:
         """
         Args:
-            limit: bytes for this rank's own parts.
+            room: its limit is for this rank's own parts, and again for those of others.
             every: see `pace.choose`.
             ranks: in a group of its own, because a thread uses it.
             mirror: None on a single node.
         """
         self._tier, self._objects, self._ranks, self._mirror = tier, objects, ranks, mirror
-        self._buffers = Buffers(tier.storage, ranks.rank, limit)
+        self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
         self._copying = Copying(objects.optimizers)
         self._times = StepTimes()
         self._trouble = CopyTrouble(ranks.rank == 0)
         self._attempt: Attempt | None = None  # the last one
-        self._schedule = Schedule(every, ranks.rank == 0)
-        self._next: int | None = None  # the step at which a copy is due; None: none will be
+        self._schedule = Schedule(every, ranks.rank == 0, room.rate / 1e6 * tier.nodes[tier.node])
+        self._deciding = threading.Lock()  # training leaves a copy out, or an attempt ends
         self._generation: int | None = None
 
     def begin(self, generation: int | None, kept: str = "", in_steps: int = 0) -> None:
@@ -227,7 +251,8 @@ class MemorySaver:
         """
         self.wait()
         self._copying.pin(())
-        self._next, self._generation, self._schedule.owes = None, generation, None
+        self._generation = generation
+        self._schedule.begins(None)
         self._trouble.in_a_row = 0  # a rank that has left out a copy knows of no failure, and all must choose the same interval
         self._buffers.kept = kept  # even if what follows fails: `has_generation` may follow
         if generation is None and self._ranks.rank == 0:
@@ -240,8 +265,9 @@ class MemorySaver:
         except RuntimeError as error:  # disk and training go on
             logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
         else:
-            self._schedule.first = True
-            self._next = last + in_steps if in_steps else 0
+            self._schedule.begins(last + in_steps if in_steps else 0)
+        if self._ranks.lost:
+            self._ranks.leave()
 
     def _prepare(self, kept: str) -> None:
         """Remove all copies but this one. Collective. Raises CheckpointError on all ranks; RuntimeError."""
@@ -286,7 +312,8 @@ class MemorySaver:
         """
         now = time.monotonic()
         self._times.step_ends(step, now)
-        if self._next is not None and self._generation is not None and step >= self._next and self._is_free(step, now):
+        due = self._schedule.due
+        if due is not None and self._generation is not None and step >= due and self._is_free(step, now):
             self._copy(step, accumulation, manifest, self._generation)
         self._times.goes_on(step, time.monotonic())
 
@@ -296,30 +323,28 @@ class MemorySaver:
             self._attempt.join()
 
     def close(self) -> None:
-        """Wait as `wait` does, and let go of the buffers. A copy that this rank has left out and others have not fails."""
-        self.wait()
-        if self._schedule.owes is not None and self._next is not None:
-            try:
-                self._ranks.all_gather(None)  # those that have not left it out are in `commit`, all others here
-            except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
-                logger.debug("the last copy in memory is left as it is: %s", error)
-        self._copying.pin(())
+        """Wait as `wait` does, for CLOSE_S at most, and let go of the buffers. A copy that only this rank has left out fails."""
+        deadline = time.monotonic() + pace.CLOSE_S
+        over = self._attempt is None or self._attempt.join(pace.CLOSE_S)
+        if over and self._schedule.owes is not None:
+            over = _met(self._ranks, max(0.0, deadline - time.monotonic()))
+        if over:
+            self._copying.pin(())
+        else:  # the buffers are in use
+            logger.warning("the last copy in memory is given up: it has not ended within %.3g s", pace.CLOSE_S)
 
     def _is_free(self, step: int, called: float) -> bool:
-        """Wait for the last attempt; return whether it is over, and this step is still to be copied."""
+        """Wait for the last attempt; return whether it is over, and this step is still to be copied.
+
+        It is not if the ranks can no longer communicate, or have copied different steps and go on together later.
+        """
         over = self._attempt is None or self._attempt.hold()
         self._times.waited(time.monotonic() - called)
-        if not over:
-            # Another rank may have found it over, and copy this step. Then they find out that they are apart.
-            self._next, self._schedule.owes = step + self._schedule.every, step
-        # Not if the ranks can no longer communicate, or have copied different steps and go on together later.
-        return over and self._next is not None and step >= self._next
+        with self._deciding:
+            return self._schedule.takes(step, over)
 
     def _copy(self, step: int, accumulation: int, manifest: Callable[[], Manifest], generation: int) -> None:
-        # After `begin` no rank has buffers, and this attempt only makes them. Until the next one is committed, parts of the copy
-        # that was loaded may be on one node only.
-        self._next = step + (1 if self._schedule.first else self._schedule.every)
-        self._schedule.first, self._schedule.owes = False, None
+        self._schedule.copies(step)
         name = directory_name(step, generation)
         began = time.monotonic()
         planned = buffer = failure = None
@@ -331,7 +356,7 @@ class MemorySaver:
             if self._buffers.fit(planned.size):
                 buffer = self._buffers.begin(name)
                 before_s = self._copying.device_stall_s() or 0.0  # known only now, so it counts with this copy
-                self._copying.start(step, *self._pairs(planned, buffer))
+                self._copying.start(step, *_pairs(self._objects, planned, buffer))
                 part.write_index(buffer.bytes, planned)
                 self._times.copied(time.monotonic() - began + before_s)
         except Exception as error:  # noqa: BLE001  (training continues; the thread notifies all ranks)
@@ -353,21 +378,12 @@ class MemorySaver:
         """The rank's number on its node, and how many ranks the node has."""
         return self._ranks.rank - sum(self._tier.nodes[: self._tier.node]), self._tier.nodes[self._tier.node]
 
-    def _pairs(self, planned: Planned, buffer: Buffer) -> tuple[list[Pair], list[Pair]]:
-        """Return (what changes only in an optimizer step, the rest)."""
-        parameters = set(parameter_names(self._objects.model).values())
-        resting: list[Pair] = []
-        moving: list[Pair] = []
-        for path, tensor in planned.tensors.items():
-            target = part.view(buffer.tensor, planned.places[path])
-            (resting if _rests(path, parameters) else moving).append((target, tensor))
-        return resting, moving
-
     # In the thread.
 
     def _run(self, report: RankReport, planned: Planned | None, buffer: Buffer | None) -> None:
         began = time.monotonic()
         report = self._completed(report, planned, buffer)
+        outcome = makes_room = None
         try:
             exchange = partial(self._exchange, report, buffer)
             outcome = commit(self._tier, self._buffers.kept, report, self._ranks, exchange)
@@ -376,20 +392,13 @@ class MemorySaver:
                 remove_others(self._tier, report.name, self._ranks)
         except Exception as error:  # noqa: BLE001  (the top of a thread; as a rule another rank has died, and the agent acts)
             logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
-            self._next = None
+            outcome = None
+        if outcome is None:  # not before the error is forgotten, with the calls that hold the group
+            with self._deciding:
+                self._schedule.begins(None)
+            self._ranks.leave()
             return
-        if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that
-            self._trouble.note(outcome.failure)
-        if outcome.failure is not None:
-            saves.report_copy_failed()
-        self._schedule.choose([each.timing for each in outcome.reports], self._trouble.in_a_row)
-        self._times.made_buffers = not outcome.committed and outcome.failure is None
-        makes_up = len(outcome.reports) < self._ranks.world
-        if outcome.apart is not None:
-            self._next = due = outcome.apart + self._schedule.every
-            makes_up = makes_up or (self._schedule.owes or 0) < due
-        if makes_up:  # what this rank has left out since, another one has brought into this attempt
-            self._schedule.owes = None
+        self._note(outcome)
         if outcome.committed:
             self._buffers.committed(report.name)
             if self._mirror is not None:
@@ -400,6 +409,17 @@ class MemorySaver:
             saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
         if self._mirror is not None and len(outcome.reports) == self._ranks.world and not self._buffers.keeps_others:
             self._mirror.make_room(outcome.reports)
+
+    def _note(self, outcome: CopyOutcome) -> None:
+        """Report how an attempt ended, and decide when the next one is due."""
+        if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that
+            self._trouble.note(outcome.failure)
+        if outcome.failure is not None:
+            saves.report_copy_failed()
+        with self._deciding:
+            self._schedule.choose([each.timing for each in outcome.reports], self._trouble.in_a_row)
+            self._schedule.ended(outcome.apart, len(outcome.reports) < self._ranks.world)
+        self._times.made_buffers = not outcome.committed and outcome.failure is None
 
     def _make_second(self, capacity: int) -> None:
         """Make the buffer for which there is room only now. If there is none, the next attempt reports that to all ranks."""
@@ -419,15 +439,21 @@ class MemorySaver:
                 capacity = self._buffers.size_for(planned)
                 self._buffers.allocate(capacity)
                 self._copying.pin(self._buffers.tensors())
-                return replace(report, capacity=capacity)
+                return self._timed(replace(report, capacity=capacity))
             self._copying.finish()
             self._copying.pin(self._buffers.tensors())
             file = StoredFile(memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
-            report = replace(report, file=file, common=checksum_of(repr(planned.common).encode()), capacity=buffer.size)
+            common = checksum_of(repr(planned.common).encode())
+            report = self._timed(replace(report, file=file, common=common, capacity=buffer.size))
             mirror = self._mirror
             return report if mirror is None else replace(report, sends=mirror.sends, takes=mirror.ready())
         except Exception as error:  # noqa: BLE001  (all ranks learn of it)
             return replace(report, failure=failure_of(error, self._ranks.rank))
+
+    def _timed(self, report: RankReport) -> RankReport:
+        """Return the report with what the part will take to send, unless the others do not wait so long for it."""
+        send_s = self._mirror.send_s(report.capacity) if self._mirror is not None else 0.0
+        return replace(report, timing=replace(report.timing, send_s=send_s if send_s < self._ranks.timeout_s / 2 else 0.0))
 
     def _exchange(self, report: RankReport, buffer: Buffer | None, reports: Sequence[RankReport]) -> None:
         """Have the part kept on another node, and keep those of others."""
@@ -456,7 +482,18 @@ def make(
     if len(tier.nodes) > 1:
         first = [domains[tiers.ranks_of(tier.nodes, node)[0]] for node in range(len(tier.nodes))]
         mirror = Mirror(tier, keeping_ranks(tier.nodes, first), room.limit, room.rate, own)
-    return MemorySaver(tier, room.limit, every, objects, own, mirror)
+    return MemorySaver(tier, room, every, objects, own, mirror)
+
+
+def _pairs(objects: Objects, planned: Planned, buffer: Buffer) -> tuple[list[Pair], list[Pair]]:
+    """Return (what changes only in an optimizer step, the rest)."""
+    parameters = set(parameter_names(objects.model).values())
+    resting: list[Pair] = []
+    moving: list[Pair] = []
+    for path, tensor in planned.tensors.items():
+        target = part.view(buffer.tensor, planned.places[path])
+        (resting if _rests(path, parameters) else moving).append((target, tensor))
+    return resting, moving
 
 
 def _rests(path: Path, parameters: set[str]) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory.tiers import manifest_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
 from elastic_ext.checkpoints.local_tier import LocalTier
@@ -363,7 +364,7 @@ class Saved:
         self.batch = torch.randn(64, 256, device=device)
         self.tier = LocalTier(open_storage(str(folder)), (1,), 0, True)
         self.ranks = Ranks(timedelta(seconds=60))
-        self.saver = MemorySaver(self.tier, 1 << 30, 1, self.objects, self.ranks, None)
+        self.saver = MemorySaver(self.tier, MemoryRoom("", 1 << 30), 1, self.objects, self.ranks, None)
         self.saver.begin(1)
 
     def fresh(self) -> Objects:

@@ -114,9 +114,22 @@ def test_a_slow_network_delays_no_copy_for_long(tmp_path: Path, groups: RankGrou
     """A part takes longer than it may, and the next ones are not sent, but committed all the same. To send 1 MB takes an hour."""
     hosts = Hosts(tmp_path, groups, [1, 1])
     rate = {"ELASTIC_EXT_MEMORY_MB_S": "0.4" if piece > 4096 else "0.0003"}
-    hosts.run(8, args={"least_send_s": 0.05, "piece": piece}, each=[rate] * 2)
+    hosts.run(8, args={"least_send_s": 0.05, "piece": piece, "slow_network": True}, each=[rate] * 2)
     name = hosts.newest()
     assert order_of(name) == (1, 8)
     assert hosts.parts(name) == [[memory_file(0)], [memory_file(1)]]
     told = groups.stderr.read_text()
     assert [told.count(f"of rank {rank} {ALONE}, as rank {1 - rank} gets them too slowly") for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.full
+def test_a_rate_that_is_too_low_for_the_interval_makes_copies_rarer(tmp_path: Path, groups: RankGroups) -> None:
+    """A part takes longer than two intervals: it is sent all the same, and the next copy is due later."""
+    hosts = Hosts(tmp_path, groups, [1, 1])
+    hosts.run(8, args={"least_send_s": 0.05, "piece": 4096}, each=[{"ELASTIC_EXT_MEMORY_MB_S": "0.02"}] * 2)
+    name = hosts.newest()
+    assert hosts.parts(name) == [[memory_file(0), memory_file(1)]] * 2
+    assert order_of(name)[1] < 8
+    logged = groups.stderr.read_text()
+    assert logged.count("(memory_every): at memory_mb_s=0.02 a part takes ") == 1
+    assert ALONE not in logged

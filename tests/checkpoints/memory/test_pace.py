@@ -8,8 +8,11 @@ from elastic_ext.checkpoints.memory.pace import (
     BUFFERS_HOLD_S,
     FIRST_EVERY,
     HOLD_S,
+    LEAST_SEND_S,
     LEAST_SHARE,
+    MARGIN,
     SHARE,
+    Schedule,
     StepTimes,
     Timing,
     choose,
@@ -61,6 +64,74 @@ def test_the_age_of_a_job_is_the_time_that_its_workers_train():
 def test_what_was_asked_for_wins_over_what_it_costs():
     assert choose(3, (Timing(1.0, 100.0, 100.0),))[0] == 3
     assert choose(3, ())[1] == "memory_every=3"
+
+
+@pytest.mark.parametrize(
+    ("asked", "send_s", "every"),
+    [
+        (10, 0.0, 10),
+        (10, 16.0, 10),  # training waits for it, as was asked for
+        (10, 16.1, 21),
+        (10, 600.0, 750),
+        (1, 1.6, 1),
+        (None, 600.0, 750),
+    ],
+)
+def test_a_part_has_the_time_that_it_takes_to_send(asked, send_s, every):
+    timings = [Timing(1.0, 0.001, send_s=send_s), Timing(1.1, 0.001)]
+    assert choose(asked, timings)[0] == (every if send_s or asked else 1)
+    schedule = Schedule(asked, False)
+    schedule.choose(timings, 0)
+    assert schedule.send_limit_s(timings[0]) >= max(LEAST_SEND_S, MARGIN * send_s)
+
+
+def test_one_warning_says_which_rate_an_interval_needs(caplog):
+    schedule = Schedule(10, True, 5.0)
+    for _ in range(3):
+        schedule.choose([Timing(None, send_s=600.0)], 0)  # no step is measured
+        schedule.choose([Timing(1.0, 0.001, send_s=600.0)], 0)
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert line == (
+        "copies in memory are made every 750 steps, not every 10 (memory_every): at memory_mb_s=5 a part takes 600 s to send to "
+        "another node; for every 10 steps, set memory_mb_s to 188 or more"
+    )
+    faster = Schedule(10, True, 188.0)
+    faster.choose([Timing(1.0, 0.001, send_s=600.0 * 5 / 188)], 0)
+    assert faster.every == 10
+
+
+def begun(due: int = 1) -> Schedule:
+    schedule = Schedule(1, False)
+    schedule.begins(due)
+    return schedule
+
+
+@pytest.mark.parametrize("first", ["attempt", "training"])
+@pytest.mark.parametrize(("apart", "missing", "due"), [(4, False, 5), (None, True, None)])
+def test_a_rank_owes_nothing_if_the_attempt_ends_as_it_leaves_a_copy_out(first, apart, missing, due):
+    """Whichever thread is first. Else it would wait at the end for ranks that wait for nothing."""
+    schedule = begun()
+    schedule.copies(1)
+    schedule.copies(3)
+    if first == "training":
+        assert not schedule.takes(4, free=False)
+        assert schedule.owes == 4
+    schedule.ended(apart, missing)
+    if first == "attempt":
+        assert not schedule.takes(4, free=False)
+    assert (schedule.due, schedule.owes) == (due, None)
+
+
+def test_a_rank_owes_a_copy_that_it_leaves_out_until_it_makes_one():
+    schedule = begun()
+    schedule.copies(1)
+    assert not schedule.takes(1, free=True)  # not due yet
+    assert not schedule.takes(2, free=False)
+    schedule.ended(None, missing=False)
+    assert (schedule.due, schedule.owes) == (3, 2)
+    assert schedule.takes(3, free=True)
+    schedule.copies(3)
+    assert schedule.owes is None
 
 
 def test_a_copy_that_is_not_committed_never_makes_a_round_look_hung():

@@ -102,7 +102,6 @@ CALLS, CALL_SECONDS = labelled("etcd_calls_total"), labelled("etcd_call_seconds_
 MEAN, MEDIAN = "worker:elastic_ext_worker_step_seconds:mean5m", "run:elastic_ext_worker_step_seconds:median5m"
 FAILED_SAVES = "run:elastic_ext_checkpoint_failures:ratio_increase30m"
 FAILED_IN_MEMORY = "run:elastic_ext_memory_failures:ratio_increase30m"
-WITH_RANK = f"* on (run_id, {AGENT}, local_rank) group_left (rank, gpu_uuid) {labelled('worker_info')}"
 GOODPUT = labelled("goodput_seconds_total")
 
 

@@ -137,6 +137,7 @@ def test_told_to_leave_a_node_saves_first(tmp_path):
     ((step,),) = steps_saved(tmp_path, 0, 1)
     assert int(step) > 0
     assert "checkpoint before leaving: saved" in done.err
+    assert "stopped by SIGTERM" in done.err
 
 
 @pytest.mark.full

@@ -88,19 +88,12 @@ def test_options_that_cannot_be(argv):
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--nproc-per-node=0", "ok.py"], "expected 1 worker or more"),
-        (["no_such.py"], "the script 'no_such.py' does not exist"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_78_and_nothing_is_started(tmp_path, argv, said):
+def test_wrong_usage_is_one_line_and_78_and_nothing_is_started(tmp_path):
     (tmp_path / "ok.py").write_text("print('started')")
-    job = run([*AGENT, *argv], tmp_path)
+    job = run([*AGENT, "--nproc-per-node=0", "ok.py"], tmp_path)
     assert job.returncode == 78, job.all
     (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
-    assert said in line
+    assert "expected 1 worker or more" in line
     assert "Traceback" not in job.err
     assert "started" not in job.out
 
@@ -143,15 +136,6 @@ def test_slurm_says_that_the_user_ends_the_job(tmp_path):
         job.wait_for(r"\"rank\"")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish().returncode == 130, job.err
-
-
-@pytest.mark.seam
-def test_a_signal_ends_the_job(tmp_path):
-    with Job([*AGENT, "--nproc-per-node=1", PLAIN, "hang:0"], tmp_path, forks=False) as job:
-        job.wait_for(r"\"rank\"")
-        job.process.terminate()
-        assert job.finish().returncode == 75
-        assert "stopped by SIGTERM" in job.err
 
 
 @pytest.mark.seam

@@ -125,7 +125,6 @@ def test_pet_variables_choose_the_backend(tmp_path):
     chosen = {"PET_RDZV_BACKEND": "ext_c10d", "PET_RDZV_ENDPOINT": "localhost:0", "PET_NPROC_PER_NODE": "2"}
     assert run([*TORCHRUN, str(script)], tmp_path, forks=False, **chosen).out == "told\ntold\n"
     assert run([*STOCK, str(script)], tmp_path, forks=False).out == "stock\n"
-    assert run([*EXT, str(script)], tmp_path, forks=False).out == "told\n"
 
 
 def test_loading_the_entry_point_imports_no_torch():
@@ -143,19 +142,12 @@ def test_loading_the_entry_point_imports_no_torch():
     assert not loaded & {"torch", "numpy", "grpc", "etcd3", "fsspec", "prometheus_client", "asyncio", "socket"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--rdzv-conf=checkpont_dir=/x"], "unknown setting 'checkpont_dir' in --rdzv-conf: did you mean 'checkpoint_dir'?"),
-        (["--rdzv-conf=stop_grace=31"], "stop_grace=31 must not be more than --shutdown-timeout=30"),
-    ],
-)
-def test_wrong_usage_under_torchrun(tmp_path, arguments, said):
+def test_wrong_usage_under_torchrun(tmp_path):
     script = tmp_path / "ok.py"
     script.write_text("print('started')")
-    job = run([*EXT, *arguments, str(script)], tmp_path)
+    job = run([*EXT, "--rdzv-conf=stop_grace=31", str(script)], tmp_path)
     assert job.returncode == 78, job.all
     (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
-    assert said in line
+    assert "stop_grace=31 must not be more than --shutdown-timeout=30" in line
     assert "started" not in job.out
     assert "Traceback" not in job.err

@@ -23,20 +23,18 @@ def agent(at: str, number: signal.Signals, *watched: str) -> list[str]:
     return [sys.executable, str(SCRIPTS / "told_at.py"), at, number.name, ",".join(watched), "--", "--nproc-per-node=1"]
 
 
-def test_while_the_round_of_a_job_that_is_done_is_closed(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("print('trains')")
-    done = run([*agent("agent.round:RunningRound.close", signal.SIGTERM, FINISH), "job.py"], tmp_path)
-    assert done.returncode == 75, done.all
-    assert f"enters {FINISH}" in done.out
-
-
-def test_while_the_standbys_of_a_job_that_is_done_are_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "watched"),
+    [("agent.round:RunningRound.close", FINISH), ("agent.companions:WarmStarts.close", COPIES)],
+    ids=["round", "standbys"],
+)
+def test_while_a_job_that_is_done_is_closed(tmp_path: Path, at: str, watched: str) -> None:
     """What is not copied yet is at least named."""
     (tmp_path / "job.py").write_text("print('trains')")
     where = {"ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "remote"), "ELASTIC_EXT_LOCAL_DIR": str(tmp_path / "local")}
-    done = run([*agent("agent.companions:WarmStarts.close", signal.SIGTERM, COPIES), "job.py"], tmp_path, **where)
+    done = run([*agent(at, signal.SIGTERM, watched), "job.py"], tmp_path, **where)
     assert done.returncode == 75, done.all
-    assert f"enters {COPIES}" in done.out
+    assert f"enters {watched}" in done.out
 
 
 def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> None:

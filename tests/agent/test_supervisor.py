@@ -14,7 +14,7 @@ from elastic_ext.agent.launch import start_line
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from tests.failures.test_sources import memory_group
-from tests.jobs import AGENT, EXT, SCRIPTS, TORCHRUN, Job, run, wait_gone
+from tests.jobs import AGENT, EXT, SCRIPTS, TORCHRUN, Job, run
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 PLAIN = str(SCRIPTS / "plain_job.py")
@@ -68,11 +68,13 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     script.write_text(
         "import logging, os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True)\n"
         "from elastic_ext.base import log_records; log_records.install()\n"
-        "logging.getLogger('elastic_ext.training').warning('seen'); os._exit(20 + int(n))"
+        "logging.getLogger('elastic_ext.training').warning('seen')\n"
+        "os.write(2, b'x' * 50_000 + b'\\nlast words\\n'); os._exit(20 + int(n))"
     )
     job = run([*EXT, "--rdzv-conf=node_name=n2", "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
     assert job.returncode == 1
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
+    assert job.err.index("last words") < job.err.index("rank 0 ended with exit code 20")
     assert "the budget of 1 restart (--max-restarts)" in job.err
     for line in ("WARNING elastic_ext .* supervises", "WARNING elastic_ext: seen", "ERROR elastic_ext: stop: "):
         assert re.search(rf"^[\d-]+ [\d:,]+ n2 {line}", job.err, re.MULTILINE), job.err
@@ -135,16 +137,6 @@ def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
     assert job.err.count("restart 1 of 1") == 2
 
 
-@pytest.mark.full
-def test_a_rule_of_the_user(tmp_path):
-    (tmp_path / "rules.toml").write_text('[[rule]]\nname = "nine"\nexit_code = 9\nkind = "data"\ndecision = "stop"\n')
-    script = tmp_path / "nine.py"
-    script.write_text("print('up', flush=True); import os; os._exit(9)")
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path, ELASTIC_EXT_RULES="rules.toml")
-    assert (job.returncode, job.out.count("up")) == (65, 1)
-    assert "the rule 'nine' of rules file rules.toml (kind data, rule nine)" in job.err
-
-
 @pytest.mark.seam
 def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path, forks=False)
@@ -156,20 +148,6 @@ def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_on
     assert '{}["missing"]' in tail
     assert "rank      : 1" in tail
     assert tail.rstrip().splitlines()[-1].startswith("===")
-
-
-@pytest.mark.full
-def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    torch.save({"step": 7}, tmp_path / "checkpoints" / "step_7.pt")
-    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'}"
-    job = run([*EXT, "--nproc-per-node=1", "--rdzv-id=job 1", "--max-restarts=1", conf, PLAIN, "kill:0"], tmp_path)
-    assert job.returncode == 0, job.all
-    (line,) = [line for line in job.err.splitlines() if "supervises this run" in line]
-    backend = rf"elastic_ext {re.escape(elastic_ext.__version__)} supervises this run: ext_c10d, run id job 1, "
-    found = rf"metrics http://127\.0\.0\.1:\d+, resumes from {tmp_path}/checkpoints/step_7\.pt, step 7$"
-    assert re.search(backend + found, line), line
-    assert "supervises" not in job.out
 
 
 @pytest.mark.parametrize(
@@ -252,15 +230,6 @@ def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
     }
     assert (run_dir / "attempt_1" / "0" / "stderr.log").read_text().endswith("NameError: boom\n")
     assert job.err.count("raise NameError('boom')") == 1  # torch's text, at the end
-
-
-@pytest.mark.seam
-def test_no_orphan_is_left_when_the_agent_is_killed(tmp_path):
-    with Job([*EXT, "--nproc-per-node=2", GLOO, "hang:0", "hang:1"], tmp_path) as job:
-        job.wait_for(r"\"rank\"", 2)
-        pids = [line["pid"] for line in reports(job.out)]
-        job.process.kill()
-        assert wait_gone(pids) == []
 
 
 @pytest.mark.seam
@@ -347,17 +316,24 @@ names = '''RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SI
 MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_ERROR_FILE OMP_NUM_THREADS
 TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_VISIBLE_DEVICES'''.split()
 sys.stdout.write(json.dumps({"rank": 0, **{name: os.environ.get(name) for name in names}}) + "\\n")
+sys.stderr.write("to err\\n")
 """
 
 
 @pytest.mark.seam
-def test_the_variables_of_torchrun_are_all_there(tmp_path):
+def test_variables_prefixes_tee_and_redirects_are_those_of_torchrun(tmp_path):
     script = tmp_path / "env.py"
     script.write_text(ENV_SCRIPT)
-    options = ["--nproc-per-node=2", "--role=trainer", "--max-restarts=4", "--rdzv-id=job7", str(script)]
-    job = run([*EXT, *options], tmp_path, forks=False, CUDA_VISIBLE_DEVICES="0,1")
+    options = ["--nproc-per-node=2", "--role=trainer", "--max-restarts=4", "--rdzv-id=job7"]
+    options += ["--log-dir=logs", "--redirects=1:3", "--tee=0:1", str(script)]
+    template = "[${role_name}${local_rank}|${rank}]: "
+    job = run([*EXT, *options], tmp_path, CUDA_VISIBLE_DEVICES="0,1", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=template)
     assert job.returncode == 0, job.all
-    found = sorted(reports(job.out), key=lambda line: line["RANK"])
+    assert job.out.count('[trainer0|0]: {"rank"') == job.all.count('{"rank"') == job.all.count("to err") == 1
+    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
+    assert (attempt / "1" / "stderr.log").read_text() == "to err\n"
+    found = [*reports(job.out), *reports((attempt / "1" / "stdout.log").read_text())]
+    assert len(found) == 2
     for rank, env in enumerate(found):
         expected = {
             "RANK": str(rank),
@@ -383,23 +359,6 @@ def test_the_variables_of_torchrun_are_all_there(tmp_path):
 
 
 @pytest.mark.seam
-def test_prefixes_tee_and_redirects(tmp_path):
-    script = tmp_path / "say.py"
-    script.write_text("import sys; print('to out'); print('to err', file=sys.stderr)")
-    job = run(
-        [*EXT, "--nproc-per-node=2", "--role=tr", "--log-dir=logs", "--redirects=1:3", "--tee=0:1", str(script)],
-        tmp_path,
-        TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[${role_name}${local_rank}|${rank}]: ",
-    )
-    assert job.returncode == 0, job.all
-    assert "[tr0|0]: to out" in job.out
-    assert job.all.count("to out") == 1
-    assert job.all.count("to err") == 1
-    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
-    assert (attempt / "1" / "stderr.log").read_text() == "to err\n"
-
-
-@pytest.mark.seam
 def test_record_and_the_launchers_own_error_file(tmp_path):
     """A scheduler that starts torchrun with TORCHELASTIC_ERROR_FILE gets the root cause of the worker, as with stock."""
     script = tmp_path / "recorded.py"
@@ -419,16 +378,14 @@ def test_modules_commands_and_the_switch(tmp_path):
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "tool.py").write_text("import sys; print('module', __name__, sys.argv[1:])")
+    (package / "tool.py").write_text("import sys; print('module', __name__, sys.argv[1:], open('/proc/self/cmdline').read())")
     job = run([*EXT, "--nproc-per-node=1", "-m", "pkg.tool", "a", "b"], tmp_path)
-    assert "module __main__ ['a', 'b']" in job.out, job.all
+    assert re.search(r"module __main__ \['a', 'b'\] .*bootstrap\.py", job.out), job.all
     job = run([*EXT, "--nproc-per-node=2", "--no-python", "sh", "-c", "echo command $RANK"], tmp_path)
     assert sorted(re.findall(r"command \d", job.out)) == ["command 0", "command 1"], job.all
     script = tmp_path / "who.py"
     script.write_text("import sys; print('orig', [part for part in open('/proc/self/cmdline').read().split('\\0')])")
-    on = run([*EXT, "--nproc-per-node=1", str(script)], tmp_path)
     off = run([*EXT, "--nproc-per-node=1", "--rdzv-conf=bootstrap=off", str(script)], tmp_path)
-    assert "bootstrap.py" in on.out
     assert "bootstrap.py" not in off.out
     assert "orig" in off.out
 
@@ -511,24 +468,32 @@ def test_run_path(tmp_path):
 
 @pytest.mark.seam
 def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
-    import torch
-
+    """What the agent says at its start, what each round gets, and that the first round's files are gone in the second."""
     checkpoints = tmp_path / "ckpt"
     checkpoints.mkdir()
+    torch.save({}, checkpoints / "step_6.pt")
     script = tmp_path / "resume.py"
     script.write_text(
-        "import os, torch\n"
+        "import json, os, torch\n"
         "env, n = os.environ, int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "run_dir = os.path.join(os.path.dirname(json.loads(env['ELASTIC_EXT_WORKER'])['stderr']), '..', '..')\n"
+        "print('kept', *(name for name in os.listdir(run_dir) if name.startswith('attempt_')), flush=True)\n"
         "print('resume', n, env.get('ELASTIC_EXT_RESUME_FROM'), env.get('ELASTIC_EXT_RESUME_STEP'), flush=True)\n"
         "if n == 0: torch.save({}, 'ckpt/step_7.pt'); open('ckpt/step_9.pt', 'wb').write(b'PK torn'); os._exit(9)\n"
     )
-    options = [f"--rdzv-conf=checkpoint_dir={checkpoints}", "--nproc-per-node=1", "--max-restarts=1", str(script)]
-    job = run([*EXT, *options], tmp_path)
+    options = ["--rdzv-id=job 1", f"--rdzv-conf=checkpoint_dir={checkpoints}", "--nproc-per-node=1", "--max-restarts=1"]
+    job = run([*EXT, *options, str(script)], tmp_path)
     assert job.returncode == 0, job.all
-    assert re.findall("resume .*", job.out) == ["resume 0  None", f"resume 1 {checkpoints}/step_7.pt 7"]
+    (line,) = [line for line in job.err.splitlines() if "supervises this run" in line]
+    backend = rf"elastic_ext {re.escape(elastic_ext.__version__)} supervises this run: ext_c10d, run id job 1, "
+    found = rf"metrics http://127\.0\.0\.1:\d+, resumes from {checkpoints}/step_6\.pt, step 6$"
+    assert re.search(backend + found, line), line
+    assert "supervises" not in job.out
+    assert re.findall("resume .*", job.out) == [f"resume 0 {checkpoints}/step_6.pt 6", f"resume 1 {checkpoints}/step_7.pt 7"]
+    assert re.findall("kept .*", job.out) == ["kept attempt_0", "kept attempt_1"]
     assert "step_9.pt" in job.err
     torch.load(checkpoints / "step_7.pt")
-    assert sorted(os.listdir(checkpoints)) == ["step_7.pt", "step_9.pt"]
+    assert sorted(os.listdir(checkpoints)) == ["step_6.pt", "step_7.pt", "step_9.pt"]
 
 
 @pytest.fixture
@@ -537,40 +502,18 @@ def group():
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("b'x' * (3 << 30)", "(kind host_memory, rule oom-killed)"),
-        ("os.kill(os.getpid(), 9)", "(kind unknown, rule killed)"),
-    ],
-)
-def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group, fault, told):
+def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group):
     """Agent and workers are in one control group, as in a container."""
     script = tmp_path / "eats.py"
-    script.write_text(f"import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    {fault}\n")
+    script.write_text(
+        "import os\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if attempt == '0': os.kill(os.getpid(), 9)\nif attempt == '1': b'x' * (3 << 30)\n"
+    )
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     job = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path)
     assert job.returncode == 0, job.all
-    assert told in job.err
-
-
-ROUND_FILES = """
-import json, os
-told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-run_dir = os.path.dirname(os.path.dirname(os.path.dirname(told["stderr"])))
-print("kept", attempt, sorted(name for name in os.listdir(run_dir) if name.startswith("attempt_")), flush=True)
-os._exit(attempt + 20 if attempt < 1 else 0)
-"""
-
-
-@pytest.mark.full
-def test_what_a_round_leaves_in_memory_goes_with_it(tmp_path):
-    script = tmp_path / "leaves.py"
-    script.write_text(ROUND_FILES)
-    job = run([*EXT, "--max-restarts=1", script], tmp_path)
-    assert job.returncode == 0, job.all
-    assert re.findall(r"kept (\d) (.*)", job.out) == [(str(attempt), f"['attempt_{attempt}']") for attempt in range(2)]
+    rules = re.findall(r"restart: .*\((kind .*)\)", job.err)
+    assert rules == ["kind unknown, rule killed", "kind host_memory, rule oom-killed"]
 
 
 # Logging swallows what a handler raises, and torch's exception for a signal is raised wherever the main thread is just then.

@@ -60,14 +60,19 @@ def test_the_full_evidence_of_the_specification(capsys, tmp_path):
 
 
 @pytest.mark.seam
-def test_the_command_needs_no_torch(tmp_path):
+def test_the_commands_need_no_torch(tmp_path):
     (tmp_path / "empty.json").write_text("{}")
-    program = "import sys; sys.modules['torch'] = None; from elastic_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "explain", str(tmp_path / "empty.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    plan = ["plan", "--nodes=2", "--mtbf-node-days=264", "--step=6s", "--state=5GB", "--storage=1GB/s"]
+    program = (
+        "import sys; sys.modules['torch'] = None; import elastic_ext.cli.requests, elastic_ext.rendezvous.connect\n"
+        f"from elastic_ext.cli.main import main; sys.exit(main(['explain', 'empty.json']) or main({plan}))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["id"] is None
-    assert json.loads(done.stdout)["decision"] == "restart"
+    told, _, planned = done.stdout.partition("\n")
+    assert (json.loads(told)["id"], json.loads(told)["decision"]) == (None, "restart")
+    assert "ETTR" in planned
 
 
 @pytest.mark.parametrize(

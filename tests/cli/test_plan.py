@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -111,12 +109,3 @@ def test_the_commands_of_the_page(capsys):
 def test_times_are_shown_with_a_unit_that_suits():
     shown = {0.0005: "0.5 ms", 1.5: "1.5 s", 130.0: "2.17 min", 9000.0: "2.5 h", 900_000.0: "10.4 d"}
     assert {seconds: plan._time(seconds) for seconds in shown} == shown
-
-
-@pytest.mark.seam
-def test_the_command_needs_no_torch():
-    program = "import sys; sys.modules['torch'] = None; from elastic_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "plan", *JOB]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "ETTR" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
-from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
+from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, run
 from tests.ports import free_port
 from tests.until import LIMIT_S
 
@@ -179,9 +178,3 @@ def refused(done: Finished, code: int, said: str) -> None:
     assert done.out == ""
     assert sum(line.startswith("elastic-ext") for line in done.err.splitlines()) == 1, done.err
     assert said in done.err
-
-
-@pytest.mark.seam
-def test_the_command_needs_no_torch():
-    program = "import sys; sys.modules['torch'] = None; import elastic_ext.cli.requests, elastic_ext.rendezvous.connect"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())

@@ -47,6 +47,10 @@ def job(header: Header = HEADER, **changes: object) -> JobStatus:
     return dataclasses.replace(base, **changes)
 
 
+def encoded(**reports: NodeReport) -> dict[str, NodeText]:
+    return {id_: NodeText(status_records.encode_report(each), 1) for id_, each in reports.items()}
+
+
 def built(found: JobStatus, own: Own | None = None, seen_s: float | None = None) -> Document:
     return job_status.build(Sources(found, "ext_etcd", own, lambda _: seen_s))
 
@@ -54,8 +58,7 @@ def built(found: JobStatus, own: Own | None = None, seen_s: float | None = None)
 def test_nodes_by_rank_with_ages_of_the_reader():
     spans, late = (RoundSpan(1, 9.0, 6.0), RoundSpan(2, 5.0)), Straggler("n1", 5, 0.021, 0.03, 0.064, 0.328)
     first = dataclasses.replace(REPORT, name="n0", node_rank=0, rounds=spans, stragglers=(late,))
-    reports = {"b": NodeText(status_records.encode_report(REPORT), 7), "a": NodeText(status_records.encode_report(first), 8)}
-    shown = built(job(reports=reports), seen_s=2.0)
+    shown = built(job(reports=encoded(b=REPORT, a=first)), seen_s=2.0)
     assert [(each.id, each.name, each.node_rank, each.saved_s, each.seen_s) for each in shown.nodes] == [
         ("a", "n0", 0, 5.0, 2.0),
         ("b", "n1", 1, 5.0, 2.0),
@@ -74,7 +77,7 @@ def test_why_replicas_are_not_compared_is_shown_once_for_all_nodes():
         id_: dataclasses.replace(REPORT, name=f"n{id_}", node_rank=rank, uncompared=why, state=state)
         for id_, (rank, why, state) in texts.items()
     }
-    shown = built(job(reports={id_: NodeText(status_records.encode_report(each), 1) for id_, each in reports.items()}))
+    shown = built(job(reports=encoded(**reports)))
     said = ["not compared on na and 1 more: no replicas", "not compared on nb: no room"]
     assert [each.why for each in shown.unknown if each.what == "replicas"] == said
     assert f"not known: replicas: {said[0]}" in "\n".join(printed(shown))
@@ -83,9 +86,7 @@ def test_why_replicas_are_not_compared_is_shown_once_for_all_nodes():
 def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
     first = dataclasses.replace(REPORT, name="n0", node_rank=0, step=500)
     spare = dataclasses.replace(REPORT, state="rendezvous", node_rank=0, round=1, step=3, steps_per_s=0.1)
-    shown = built(
-        job(reports={id_: NodeText(status_records.encode_report(each), 1) for id_, each in (("a", first), ("b", spare))})
-    )
+    shown = built(job(reports=encoded(a=first, b=spare)))
     assert [(each.id, each.node_rank) for each in shown.nodes] == [("a", 0), ("b", -1)]
     assert (shown.job.step, shown.job.steps_per_s) == (500, 2.0)
 
@@ -98,7 +99,7 @@ def test_what_a_node_told_a_while_ago_is_no_news(own, seen_s):
         id_: dataclasses.replace(REPORT, name=id_, node_rank=rank, state_s=ran_s, step=step, last_step_s=0.25)
         for id_, (rank, ran_s, step) in told.items()
     }
-    found = job(reports={id_: NodeText(status_records.encode_report(each), 1) for id_, each in reports.items()})
+    found = job(reports=encoded(**reports))
     shown = built(found, Own("a", reports["a"], Shared(Spent())) if own else None, seen_s=seen_s)
     assert [(each.id, each.step, each.last_step_s) for each in shown.nodes] == [("a", 98, 0.25), ("b", 74, 12.25)]
     assert [each.seen_s for each in shown.nodes] == [seen_s, None if seen_s is None else 12.0]
@@ -107,9 +108,7 @@ def test_what_a_node_told_a_while_ago_is_no_news(own, seen_s):
 
 def test_a_node_whose_workers_started_later_is_no_older():
     first, later = (dataclasses.replace(REPORT, name=id_, state_s=ran_s) for id_, ran_s in (("a", 9.0), ("b", 5.0)))
-    shown = built(
-        job(reports={"a": NodeText(status_records.encode_report(first), 1)}), Own("b", later, Shared(Spent())), seen_s=0.0
-    )
+    shown = built(job(reports=encoded(a=first)), Own("b", later, Shared(Spent())), seen_s=0.0)
     assert [(each.id, each.seen_s, each.last_step_s) for each in shown.nodes] == [("a", 0.0, 0.5), ("b", 0.0, 0.5)]
 
 
@@ -163,19 +162,14 @@ def test_a_job_that_all_agents_have_left_does_not_recover():
 @pytest.mark.parametrize(("round_", "state"), [(1, "starting"), (2, "recovering")])
 def test_a_round_whose_workers_do_not_run_yet(round_, state):
     header = dataclasses.replace(HEADER, round=round_)
-    reports = {id_: NodeText(status_records.encode_report(dataclasses.replace(REPORT, state="start")), 1) for id_ in ("a", "b")}
-    assert built(job(header, reports=reports)).job.state == state
+    starts = dataclasses.replace(REPORT, state="start")
+    assert built(job(header, reports=encoded(a=starts, b=starts))).job.state == state
 
 
 def test_the_slowest_step_counts():
     paces = {"a": 2.0, "b": 2.0, "c": 1.0}
-    reports = {
-        id_: NodeText(
-            status_records.encode_report(dataclasses.replace(REPORT, name=id_, steps_per_s=pace, step=int(70 * pace))), 1
-        )
-        for id_, pace in paces.items()
-    }
-    shown = built(job(reports=reports))
+    reports = {id_: dataclasses.replace(REPORT, name=id_, steps_per_s=pace, step=int(70 * pace)) for id_, pace in paces.items()}
+    shown = built(job(reports=encoded(**reports)))
     assert (shown.job.step, shown.job.steps_per_s, shown.job.saved_step, shown.job.saved_s) == (70, 1.0, 60, 3.0)
 
 

@@ -347,14 +347,8 @@ def test_space_is_free_again_after_deletes():
     assert run(store, get(b"a"), delete(b"b")).succeeded  # reads and deletes go on
     run(store, delete(b"a"))
     assert store.size == 0
-    run(store, put(b"b", b"123456789"))
-    assert store.size == 10
-
-
-def test_a_shorter_value_frees_space():
-    store = Keyspace(KeyspaceLimits(data_bytes=10))
     run(store, put(b"a", b"1234"))
-    run(store, put(b"a", b"1"))
+    run(store, put(b"a", b"1"))  # a shorter value
     assert store.size == 2
     run(store, put(b"b", b"1234567"))
     assert store.size == 10
@@ -424,13 +418,6 @@ def test_a_lease_ends_in_one_revision(store, end):
     assert refusal(run, store, put(b"x", lease=7)) == NO_LEASE
 
 
-def test_a_lease_without_keys_leaves_no_trace(store):
-    before = store.revision
-    store.grant(grant(7), 0)
-    store.revoke(revoke(7))
-    assert store.revision == before
-
-
 def test_all_leases_last_longer_after_a_pause(store):
     for lease, ttl_s in ((7, 10), (8, 20)):
         store.grant(grant(lease, ttl_s), 0.0)
@@ -447,36 +434,30 @@ def test_all_leases_last_longer_after_a_pause(store):
     assert content(store) == {}
 
 
-@pytest.mark.parametrize("after", [0, 8])
-def test_a_key_leaves_its_lease(store, after):
-    """A put with another lease, or without one, takes the key from the first."""
+@pytest.mark.parametrize(
+    ("then", "after"),
+    [
+        ([put(b"a", lease=7)], 7),
+        ([put(b"a", lease=8)], 8),
+        ([put(b"a")], 0),
+        ([delete(b"a"), put(b"a")], 0),
+    ],
+    ids=["kept", "another", "none", "deleted"],
+)
+def test_a_key_leaves_its_lease(store, then, after):
     store.grant(grant(7), 0)
     store.grant(grant(8), 0)
     run(store, put(b"a", lease=7), put(b"b", lease=7))
-    run(store, put(b"a", lease=after))
-    assert (keys_of(store, 7), keys_of(store, 8)) == ([b"b"], [b"a"] if after else [])
+    for operation in then:
+        run(store, operation)
+    leases = {7: [b"b"], 8: []}
+    leases.setdefault(after, []).insert(0, b"a")
+    assert (keys_of(store, 7), keys_of(store, 8)) == (leases[7], leases[8])
     store.revoke(revoke(7))
-    assert list(content(store)) == [b"a"]
-    assert store.range(ask(b"a")).kvs[0].lease == after
-
-
-def test_a_deleted_key_leaves_its_lease(store):
-    store.grant(grant(7), 0)
-    run(store, put(b"a", lease=7))
-    run(store, delete(b"a"))
-    run(store, put(b"a"))
-    assert keys_of(store, 7) == []
-    store.revoke(revoke(7))
-    assert content(store) == {b"a": b""}
-
-
-def test_a_kept_lease_keeps_its_key(store):
-    store.grant(grant(7), 0)
-    run(store, put(b"a", lease=7))
-    run(store, put(b"a", lease=7))
-    assert keys_of(store, 7) == [b"a"]
-    store.revoke(revoke(7))
-    assert content(store) == {}
+    assert [(kv.key, kv.lease) for kv in store.range(ask(ALL, ALL)).kvs] == ([(b"a", after)] if after != 7 else [])
+    before = store.revision
+    store.revoke(revoke(8))
+    assert store.revision == before + (after == 8)  # a lease without keys leaves no trace
 
 
 # History

@@ -1,7 +1,6 @@
 """entrypoints/train_ddp.py: one file, model_latest.pt, on shared storage or on each node's own disk."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.entrypoints.test_train_fsdp import imported
 from tests.jobs import AGENT, EXT, ROOT, Finished, Job, descendants, run
 from tests.ports import free_port
 
@@ -23,12 +23,7 @@ AT = re.compile(r"epoch (\d+) loss \S+ \((\S+)\)")
 
 @pytest.fixture(scope="module")
 def train() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_ddp", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(SCRIPT)
 
 
 def a_worker(job: Job) -> int:

@@ -86,8 +86,8 @@ def train() -> ModuleType:
     return imported()
 
 
-def imported() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_fsdp", SCRIPT)
+def imported(script: Path = SCRIPT) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -54,28 +55,18 @@ def test_tls_by_name_and_address(tls_server: EtcdServer, certificates: Certifica
 
 
 @pytest.mark.seam
-def test_wrong_ca(tls_server: EtcdServer, certificates: Certificates):
-    wrong = certificates.tls(client=True, ca="other-ca.crt")
-    with (
-        EtcdClient(tls_server.endpoint, tls=wrong) as client,
-        pytest.raises(TlsError, match=r"(?i)handshake failed.*check the CA"),
-    ):
-        client.get("a")
-
-
-@pytest.mark.seam
-def test_no_client_certificate_where_one_is_needed(tls_server: EtcdServer, certificates: Certificates):
-    with EtcdClient(tls_server.endpoint, tls=certificates.tls()) as client, pytest.raises(TlsError, match=r"client certificate"):
-        client.get("a")
-
-
-@pytest.mark.full
-def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Certificates):
-    tls = Tls(certificates.path("ca.crt"), certificates.path("client.crt"), certificates.path("client.key"), server_name="etcd0")
-    with (
-        EtcdClient(tls_server.endpoint, tls=tls) as client,
-        pytest.raises(TlsError, match=r"Hostname Verification|not in peer certificate"),
-    ):
+@pytest.mark.parametrize(
+    ("files", "server_name", "said"),
+    [
+        ({"client": True, "ca": "other-ca.crt"}, None, r"(?i)handshake failed.*check the CA"),
+        ({}, None, r"client certificate"),
+        ({"client": True}, "etcd0", r"Hostname Verification|not in peer certificate"),
+    ],
+    ids=["wrong CA", "no client certificate", "another host"],
+)
+def test_tls_that_fails(tls_server: EtcdServer, certificates: Certificates, files: dict, server_name: str | None, said: str):
+    tls = replace(certificates.tls(**files), server_name=server_name)
+    with EtcdClient(tls_server.endpoint, tls=tls) as client, pytest.raises(TlsError, match=said):
         client.get("a")
 
 

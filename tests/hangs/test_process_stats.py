@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import selectors
 import signal
@@ -24,9 +23,10 @@ from elastic_ext.hangs import detector, process_stats, sockets, unanswered
 from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates, StatFields
 from elastic_ext.hangs.watch import HangWatch, QuietWatch, Stall
-from elastic_ext.workers import progress_layout
+from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests import refusing
+from tests.hangs import rows
 from tests.until import LIMIT_S, until
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17  # linux/ptrace.h
@@ -343,9 +343,13 @@ one.join()
 """
 
 
+NO_PROMPT = PROMPT.replace("selector.register(0, selectors.EVENT_READ)", "")
+
+
 @pytest.mark.seam
-@pytest.mark.parametrize("code", [PDB, PROMPT])
-def test_who_waits_for_its_user_is_in_a_debugger(code):
+@pytest.mark.parametrize(("code", "debugged"), [(PDB, True), (PROMPT, True), (NO_PROMPT, False)])
+def test_who_waits_for_its_user_is_in_a_debugger(code, debugged):
+    """An event loop that has nothing to do with the terminal is none."""
     controller, terminal = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
@@ -354,25 +358,8 @@ def test_who_waits_for_its_user_is_in_a_debugger(code):
             text = b""
             while b"(Pdb)" not in text:
                 text += os.read(controller, 1000)
-            until(lambda: of(one.pid).debugged)  # from the prompt to the wait for an answer
-        finally:
-            one.kill()
-            os.close(controller)
-            os.close(terminal)
-
-
-@pytest.mark.seam
-def test_an_event_loop_that_has_nothing_to_do_with_a_terminal_is_no_debugger():
-    controller, terminal = os.openpty()
-    code = PROMPT.replace("selector.register(0, selectors.EVENT_READ)", "").replace("(Pdb)", "ready")
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, start_new_session=True
-    ) as one:
-        try:
-            assert one.stdout is not None
-            one.stdout.readline()
             until(lambda: all(state == "S" for state in process_stats._thread_states(one.pid)))
-            assert not of(one.pid).debugged
+            until(lambda: of(one.pid).debugged is debugged)  # from the prompt to the wait for an answer
         finally:
             one.kill()
             os.close(controller)
@@ -401,14 +388,9 @@ def watched(
 
 def note_steps(board: ProgressTable, pids: list[int], steps: int) -> None:
     """Write progress rows as of workers that have just made their last step."""
-    with open(board.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
-        for slot, pid in enumerate(pids):
-            for word, value in {
-                progress_layout.PID: pid,
-                progress_layout.STEPS: steps,
-                progress_layout.SIGN_NS: time.monotonic_ns() if steps else 0,
-            }.items():
-                words[slot * progress_layout.ROW_BYTES // 8 + word] = value
+    sign_ns = time.monotonic_ns() if steps else 0
+    for slot, pid in enumerate(pids):
+        rows.write(board.path, slot, {layout.PID: pid, layout.STEPS: steps, layout.SIGN_NS: sign_ns})
 
 
 def watched_until(watch: HangWatch, pids: list[int], stalled: bool, for_s: float) -> detector.Assessment:

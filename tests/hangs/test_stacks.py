@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import functools
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL
 from tests import refusing
+from tests.hangs import rows
 from tests.until import LIMIT_S, until
 
 # What a stack waits for.
@@ -327,10 +327,8 @@ def workers(
         for one in started:
             assert one.stdout is not None
             assert one.stdout.readline() == b"ready\n"
-        with open(table.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
-            for slot in range(len(scripts)):
-                for word, value in {layout.STEPS: 30, layout.GAPS: 30, layout.SIGN_NS: time.monotonic_ns()}.items():
-                    words[slot * layout.ROW_BYTES // 8 + word] = value
+        for slot in range(len(scripts)):
+            rows.write(table.path, slot, {layout.STEPS: 30, layout.GAPS: 30, layout.SIGN_NS: time.monotonic_ns()})
         yield table, [one.pid for one in started], files
     finally:
         for one in started:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import signal
@@ -22,9 +21,10 @@ from elastic_ext.hangs import unanswered
 from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.unanswered import Reachability, TcpConnection, Unanswered
 from elastic_ext.hangs.watch import QuietWatch
-from elastic_ext.workers import progress_layout
+from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
+from tests.hangs import rows
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job
 from tests.networks import SERVER, Network, network
 from tests.until import until
@@ -180,17 +180,10 @@ def told(reach: Reachability) -> str:
     return " ".join([*reach.addresses, *(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in reach.unanswered)])
 
 
-def note_steps(path: str, pid: int) -> None:
-    """Note three steps of this worker, the last one now. path: of a progress table."""
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
-        words[progress_layout.PID], words[progress_layout.STEPS] = pid, 3
-        words[progress_layout.SIGN_NS] = time.monotonic_ns()
-
-
 def claim(pid: int, path: str) -> Reachability:
     """Watch a worker that has done nothing since its third step, until the watch calls it quiet."""
     board = ProgressTable(path, 1)
-    note_steps(path, pid)
+    rows.write(path, 0, {layout.PID: pid, layout.STEPS: 3, layout.SIGN_NS: time.monotonic_ns()})
     unanswered.UNANSWERED_S, unanswered.RETRANSMISSIONS = 1.5, 3
     watch, pause = QuietWatch(board, {0: 7}, None), threading.Event()
     while watch.reach is None:

@@ -22,14 +22,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.http import gate, pages
+from elastic_ext.http import gate
 from elastic_ext.http import server as server_module
 from elastic_ext.http.gate import MAX_WAITING, Gate, Login, first, superfluous
 from elastic_ext.http.pages import CpuBudget, Page
 from elastic_ext.http.server import MetricsServer
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
-from elastic_ext.workers.progress import Progress
 from tests.etcd_server import Certificates
+from tests.http import serving as of_agent
 from tests.jobs import AGENT, Job
 from tests.jobs import Gate as JobGate
 from tests.ports import free_port
@@ -64,18 +63,10 @@ def nobody_is_cut_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 600.0)
 
 
-@contextlib.contextmanager
-def serving(certificates: Certificates, config: str, workers: int = 2, host: str = "127.0.0.1") -> Iterator[MetricsServer]:
+def serving(certificates: Certificates, config: str, host: str = "127.0.0.1") -> contextlib.AbstractContextManager[MetricsServer]:
     path = certificates.folder / "web.yml"
     path.write_text(config)
-    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1)) for rank in range(workers)]
-    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
-    shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status)
-    server = MetricsServer(shown, host, gate=Gate(str(path)))
-    try:
-        yield server
-    finally:
-        server.close()
+    return of_agent.serving(host, Gate(str(path)))
 
 
 def get(
@@ -131,14 +122,13 @@ def test_pages_need_the_password_and_probes_do_not(certificates: Certificates) -
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize(
-    "header",
-    ["Basic", "Basic !", "Basic YWxpY2U=", "Bearer YWxpY2U6cmlnaHQ=", "Basic /w==", "Basic \xff", "Basic YWxpY2U6cmlnaHQ"],
-)
-def test_what_is_no_login_is_refused(certificates: Certificates, header: str) -> None:
-    with serving(certificates, users()) as server, socket.create_connection(("127.0.0.1", server.port or 0)) as client:
-        client.sendall(f"GET /metrics HTTP/1.0\r\nauthorization: {header}\r\n\r\n".encode("latin-1"))
-        assert client.recv(100).startswith(b"HTTP/1.0 401 ")
+def test_what_is_no_login_is_refused(certificates: Certificates) -> None:
+    wrong = ["Basic", "Basic !", "Basic YWxpY2U=", "Bearer YWxpY2U6cmlnaHQ=", "Basic /w==", "Basic \xff", "Basic YWxpY2U6cmlnaHQ"]
+    with serving(certificates, users()) as server:
+        for header in wrong:
+            with socket.create_connection(("127.0.0.1", server.port or 0)) as client:
+                client.sendall(f"GET /metrics HTTP/1.0\r\nauthorization: {header}\r\n\r\n".encode("latin-1"))
+                assert client.recv(100).startswith(b"HTTP/1.0 401 "), header
 
 
 @pytest.mark.seam

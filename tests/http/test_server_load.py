@@ -16,29 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.http import pages
 from elastic_ext.http.gate import Gate
-from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MetricsServer
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
-from elastic_ext.workers.progress import Progress
+from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS
 from tests.etcd_server import Certificates
+from tests.http.serving import serving
 from tests.jobs import ROOT
 from tests.until import until
 
 STORM = ROOT / "benchmarks" / "workers" / "scrape_storm.py"
 KINDS = ("rubbish", "TLS garbage", "10 MB headers", "idle connections", "slow readers")
 SPARE = 8  # descriptors of this test's own scrape and of the storm's pipes
-
-
-@contextlib.contextmanager
-def serving(gate: Gate | None) -> Iterator[MetricsServer]:
-    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1)) for rank in range(2)]
-    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
-    server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status), gate=gate)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @contextlib.contextmanager
@@ -61,7 +48,7 @@ def test_a_storm_leaves_nothing_behind_and_keeps_nobody_out(tmp_path: Path, tls:
         certificates = Certificates.make(tmp_path)
         (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}")
         gate, trust = Gate(str(tmp_path / "web.yml")), ssl.create_default_context(cafile=certificates.path("ca.crt"))
-    with serving(gate) as server:
+    with serving(gate=gate) as server:
 
         def scrape() -> None:
             with urllib.request.urlopen(f"{server.url}/metrics", timeout=CLIENT_TIMEOUT_S, context=trust) as answer:

@@ -22,8 +22,8 @@ from elastic_ext.http import pages
 from elastic_ext.http import server as server_module
 from elastic_ext.http.pages import LastScrape
 from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
-from elastic_ext.workers.progress import Progress
+from elastic_ext.telemetry.agent_metrics import AgentMetrics
+from tests.http.serving import serving
 from tests.jobs import EXT, Gate, Job
 from tests.ports import free_port
 from tests.until import LIMIT_S, until
@@ -134,9 +134,7 @@ def drips(port: int, count: int) -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    told = [WorkerProgress(rank, rank, Progress(7, 1, 0, 10**9, True, saved_step=1, saved_ns=1)) for rank in range(2)]
-    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
-    with closing(MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))) as started:
+    with serving() as started:
         yield started
 
 
@@ -244,14 +242,6 @@ def test_a_request_without_end_is_refused(server):
     with connect(server) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\nx: " + b"y" * MAX_REQUEST)
         assert client.recv(100).startswith(b"HTTP/1.0 431 ")
-
-
-@pytest.mark.seam
-def test_a_request_may_come_in_pieces(server):
-    with connect(server) as client:
-        for piece in (b"GE", b"T / HT", b"TP/1.1\r\nHost: a\r\n", b"\r", b"\n"):
-            client.sendall(piece)
-        assert read_all(client).startswith(b"HTTP/1.0 200 OK\r\n")
 
 
 JOB = """

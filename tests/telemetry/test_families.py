@@ -10,9 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from elastic_ext.etcd import Unavailable
-from elastic_ext.telemetry.collectors import EtcdHealth, OutageChange, OutageWatch, VerdictMetrics
-from tests.etcd_client import EtcdClient
+from elastic_ext.telemetry.collectors import OutageChange, OutageWatch, VerdictMetrics
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
 from tests.rendezvous.test_etcd_jobs import Nodes, seen
@@ -178,68 +176,37 @@ def test_an_outage_is_told_of_once_it_has_lasted_and_once_at_its_end():
     assert watch.called(34.0, 35.0, True, "b") is None
 
 
-@pytest.mark.full
-def test_the_client_tells_of_lost_connections(server):
-    outages: list[OutageChange] = []
-    health = EtcdHealth(0.1, outages.append)
-    values = Values(health)
-    with EtcdClient(server.endpoint) as client:
-        client.observe(health)
-        with client.watch("/some") as watch:
-            client.put("/some", b"1")
-            assert watch.get(LIMIT_S)
-            assert values()[RECONNECTS] == 0
-            server.kill()
-            until(lambda: values()[RECONNECTS] == 0 and client._endpoints.current().answered_at < 0)
-            with pytest.raises(Unavailable):
-                client.get("/some", timeout_s=0.5)
-            server.start()
-            until(lambda: values()[RECONNECTS] == 1)
-            client.put("/some", b"2")
-            assert watch.get(LIMIT_S)
-    assert values()['elastic_ext_etcd_calls_total{outcome="ok"}'] >= 2
-    assert [(each.over, each.endpoint) for each in outages] == [(False, server.endpoint), (True, server.endpoint)]
-    assert 0.1 <= outages[0].seconds <= outages[1].seconds
+def values_of(collector: VerdictMetrics) -> Scraped:
+    """By series as the text format has them."""
 
+    def series(name: str, labels: dict[str, str]) -> str:
+        return name + ("{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else "")
 
-class Values:
-    """The values of a collector, by series as the text format has them."""
-
-    def __init__(self, collector: EtcdHealth | VerdictMetrics) -> None:
-        self._collector = collector
-
-    def __call__(self) -> Scraped:
-        def series(name: str, labels: dict[str, str]) -> str:
-            return name + ("{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else "")
-
-        return Scraped(
-            {series(each.name, each.labels): each.value for family in self._collector.collect() for each in family.samples}
-        )
+    samples = [each for family in collector.collect() for each in family.samples]
+    return Scraped({series(each.name, each.labels): each.value for each in samples})
 
 
 def test_a_verdict_counts_once_and_a_refusal_ends():
     now = 100.0
     incidents = VerdictMetrics("here", refuse_s=60, now=lambda: now)
-    values = Values(incidents)
     for _ in range(2):  # a verdict may be told twice
         incidents.decided(1, "replace_node", "hardware", "there")
     incidents.decided(2, "restart", "crash", "here")
     incidents.decided(3, "restart", "of a newer agent", "here")
-    seen = values()
+    seen = values_of(incidents)
     assert seen['elastic_ext_decisions_total{decision="replace_node",kind="hardware"}'] == 1
     assert seen['elastic_ext_decisions_total{decision="restart",kind="crash"}'] == 1
     assert seen['elastic_ext_decisions_total{decision="restart",kind="other"}'] == 1
     assert seen["elastic_ext_node_strikes"] == 2
     assert seen["elastic_ext_refused_nodes"] == 1
     now = 161.0
-    assert values()["elastic_ext_refused_nodes"] == 0
+    assert values_of(incidents)["elastic_ext_refused_nodes"] == 0
 
 
 def test_no_series_is_added_by_what_happens():
     incidents = VerdictMetrics("here", refuse_s=60)
-    values = Values(incidents)
-    before = values().keys()
+    before = values_of(incidents).keys()
     incidents.decided(1, "a decision of a newer agent", "and a kind", "x")
     incidents.hung()
-    assert values().keys() == before
+    assert values_of(incidents).keys() == before
     assert not [series for series in before if not re.fullmatch(r'elastic_ext_\w+(\{decision="\w+",kind="\w+"\})?', series)]

@@ -107,12 +107,11 @@ def test_an_agent_that_is_killed(tmp_path: Path, temporary: Path) -> None:
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize(("line", "code", "left"), [("raise NameError('x')", 65, ["error.json"]), ("raise SystemExit(3)", 1, [])])
-def test_what_a_failed_job_leaves(tmp_path: Path, temporary: Path, line: str, code: int, left: list[str]) -> None:
-    (tmp_path / "job.py").write_text(line)
+def test_what_a_failed_job_leaves(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "job.py").write_text("raise NameError('x')")
     done = run([*AGENT, "--nproc-per-node=1", "--max-restarts=0", str(tmp_path / "job.py")], tmp_path, TMPDIR=str(temporary))
-    assert done.returncode == code, done.err
+    assert done.returncode == 65, done.err
     found = [path for path in temporary.rglob("torchelastic_*/**/*") if not path.is_dir()]
-    assert [path.name for path in found] == left
-    assert all(str(path) in done.err for path in found)
-    assert len(list(temporary.glob("torchelastic_*"))) == len(left)
+    assert [path.name for path in found] == ["error.json"]
+    assert str(found[0]) in done.err
+    assert len(list(temporary.glob("torchelastic_*"))) == 1

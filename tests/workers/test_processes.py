@@ -108,35 +108,35 @@ def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
     workers.close()
 
 
-def test_a_straggler_is_shown_and_then_killed_with_all_that_it_started(start):
-    child = start(
-        "import subprocess,sys,signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        "p = subprocess.Popen([sys.executable,'-c','import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
-        "signal.pause()'], stdout=subprocess.PIPE); "
-        "p.stdout.readline(); print('up', flush=True); print(p.pid, flush=True); signal.pause()"
-    )
+DEAF_CHILD = (
+    "import subprocess,sys,signal,os; {}; "
+    "p = subprocess.Popen([sys.executable,'-c','import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
+    "signal.pause()'], stdout=subprocess.PIPE); p.stdout.readline(); print('up', flush=True); print(p.pid, flush=True); {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "code"),
+    [
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "signal.pause()", -signal.SIGKILL),
+        ("signal.signal(signal.SIGTERM, lambda *_: os._exit(0))", "signal.pause()", 0),
+        ("pass", "os._exit(1)", 1),
+    ],
+    ids=["straggler", "told", "failed"],
+)
+def test_what_a_worker_started_does_not_outlive_it(start, begin, end, code):
+    """straggler: it is shown, then killed. failed: its group is killed while the zombie still holds the number."""
+    child = start(DEAF_CHILD.format(begin, end))
     grandchild = int(child.stdout.readline())
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
+    if code == 1:
+        workers.wait(None)
+        assert workers.failed
     shown = []
-    with Limit(at=0.0) as limit:
+    with Limit(at=0.0 if code == -signal.SIGKILL else None) as limit:
         stop(workers, shown.append, limit)
-    assert shown == [[0]]
-    assert workers.exits[0].exitcode == -signal.SIGKILL
-    assert wait_gone([grandchild]) == []
-    workers.close()
-
-
-def test_what_a_failed_worker_started_does_not_outlive_it(start):
-    """The worker is dead already, its child is not: the group is killed while the zombie still holds the number."""
-    child = start(
-        "import subprocess,sys,os; p = subprocess.Popen([sys.executable,'-c','import signal; signal.pause()'],"
-        " stdout=subprocess.DEVNULL); print(p.pid, flush=True); os._exit(1)"
-    )
-    grandchild = int(child.stdout.readline())
-    workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    workers.wait(None)
-    assert workers.failed
-    stop(workers)
+    assert shown == ([[0]] if code == -signal.SIGKILL else [])
+    assert workers.exits[0].exitcode == code
     assert wait_gone([grandchild]) == []
     workers.close()
 
@@ -148,21 +148,6 @@ def test_a_signal_from_somebody_else_is_not_ours(start):
     stop(workers)
     assert workers.exits[0].exitcode == -signal.SIGKILL
     assert workers.exits[0].stop_sent_ns is None
-    workers.close()
-
-
-def test_what_a_survivor_started_is_killed_though_it_ended_well_when_told(start):
-    child = start(
-        "import subprocess,sys,signal,os; signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); "
-        "p = subprocess.Popen([sys.executable,'-c','import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
-        "signal.pause()'], stdout=subprocess.PIPE); p.stdout.readline(); print('up', flush=True); print(p.pid, flush=True); "
-        "signal.pause()"
-    )
-    grandchild = int(child.stdout.readline())
-    workers = WorkerProcesses({0: child.pid}, own_groups=True)
-    stop(workers)
-    assert workers.exits[0].exitcode == 0
-    assert wait_gone([grandchild]) == []
     workers.close()
 
 
@@ -242,15 +227,6 @@ def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch
         workers.close()
     workers.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
-    """The wait ends with the last exit: with a grace of an hour this test would time out otherwise."""
-    workers = WorkerProcesses({rank: start(SLEEPS).pid for rank in range(3)}, own_groups=True)
-    stop(workers)
-    assert workers.running == []
-    assert max(exit_.seen_ns for exit_ in workers.exits.values()) <= time.monotonic_ns()
-    workers.close()
 
 
 def test_a_grace_period_can_be_shortened_while_it_runs(start):

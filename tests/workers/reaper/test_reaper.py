@@ -74,7 +74,10 @@ def agent():
 
 
 def test_nothing_outlives_a_killed_agent(agent):
+    """Signals to the group of the agent do not end its reaper."""
     process, reaper, workers, run_dir = agent("wait")
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(reaper, sig)
     process.kill()
     assert wait_gone([*workers, reaper]) == []
     assert not os.path.exists(run_dir)
@@ -220,14 +223,6 @@ def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
 def test_an_agent_that_ends_otherwise_leaves_nothing(agent):
     process, reaper, workers, _ = agent("end")
     assert process.wait(LIMIT_S) == 0
-    assert wait_gone([*workers, reaper]) == []
-
-
-def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
-    process, reaper, workers, _ = agent("wait")
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(reaper, sig)
-    process.kill()
     assert wait_gone([*workers, reaper]) == []
 
 

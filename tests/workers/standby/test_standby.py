@@ -223,15 +223,17 @@ def gated(folder: Path, script: Path, first: str, until: str, **variables: str) 
     return done
 
 
-def restarted(tmp_path: Path, until: str, begin: str = "", script: "Path | None" = None, **variables: str) -> "tuple[str, str]":
-    """A job whose only worker fails once the agent has said `until`: "True" if its second start was warm, and what was logged.
+def restarted(
+    tmp_path: Path, until: str, begin: str = "", script: "Path | None" = None, **variables: str
+) -> "tuple[str, str, str]":
+    """A job whose only worker fails once the agent has said `until`: "True" if its second start was warm, and its output.
 
     Its standbys do not import torch, which takes its time, unless the variables say so.
     """
     variables = {"ELASTIC_EXT_PRELOAD_EXCLUDE": "torch", **variables}
     done = gated(tmp_path, script or make(tmp_path, WAITS.format(begin=begin)), r"warm \w+ 0", until, **variables)
     (warm,) = re.findall(r"warm (\w+) 1", done.out)
-    return warm, done.err
+    return warm, done.out, done.err
 
 
 @pytest.mark.full
@@ -240,7 +242,7 @@ def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
     folder.mkdir()
     (folder / "shelve.py").write_text("")  # nobody imports it
     (folder / "ctypes.py").write_text("")
-    warm, said = restarted(tmp_path, "warm standbys are ready", script=make(folder, WAITS.format(begin="")))
+    warm, _, said = restarted(tmp_path, "warm standbys are ready", script=make(folder, WAITS.format(begin="")))
     assert warm == "False"
     assert said.count(f"workers are started without a warm standby: ctypes.py {HIDES}") == 1
 
@@ -352,7 +354,7 @@ def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_
     (tmp_path / "unsafe.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()")
     (tmp_path / "safe.py").write_text("")
     begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
-    warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
+    warm, _, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
     assert warm == "True"
     assert "unsafe is not preloaded: it starts a thread" in said
 
@@ -361,9 +363,18 @@ def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_
 def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(tmp_path):
     (tmp_path / "looks.py").write_text("import random, sys, __main__\nfound = sys.argv[:], __main__.__file__, random.random()")
     begin = "print('looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
-    warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
+    warm, _, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
     assert warm == "True"
     assert "is not preloaded" not in said
+
+
+@pytest.mark.full
+def test_what_is_excluded_is_not_imported(tmp_path):
+    begin = "print('json' in sys.modules, 'xml.dom.domreg' in sys.modules, 'wave' in sys.modules)"
+    preload = {"ELASTIC_EXT_PRELOAD": "xml.dom.minidom wave", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch xml.dom.domreg"}
+    _, out, said = restarted(tmp_path, "1 warm standbys wait", begin, **preload)
+    assert "True False True" in out
+    assert "xml is not preloaded: it imports xml.dom.domreg, which must not be imported" in said
 
 
 LEARNS = """
@@ -436,17 +447,8 @@ def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_
 
 
 @pytest.mark.full
-def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
-    (lib / "first.py").write_text("import sys\nif 'torch' in sys.modules: raise ImportError('import me before torch')")
-    until = "first, which the workers import, cannot be imported after torch: ImportError: import me before torch"
-    warm, _, said = learned(tmp_path, until, "if attempt != '1': import first\nimport torch".replace("attempt", CALLED))
-    assert warm == "False"
-    assert said.count(f"without a warm standby: {until}") == 1
-
-
-@pytest.mark.full
-def test_what_a_module_raises_and_prints_is_no_metric_and_its_password_in_no_log(tmp_path, lib):
-    """The metrics are for everybody. Of what a module says, the log shows all but the values of secret variables."""
+def test_what_a_module_that_must_come_before_torch_raises_and_prints_is_no_metric(tmp_path, lib):
+    """The workers start cold. The metrics are for everybody; the log shows what a module says but for secret values."""
     planted = "hunter2-planted"
     says = "f\"no database at db://me:{os.environ['DB_PASSWORD']}@host {os.environ['DB_PASSWORD']}\""
     (lib / "first.py").write_text(f"import os, sys\nif 'torch' in sys.modules: print({says}); raise ImportError({says})")
@@ -456,6 +458,7 @@ def test_what_a_module_raises_and_prints_is_no_metric_and_its_password_in_no_log
     until = "first, which the workers import, cannot be imported after torch: ImportError: no database at"
     warm, out, said = learned(tmp_path, until, begin, DB_PASSWORD=planted, ELASTIC_EXT_METRICS_PORT=str(port))
     assert warm == "False"
+    assert said.count(f"without a warm standby: {until}") == 1
     assert planted not in out + said
     reasons = dict(re.findall('elastic_ext_worker_starts_total.*how="cold",reason="([^"]*)"} ([0-9]+)', out))
     assert int(reasons["unsafe_import"]) > 0
@@ -482,7 +485,7 @@ def test_an_interpreter_that_reads_variables_before_anything_else(tmp_path, lib)
         "import os\nif 'LOCAL_RANK' in os.environ: os.environ['PINNED'] = os.environ['LOCAL_RANK']"
     )
     begin = "assert os.environ['PINNED'] == os.environ['LOCAL_RANK']"
-    warm, said = restarted(tmp_path, "sitecustomize.py reads variables in each process", begin, PYTHONPATH=str(lib))
+    warm, _, said = restarted(tmp_path, "sitecustomize.py reads variables in each process", begin, PYTHONPATH=str(lib))
     assert warm == "False"
     assert said.count("workers are started without a warm standby: a library: ") == 1
 
@@ -530,20 +533,6 @@ def large_group():
     yield from memory_group(4 << 30)
 
 
-@pytest.mark.full
-def test_what_is_excluded_is_not_imported(tmp_path):
-    begin = "print('json' in sys.modules, 'xml.dom.domreg' in sys.modules, 'wave' in sys.modules)"
-    variables = {"ELASTIC_EXT_PRELOAD": "xml.dom.minidom wave", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch xml.dom.domreg"}
-    gate = Gate(tmp_path / "gate")
-    script = make(tmp_path, WAITS.format(begin=begin))
-    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path, **{**VERBOSE, **variables}) as job:
-        job.wait_for("1 warm standbys wait")
-        gate.open()
-        done = job.finish()
-    assert "True False True" in done.out
-    assert "xml is not preloaded: it imports xml.dom.domreg, which must not be imported" in done.err
-
-
 @pytest.fixture
 def small_group():
     yield from memory_group(900 << 20)
@@ -567,9 +556,10 @@ def test_nothing_survives_a_killed_agent(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", str(script)], tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
         job.wait_for("(?m)^up$", 2)
         job.wait_for(*ready(2))
-        # Workers, the server, standbys, the reaper. While some come and go the kernel may leave out others: proc(5).
+        # Workers, the server, standbys, the reaper, the relay. While some come and go the kernel may leave out others: proc(5).
         pids: set[int] = set()
-        until(lambda: pids.update(children(job.process.pid)) or len(pids) >= 2 + 1 + 2 + 1)
+        until(lambda: pids.update(children(job.process.pid)) or len(pids) >= 2 + 1 + 2 + 1 + 1)
+        assert any("stderr/relay.py" in command_of(pid) for pid in pids)
         job.process.kill()
         assert wait_gone(list(pids)) == []
 

@@ -12,11 +12,8 @@ from elastic_ext.cli import FAIL, OK, WARN, Finding
 
 PROCESS, MATMUL, COPY, BANDWIDTH, LATENCY = "process", "matmul", "copy", "bandwidth", "latency"
 DEVICES, DISK, STORAGE = "devices", "disk", "storage"
-NODE, SETTINGS, OTHERS = (
-    "node",
-    "settings",
-    "others",
-)  # to blame: the hardware; how the job is configured; other users of the device
+# To blame: the hardware; how the job is configured; other users of the device, or nothing that is known.
+NODE, SETTINGS, OTHERS = "node", "settings", "others"
 SHARED_GIB = 2.0  # more than the contexts of two processes take (0.3 to 0.6 GiB each, by model and driver)
 # What torch says where its build and the driver do not fit, which is so on every node like this one.
 _NOT_BUILT_FOR = ("driver on your system is too old", "no NVIDIA driver", "Error 35", "Error 803")
@@ -118,11 +115,11 @@ def devices_missing(seen: DevicesSeen) -> tuple[str, str] | None:
     """Return what is wrong if a node has fewer devices than it should have, and what is to blame; else None.
 
     It should have what a variable lists. Else one for each device file, which stays when a device falls off its bus, and one for
-    each worker, unless it has no device at all: then it computes on its processor.
+    each worker, unless it has none, and computes on its processor, or workers share devices evenly, on purpose.
     """
     if seen.listed is not None:
         expected, by = seen.listed, "the variable of visible devices lists"
-    elif seen.files >= seen.workers or not (seen.count or seen.files):
+    elif seen.files >= seen.workers or not seen.count or seen.workers % seen.count == 0:
         expected, by = seen.files, "/dev has"
     else:
         expected, by = seen.workers, "the workers of this node need"

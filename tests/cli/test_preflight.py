@@ -134,6 +134,7 @@ def test_a_slow_device_that_is_shared_says_so():
         (DevicesSeen(7, 7, 8, None), "torch can use 7, and the workers of this node need 8", NODE),  # gone since the last boot
         (DevicesSeen(0, 8, 8, None, "Error 802: not ready"), "torch can use none, and /dev has 8: Error 802: not ready", NODE),
         (DevicesSeen(0, 8, 8, None, "The NVIDIA driver on your system is too old"), "too old", OTHERS),  # so on every node
+        (DevicesSeen(8, 8, 16, None), None, ""),  # workers share devices on purpose
         (DevicesSeen(2, 8, 4, 2), None, ""),  # workers are to share two
         (DevicesSeen(0, 8, 8, 0), None, ""),  # none are to be used
         (DevicesSeen(1, 8, 2, 2), "torch can use 1, and the variable of visible devices lists 2", NODE),

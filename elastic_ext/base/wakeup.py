@@ -30,6 +30,20 @@ def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
 _entered: set[int] = set()  # writers of the wakeups that this process's signals wake, or did before another was entered
 
 
+_mask = threading.local()  # of a thread that forks
+
+
+def _hold() -> None:
+    """Before a fork: a signal to the new process may come before it runs at all, so before `_leave_to_parent`."""
+    if _entered:
+        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _let_go() -> None:
+    if (before := _mask.__dict__.pop("before", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _leave_to_parent() -> None:
     """In a forked process: its signals would wake the parent, which would take them for its own and end."""
     if _entered and threading.current_thread() is threading.main_thread():
@@ -37,9 +51,10 @@ def _leave_to_parent() -> None:
         if descriptor not in _entered:
             signal.set_wakeup_fd(descriptor)
     _entered.clear()
+    _let_go()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_leave_to_parent)
 
 
 class Wakeup:

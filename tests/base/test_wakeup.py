@@ -29,6 +29,29 @@ with Wakeup() as outer, Wakeup() as wakeup:
 """
 
 
+# An agent stops the workers that it has just forked, as another one has ended at once: they get the signal before all else.
+_AT_ONCE = """
+import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+from elastic_ext.base.wakeup import Wakeup
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+with Wakeup() as wakeup:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child = os.fork()
+    if child == 0:
+        os._exit(4)
+    print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sorted(wakeup.clear()))
+    print("the same mask:", signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before)
+"""
+
+
+@pytest.mark.seam
+def test_a_signal_to_a_worker_that_was_just_forked_is_not_its_agents():
+    ran = subprocess.run([sys.executable, "-c", _AT_ONCE], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "ended with 3 []\nthe same mask: True\n", ran.stdout + ran.stderr
+
+
 @pytest.mark.seam
 def test_a_signal_to_a_forked_worker_is_not_its_agents():
     ran = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60)

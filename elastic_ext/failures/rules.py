@@ -553,6 +553,8 @@ TIER_3 = (
                 "error 804", "mps client failed", "nvml/rm version mismatch", "failed to initialize nvml",
                 "cuda error: unknown error", "cuda unknown error",
                 "exclusive-thread device already in use"), survivable=True),
+    _program("gpu-driver", CODE, CONFIRM, "the GPU's driver does not fit this build of torch or CUDA",
+         texts=("driver on your system is too old", "driver version is insufficient", "error 803"), survivable=True),
     _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",

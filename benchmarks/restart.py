@@ -1,6 +1,6 @@
 """How long does a restart take? From a fault to the first all_reduce of the next attempt on all ranks.
 
-    python benchmarks/restart.py [--repeat 5] [--rows sigkill,early,exit,raise,sigsegv,ignore,ddp,fsdp,eight] [--device cpu]
+    python benchmarks/restart.py [--repeat 5] [--rows sigkill,early,exit,raise,sigsegv,ignore,ddp,fsdp,eight] [--busy 0]
 
 "warm" is our agent with defaults, once its standbys are ready; "cold" is the same with standby=off. In the row early the fault
 does not wait for them: it comes with the first collectives, while they still import. The rows ddp and fsdp end after two
@@ -25,10 +25,12 @@ to 10 ms, the clock tick of /proc, for all agents.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,11 +187,24 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     figure.legend(loc="outside lower center", ncols=len(BARS), frameon=False)
 
 
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep `count` processors busy meanwhile, as far as there are any."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="number of tries of each agent in each row")
     parser.add_argument("--stock-ignore-repeat", type=int, default=2, help="tries of stock in the row 'ignore', 30 s each")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}")
+    parser.add_argument("--busy", type=int, default=0, help="processes beside the jobs that each keep one processor busy")
     jobs.add_device(parser)
     parser.add_argument("--draw", action="store_true", help="measure nothing: draw what --results holds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
@@ -204,14 +219,16 @@ def main() -> int:
         return 0
     machine = measure.machine()
     found, load = {}, {}
-    for row in rows:
-        stock_tries = min(args.repeat, args.stock_ignore_repeat) if row == IGNORE else args.repeat
-        found[row] = measure_row(row, {"warm": args.repeat, "ours": args.repeat, "stock": stock_tries})
-        load[row] = measure.machine()["load_1m"]
+    with busy_loops(args.busy):
+        for row in rows:
+            stock_tries = min(args.repeat, args.stock_ignore_repeat) if row == IGNORE else args.repeat
+            found[row] = measure_row(row, {"warm": args.repeat, "ours": args.repeat, "stock": stock_tries})
+            load[row] = measure.machine()["load_1m"]
     header = ["fault of 1 of 2 workers", *(f"{name} s" for name in SIDES.values()), "stock / warm", "stock / cold"]
     header += [f"{name} by phase" for name in SIDES.values()]
     text = measure.table(header, [row_cells(row, sides) for row, sides in found.items()])
     text += f"\n\nMedians of {args.repeat}. Phases: {' + '.join(PHASES)}."
+    text += f" Beside them, {args.busy} other processes kept processors busy." if args.busy else ""
     if IGNORE in found:
         text += f" Stock's figure in the row with SIGTERM ignored: {len(found[IGNORE]['stock'].recoveries)} tries."
     records = [
@@ -224,7 +241,8 @@ def main() -> int:
         }
         for row, sides in found.items()
     ]
-    record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "device": jobs.device(), "machine": machine}
+    record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "busy": args.busy, "device": jobs.device()}
+    record["machine"] = machine
     measure.publish(args.results, record, text, lambda figure: draw(figure, records))
     return 1 if any(sides[agent].lost for sides in found.values() for agent in ("warm", "ours")) else 0
 

@@ -71,6 +71,7 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("restart_reliability", AGENT),
     Benchmark("restart", AGENT),
+    Benchmark("restart", AGENT, "--rows=sigkill,early --busy=2", "busy"),
     Benchmark("restart", AGENT, "--device=cuda --repeat=3 --rows=sigkill", "gpu", "a GPU"),
     Benchmark("node_loss", (*AGENT, *ETCD), "--sides=ours,ours-2,stock,tuned", needs="root"),
     Benchmark("node_loss", AGENT, "--rows=node,agent,container --sides=ours,embedded,embedded-warm,stock", "embedded"),

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    Entry = dict[str, Any]  # a collective, as torch writes it
+
 CHECK_S = 2.0
 ASKED_NS = 4 * 10**9
 """Without a change of the counts for this time, the recorder is asked which collectives are outstanding."""
 AGAIN_NS = 10 * 10**9
 """... and again after this time."""
-SAMPLE_S = 10.0
+SAMPLE_S = 7.0
 """From one sample of issued collectives to the next, at least, and less than twice as long; longer where COST says so."""
 COST = 0.0025
 """Of the time, that samples take at most: each holds up the script, as it reads all that the recorder has."""
@@ -85,7 +87,7 @@ def read() -> dict[str, tuple[int, int]]:
     return counts
 
 
-def oldest() -> "tuple[dict[str, Any], bool]":
+def oldest() -> "tuple[Entry, bool]":
     """Return the collective that has been outstanding for longest, as `base.collectives.Collective`, and whether it has begun.
 
     Empty: none is outstanding. Not one of a group that is gone, nor one that a thread of the script's own waits for: another may
@@ -114,7 +116,7 @@ def _uses_device() -> bool:
     return is_initialized is None or is_initialized()
 
 
-def _compared(entry: "Mapping[str, Any]") -> "dict[str, Any]":
+def _compared(entry: "Entry") -> "Entry":
     """Return what else the agents compare over the ranks: see `base.collectives.Collective`."""
     ranks = _ranks_of_groups().get(entry["process_group"][0], [])
     shapes = json.dumps(entry.get("input_sizes", ""))
@@ -161,7 +163,7 @@ def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
     return found
 
 
-def newest(dump: "bytes | str", most: int) -> "list[dict[str, Any]]":
+def newest(dump: "bytes | str", most: int) -> "list[Entry]":
     """Return the last collectives of a dump, in order. Only these are parsed: all 2000 would take 20 ms."""
     data = dump.encode() if isinstance(dump, str) else dump
     begin = len(data)
@@ -273,7 +275,7 @@ class Sampler:
         self._publish(json.dumps({"schema": 1, "step": at_step, "step_us": step_us, "windows": windows}))
 
 
-def _dumped(collectives: bool) -> "list[tuple[int, dict[str, Any]]]":
+def _dumped(collectives: bool) -> "list[tuple[int, Entry]]":
     """Return what each recorder says, with its number. collectives: with the collectives themselves."""
     return [(kind, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for kind, dump in _recorders()]
 
@@ -326,7 +328,7 @@ class RecorderWatch(threading.Thread):
 
     def run(self) -> None:
         outstanding, seen, asked_ns = Outstanding(), dict[str, tuple[int, int]](), 0
-        found: dict[str, Any] = {}
+        found: Entry = {}
         has_begun = False
         while True:
             self.wake.wait(CHECK_S)

@@ -25,12 +25,11 @@ to 10 ms, the clock tick of /proc, for all agents.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,9 +129,12 @@ class Side:
         }
 
 
-def one_try(agent: str, row: str) -> Recovery | None:
+def one_try(agent: str, row: str, busy: int) -> Recovery | None:
+    """busy: number of processes beside the job that each keep one processor busy."""
     job = ROWS[row]
     warm = agent == "warm" and not job.early
+    for _ in range(busy):
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])  # `run_faulty` ends all children of this process
     ended = jobs.run_faulty(agent, job.fault, TIMEOUT_S, job.work, job.workers, warm, **VARIABLES.get(agent, {}))
     found = recovery(ended.stamps, job.workers)
     if found is None:
@@ -140,12 +142,12 @@ def one_try(agent: str, row: str) -> Recovery | None:
     return found
 
 
-def measure_row(row: str, tries: dict[str, int]) -> dict[str, Side]:
+def measure_row(row: str, tries: dict[str, int], busy: int) -> dict[str, Side]:
     sides = {agent: Side() for agent in tries}
     for number in range(max(tries.values())):
         for agent in sorted(tries, reverse=number % 2 == 1):
             if number < tries[agent]:
-                found = one_try(agent, row)
+                found = one_try(agent, row, busy)
                 sides[agent].add(found)
                 shown = f"{found.total_s:.2f} s (attempt {found.attempt})" if found else "lost"
                 print(f"{row} {number + 1}/{tries[agent]} {SIDES[agent]}: {shown}", file=sys.stderr, flush=True)
@@ -187,18 +189,6 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     figure.legend(loc="outside lower center", ncols=len(BARS), frameon=False)
 
 
-@contextlib.contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    """Keep `count` processors busy meanwhile, as far as there are any."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="number of tries of each agent in each row")
@@ -219,11 +209,10 @@ def main() -> int:
         return 0
     machine = measure.machine()
     found, load = {}, {}
-    with busy_loops(args.busy):
-        for row in rows:
-            stock_tries = min(args.repeat, args.stock_ignore_repeat) if row == IGNORE else args.repeat
-            found[row] = measure_row(row, {"warm": args.repeat, "ours": args.repeat, "stock": stock_tries})
-            load[row] = measure.machine()["load_1m"]
+    for row in rows:
+        stock_tries = min(args.repeat, args.stock_ignore_repeat) if row == IGNORE else args.repeat
+        found[row] = measure_row(row, {"warm": args.repeat, "ours": args.repeat, "stock": stock_tries}, args.busy)
+        load[row] = measure.machine()["load_1m"]
     header = ["fault of 1 of 2 workers", *(f"{name} s" for name in SIDES.values()), "stock / warm", "stock / cold"]
     header += [f"{name} by phase" for name in SIDES.values()]
     text = measure.table(header, [row_cells(row, sides) for row, sides in found.items()])

@@ -168,9 +168,8 @@ class Evidence:
         gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (host.ACTIONS except "none").
         hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
-        cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
-        cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
-        cuts_here: number of hosts that cannot reach this one now.
+        cuts: the names, in order, of each two hosts of the job that cannot reach each other; the first two stand for all.
+        cuts_text: who gets no answer from whom, in one line.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
         shared: workers of other nodes have failed in the same way in the same round, so that no node is to blame.
         differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
@@ -199,14 +198,18 @@ class Evidence:
     hang_reason: str = ""
     hang_blame: tuple[int, ...] = ()
     shared: bool = False
-    cut: tuple[str, ...] = ()
-    cuts_apart: bool = False
-    cuts_here: int = 0
+    cuts: tuple[tuple[str, ...], ...] = ()
+    cuts_text: str = ""
     differs: tuple[str, ...] = ()
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None
     history: tuple[Precedent, ...] = ()
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The names of the two hosts that stand for all that cannot reach each other; (): no two are known."""
+        return self.cuts[0] if self.cuts else ()
 
 
 def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:

@@ -315,9 +315,8 @@ def _cut_off(
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     report = reports.get(node) or reports[cut.node]
-    seen, own = report.diagnosis.evidence, [each for each in found if node in each.pair]
-    evidence = replace(seen, rank=ranks[node], node=hosts[node], hang_reason=reason, cut=tuple(sorted((here, there))))
-    evidence = replace(evidence, cuts_apart=len(own) < len(found), cuts_here=len(own))
+    pairs = tuple(tuple(sorted(hosts[id_] for id_ in each.pair)) for each in (cut, *(one for one in found if one is not cut)))
+    evidence = replace(report.diagnosis.evidence, rank=ranks[node], node=hosts[node], cuts=pairs, cuts_text=reason)
     found_cut = classify(replace(evidence, exit_code=None, signal=None, exception=None, stopped_by_agent=False))
     return _Cause(found_cut, report, node, hosts[node], evidence.rank)
 

@@ -430,7 +430,7 @@ def may_be_of_a_node(diagnosis: Diagnosis) -> bool:
     """Return whether a bad node may cause such failures, with its mount or its link. Who notices first is not the cause."""
     evidence = diagnosis.evidence
     of_mount = diagnosis.kind == STORAGE and diagnosis.rule in NODE_OR_OUTAGE and not evidence.shared
-    of_link = bool(evidence.cut) and not evidence.cuts_apart
+    of_link = bool(evidence.cuts) and all(evidence.node in hosts for hosts in evidence.cuts)
     return of_a_node(diagnosis) or of_mount or of_link
 
 
@@ -466,9 +466,8 @@ def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
 
 def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether this node could not reach two others or more: of one pair alone, either may be the bad one."""
-    pairs = (diagnosis.evidence.cut, *(each.cut for each in past if not each.before_repair))
-    others = {host for pair in pairs if diagnosis.evidence.node in pair for host in pair}
-    return diagnosis.evidence.cuts_here > 1 or len(others) > 2
+    pairs = (*diagnosis.evidence.cuts, *(each.cut for each in past if not each.before_repair))
+    return len({host for pair in pairs if diagnosis.evidence.node in pair for host in pair}) > 2
 
 
 def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
@@ -479,7 +478,7 @@ def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     evidence = diagnosis.evidence
     earlier = [each.lasting_cut for each in past if each.lasting_cut]
     several = evidence.hang is True or _of_several(diagnosis, past)  # NCCL names one pair, a hang shows all
-    return bool(earlier) and several and not evidence.cuts_apart and all(evidence.node in hosts for hosts in earlier)
+    return bool(earlier) and several and all(evidence.node in hosts for hosts in (*evidence.cuts, *earlier))
 
 
 def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> _Outcome:

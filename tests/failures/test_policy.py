@@ -32,8 +32,8 @@ def cut_of(*hosts, progress=False, **more):
 
 
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
-CUT = of(hang=True, cut=("n1", "n2"), first_step_done=False)
-CUTS_APART = of(hang=True, cut=("n1", "n2"), cuts_apart=True, first_step_done=False)
+CUT = of(hang=True, cuts=(("n1", "n2"),), first_step_done=False)
+CUTS_APART = of(hang=True, cuts=(("n1", "n2"), ("n3", "n4")), first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
 NAN, ILLEGAL = of("FloatingPointError"), of("torch.AcceleratorError", "CUDA error: an illegal memory access was encountered")
@@ -280,7 +280,7 @@ WARM = {"warm": True, "first_step_done": False}
         (of(exit_code=1, **WARM), 0, "restart", "no-evidence", True),
         (of(hang=True, **WARM), 0, "restart", "hang", True),
         (of("ConnectionError", **WARM), 0, "restart", "network", False),
-        (of(hang=True, cut=("a", "b"), **WARM), 0, "restart", "network-cut", False),
+        (of(hang=True, cuts=(("a", "b"),), **WARM), 0, "restart", "network-cut", False),
         (of(signal="SIGKILL", **WARM), 0, "restart", None, False),
         (of(agent_signal="SIGINT", **WARM), 0, "stop", None, False),
     ],
@@ -440,7 +440,7 @@ WAIT, ABORT = {"hang": True, "hang_blame": (2, 5)}, {"signal": "SIGABRT"}
         (WAIT, replace(AGAIN_THERE, progress=None), "hang"),
         ({**WAIT, "step": 9}, AGAIN_THERE, "hang"),  # a link that is down, say
         ({**WAIT, "hang_blame": (1, 5)}, AGAIN_THERE, "hang"),  # one rank waits for a storage, say
-        ({**WAIT, "cut": ("n1", "n3")}, AGAIN_THERE, "network-cut"),
+        ({**WAIT, "cuts": (("n1", "n3"),)}, AGAIN_THERE, "network-cut"),
         (ABORT, AGAIN_THERE, "repeated"),
         (ABORT, replace(AGAIN_THERE, node="n1"), "same-node"),
         (ABORT, replace(AGAIN_THERE, same_step=False, same_rank=True), "abort"),
@@ -472,7 +472,7 @@ BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_bla
         (of(hang=True), False),
         (of(differs=("n1",)), True),
         (of(differs=("n1", "n2")), False),
-        (of(**BLAMED, cut=("n1", "n2")), False),
+        (of(**BLAMED, cuts=(("n1", "n2"),)), False),
         (KEY, False),
         (NAN, False),  # all ranks get the same gradient
         (PEERS, False),  # the first to notice is not the cause

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from elastic_ext.base.records import Rank
+from elastic_ext.base.kinds import NETWORK, STORAGE
+from elastic_ext.base.records import Count, Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
@@ -92,8 +93,38 @@ class Platform:
     disruption_target: bool | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What the ledger keeps of a failure, and `policy` looks at as it is.
+
+    Attributes:
+        kind: the kind of its diagnosis; "" if unknown.
+        warm: whether its process was a warm standby; None if unknown.
+        cut: see Evidence.
+        of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
+            unknown.
+        before_repair: whether its node has been given back since, see `ledger.given_back`.
+        moved: whether the ranks of its node changed places with another node's for the restart after it.
+    """
+
+    kind: str = ""
+    warm: bool | None = None
+    cut: tuple[str, ...] = ()
+    of_nodes: Count = 0
+    before_repair: bool = False
+    moved: bool = False
+
+    @property
+    def maybe_outage(self) -> bool:
+        """Whether a bad node may cause such failures, and an outage, too."""
+        return self.of_nodes > 0 and self.kind in (STORAGE, NETWORK)
+
+
+TRAITS = tuple(each.name for each in fields(Traits))
+
+
 @dataclass(frozen=True)
-class Precedent:
+class Precedent(Traits):
     """An earlier failure of this job, compared with the current one.
 
     Attributes:
@@ -102,17 +133,9 @@ class Precedent:
         node: name of the node where it happened; None if unknown.
         first_step_done: whether its worker had done an optimizer step; None if unknown.
         same_checkpoint: whether both rounds had resumed from the same checkpoint.
-        warm: whether its process was a warm standby; None if unknown.
-        cut: see Evidence.
-        kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
-        of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
-            unknown.
-        maybe_outage: whether an outage may cause such failures, too.
-        moved: whether the ranks of its node changed places with another node's for the restart after it.
         same_rank: whether it was the same rank.
         same_step: whether the job was at the same step; None if unknown.
-        before_repair: whether its node has been given back since, see `ledger.given_back`.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -122,17 +145,10 @@ class Precedent:
     node: str | None = None
     first_step_done: bool | None = None
     same_checkpoint: bool = False
-    warm: bool | None = None
-    cut: tuple[str, ...] = ()
     recent: bool = False
-    kind: str = ""
     charged: bool = True
-    of_nodes: int = 0
     same_rank: bool = False
     same_step: bool | None = None
-    before_repair: bool = False
-    maybe_outage: bool = False
-    moved: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:

@@ -118,8 +118,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
     of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.may_be_of_a_node(cause.diagnosis) else 0
-    maybe_outage = bool(of_nodes) and not policy.of_a_node(cause.diagnosis)
-    now = replace(now, charged=decision.charged, of_nodes=of_nodes, maybe_outage=maybe_outage, moved=decision.moves_ranks)
+    now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
         decision,

@@ -357,11 +357,21 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         exit_code = EX_TRY_AGAIN if 2 * outside > len(row) + 1 else EX_FAILED
         reason = f"{outcome.reason}; it was failure {len(row) + 1} in a row without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, IN_A_ROW, exit_code)
-    too_often = _too_often_for_chance(diagnosis, past, nodes)
-    shown = of_a_node(diagnosis) or _of_several(diagnosis, past) or _stayed(diagnosis, past)
-    if too_often and nodes.one_may_leave and shown:
-        return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{outcome.reason}; {too_often}", BAD_NODE, EX_NODE)
-    return replace(outcome, suspect=True, reason=f"{outcome.reason}; {too_often}") if too_often else outcome
+    if not (too_often := _too_often_for_chance(diagnosis, past, nodes)):
+        return outcome
+    reason, missing = f"{outcome.reason}; {too_often}", _unproven(diagnosis, past, nodes)
+    if not missing:
+        return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, BAD_NODE, EX_NODE)
+    return replace(outcome, suspect=True, reason=f"{reason}, but {missing}")
+
+
+def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:
+    """Return why a node stays that has failed too often for chance; "": it leaves."""
+    if not nodes.one_may_leave:
+        return "the job cannot run without it"
+    if of_a_node(diagnosis) or _of_several(diagnosis, past) or _stayed(diagnosis, past):
+        return ""
+    return "either of the two hosts may be the bad one" if diagnosis.evidence.cut else "an outage may show on one rank first"
 
 
 def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]) -> _Outcome:

@@ -366,6 +366,8 @@ def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(ho
         ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
         ledger = decode_ledger(encode_ledger(ledger))
         found.append(verdict.decision)
+        suspect, stays = ("too many for chance" + more in verdict.decision.reason for more in ("", " with 64 nodes, but an outage"))
+        assert suspect == (stays or verdict.decision.rule == "bad-node")
     names = {"ill": "file-system-ill", "bad": "bad-node"}
     assert [each.rule for each in found] == [names[each] for each in rules.split()]
     assert "".join(str(int(each.moves_ranks)) for each in found) == moves

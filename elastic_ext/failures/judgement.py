@@ -288,10 +288,10 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
 
 
 def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
-    told = dict(circumstances.reaches)
+    known = dict(circumstances.reaches)
     for id_, report in reports.items():
-        told[id_] = cuts.union(report.reach, told.get(id_, NOTHING_KNOWN))
-    return [each for each in cuts.cuts(told) if each.node in reports]
+        known[id_] = cuts.union(report.reach, known.get(id_, NOTHING_KNOWN))
+    return [each for each in cuts.cuts(known) if each.node in reports]
 
 
 def _cut_off(

@@ -466,11 +466,45 @@ def test_a_failure_that_was_on_several_nodes_before_is_not_that_of_one():
     assert verdict.decision.rule == "repeated"
 
 
-def test_what_follows_from_an_unknown_loss_is_still_counted_by_its_place():
-    """All nodes report it, and the link of the first one may be bad."""
-    told = {"a": report("ha", **PEER, order=1, step=7, resumed_at=0), "b": report("hb", **PEER, order=2, step=7, resumed_at=0)}
-    _, verdicts = again(told, 2)
-    assert verdicts[1].decision.rule == "same-node"
+NAMED = dataclasses.replace(RULES, max_restarts=NO_LIMIT, lost=(LOST,))
+
+
+@pytest.mark.parametrize("first_step_done", [True, False])
+@pytest.mark.parametrize(
+    ("reporters", "progress", "nodes", "answers"),
+    [
+        ("a a a", False, 2, "restart restart stop"),  # a lives; b may be bad, or the way between them
+        ("a a a", False, 64, "restart restart stop"),
+        ("ab ab ab", False, 2, "restart restart stop"),
+        ("abcd abcd abcd", False, 64, "restart restart stop"),  # a is the leader, say
+        ("a b c", False, 64, "restart restart stop"),
+        ("ab bc bd", False, 64, "restart restart stop"),
+        ("abc bac cab", False, 64, "restart restart stop"),
+        ("a a a a a a a a", True, 2048, "restart " * 8),
+        ("ab ab ab ab ab ab ab ab", True, 64, "restart " * 8),
+    ],
+)
+@pytest.mark.parametrize("spares", [0, 1])
+def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(reporters, progress, nodes, answers, spares, first_step_done):
+    """By names of nodes, in the order of their reports. Without progress the scheduler may try on other nodes."""
+    ledger, found = Ledger(), []
+    for number, hosts in enumerate(reporters.split()):
+        seen = {"step": 7 * first_step_done, "first_step_done": first_step_done, "resumed_at": 10 * number * progress}
+        reports = {host: report(host, **PEER, rank=ord(host), order=order, **seen) for order, host in enumerate(hosts)}
+        rules = Circumstances(NO_LIMIT, nodes=nodes + spares, members=nodes, min_nodes=nodes - 1)
+        ledger, verdict = judge(reports, ledger, rules, number)
+        ledger = decode_ledger(encode_ledger(ledger))
+        found.append(verdict.decision.response.value)
+    assert found == answers.split()
+    assert verdict.decision.exit_code == (None if progress else 75)
+
+
+def test_a_named_loss_holds_nothing_against_the_lost_node_when_it_later_reports_one():
+    """It is back, and lives."""
+    ledger, lost = judge({"a": report("ha", **PEER, step=7, resumed_at=0)}, Ledger(), NAMED, 1)
+    assert (lost.host, lost.decision.response) == ("hc", Response.RESTART_FREE)
+    _, verdict = judge({"c": report("hc", **PEER, step=7, resumed_at=0)}, ledger, dataclasses.replace(NAMED, lost=()), 2)
+    assert (verdict.host, verdict.decision.response) == ("hc", Response.RESTART)
 
 
 def test_the_ledger_is_bounded():

@@ -371,9 +371,9 @@ def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> 
     """Return why a node stays that has failed too often for chance; "": it leaves."""
     if not nodes.one_may_leave:
         return "the job cannot run without it"
-    if of_a_node(diagnosis) or _of_several(diagnosis, past) or _stayed(diagnosis, past):
-        return ""
-    return "either of the two hosts may be the bad one" if diagnosis.evidence.cut else "an outage may show on one rank first"
+    if diagnosis.evidence.cut:
+        return "" if _of_several(diagnosis, past) else "either of the two hosts may be the bad one"
+    return "" if _stayed(diagnosis, past) else "perhaps one of its ranks fails, or sees an outage first"
 
 
 def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]) -> _Outcome:
@@ -474,9 +474,14 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
 
 
 def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
-    """Return whether such a failure has stayed on this node although its ranks moved: some, such as 0, see any outage first."""
-    here = (each for each in past if each.node == diagnosis.evidence.node and each.maybe_outage and not each.cut)
-    return any(each.moved and not each.same_rank for each in here)
+    """Return whether such a failure has stayed on this node although its ranks moved.
+
+    Some ranks, such as 0, do what no other does, so they have bugs of their own and see any outage first. Where the node has the
+    same rank again, as in a job that was submitted again, the move has shown nothing.
+    """
+    weak = not of_a_node(diagnosis)
+    here = (each for each in past if each.of_nodes and not each.cut and each.node == diagnosis.evidence.node)
+    return any(each.maybe_outage == weak and each.moved and not each.same_rank for each in here)
 
 
 def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:

@@ -296,7 +296,8 @@ def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank
             ledger = given_back(ledger, host)
         running = nodes if isinstance(nodes, int) else nodes[number]
         rules = Circumstances(NO_LIMIT, nodes=running, min_nodes=running - spares)
-        failure = {"rank": ord(host) if rank is None else rank, "step": 5, **failures[number % len(failures)]}
+        ranks = ord(host) + 1000 * number if rank is None else rank  # as they move after each failure
+        failure = {"rank": ranks, "step": 5, **failures[number % len(failures)]}
         ledger, verdict = judge({host: report(host, resumed_at=10 * number, **failure)}, ledger, rules, number)
         ledger = decode_ledger(encode_ledger(ledger))
         assert verdict.decision.charged == (verdict.decision.rule != "bad-node"), "who leaves costs the job no restart"
@@ -341,8 +342,10 @@ def test_other_failures_of_a_bad_node_count_as_well_and_it_stays_where_no_other_
 
 
 def test_a_node_is_not_blamed_for_a_rank_that_fails_on_other_nodes_too():
-    assert with_progress("aaa", 2048, rank=7)[1:] == ["bad-node"] * 2
+    assert with_progress("aa", 2048) == ["bus-error", "bad-node"]
     assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
+    # In a job that is submitted again a node may have its old ranks again, so nothing shows whether they fail or the node.
+    assert with_progress("aaa", 2048, rank=7) == ["bus-error"] * 3
 
 
 STALE = {"type_": "OSError", "message": "[Errno 116] Stale file handle: '/data'"}
@@ -366,7 +369,7 @@ def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(ho
         ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
         ledger = decode_ledger(encode_ledger(ledger))
         found.append(verdict.decision)
-        suspect, stays = ("too many for chance" + more in verdict.decision.reason for more in ("", " with 64 nodes, but an outage"))
+        suspect, stays = ("too many for chance" + more in verdict.decision.reason for more in ("", " with 64 nodes, but perhaps"))
         assert suspect == (stays or verdict.decision.rule == "bad-node")
     names = {"ill": "file-system-ill", "bad": "bad-node"}
     assert [each.rule for each in found] == [names[each] for each in rules.split()]
@@ -416,7 +419,10 @@ def hangs_of(blames, nodes=64, steps=(1, 2, 3)):
     for number in steps:
         hung = {"step": 5, "resumed_at": 10 * number, "hang": True, "hang_reason": "it waits"}
         placed = enumerate(zip("ab", blames, strict=True))
-        reports = {host: report(host, rank=8 * place, order=place, hang_blame=blame, **hung) for place, (host, blame) in placed}
+        reports = {
+            host: report(host, rank=8 * place + 64 * number, order=place, hang_blame=blame, **hung)
+            for place, (host, blame) in placed
+        }
         ledger, verdict = judge(reports, ledger, rules, number)
         ledger = decode_ledger(encode_ledger(ledger))
         assert verdict.node == "a"

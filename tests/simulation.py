@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Change, Keyspace, Refused
 from elastic_ext.embedded.service import TICK_S, Watches
 from elastic_ext.etcd import Batch, Compacted, EtcdError, Event, LeaseSession, Snapshot, SnapshotWatch, Unavailable, Watch, errors
@@ -28,7 +29,7 @@ from elastic_ext.etcd.errors import classify, short_text
 from elastic_ext.etcd.lease import plan
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Key
-from elastic_ext.rendezvous.judging import LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_part import EtcdRound
@@ -490,6 +491,7 @@ class Node:
         self.agent = Lane(world, self.process)
         self.lane = Lane(world, self.process)
         config = NodeConfig("job", name, limits, ttl_s, **{"host": name, **more})
+        policy = policy or AgentPolicy(Settings(), limits.min_nodes, lambda: None)
         self.participant = Participant(self.client, self.lane, config, self._changed, policy)  # type: ignore[arg-type]
         self.headers: list[Header] = []
 

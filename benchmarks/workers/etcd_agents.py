@@ -20,7 +20,9 @@ import threading
 import time
 from typing import Any
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdClient, endpoints
+from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Node, State
 from elastic_ext.rendezvous.rounds import Limits
@@ -40,7 +42,8 @@ class Agent:
         self._after = -1
         self.round = 0
         config = NodeConfig(job["run_id"], f"node-{number:05d}", limits, job["ttl"])
-        self.participant = Participant(client, dispatcher, config, self._changed)
+        policy = AgentPolicy(Settings(), limits.min_nodes, lambda: None)
+        self.participant = Participant(client, dispatcher, config, self._changed, policy)
 
     def ready(self, after: int) -> None:
         if after > self._after:

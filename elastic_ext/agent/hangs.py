@@ -12,13 +12,15 @@ from collections.abc import Iterable, Mapping
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.collectives import Collective
+from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import Block
 from elastic_ext.failures import cuts
-from elastic_ext.failures.cuts import NOTHING_KNOWN
+from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.hangs import detector, stacks, waits
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
+from elastic_ext.rendezvous.address import own_addresses
 from elastic_ext.rendezvous.contract import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ class HangHandling(Companion):
     def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
-        self.reach = NOTHING_KNOWN  # the hosts that did not answer them then
+        self.reach: cuts.Reach | None = None  # the hosts that did not answer them then
         self.collectives: tuple[Collective, ...] = ()  # those in which the workers waited then
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
         self._reported: cuts.Reach | None = None  # what the other nodes know of the quiet workers
@@ -179,6 +181,15 @@ class HangHandling(Companion):
 
 def _recorded(reach: Reachability) -> cuts.Reach:
     return cuts.Reach(reach.addresses, tuple(cuts.Silent(each.rank, each.address, each.for_s) for each in reach.unanswered))
+
+
+def reach_by(diagnosis: Diagnosis) -> cuts.Reach:
+    """Return which peers no longer acknowledged what a worker sent, by NCCL's words, if another worker's failure ended it."""
+    if diagnosis.response is not Response.FOLLOW:
+        return cuts.NOTHING_KNOWN
+    raised = diagnosis.evidence.exception
+    texts = (raised.message if raised is not None else "", diagnosis.evidence.stderr_tail)
+    return cuts.Reach(own_addresses(), cuts.unanswered(texts, diagnosis.evidence.rank))
 
 
 def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:

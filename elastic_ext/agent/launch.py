@@ -250,7 +250,7 @@ def own_check(settings: Settings, environ: Mapping[str, str], workers: int) -> t
     return command, {**kept, **directory, "LOCAL_WORLD_SIZE": str(workers)}
 
 
-def tell_of_bad_node(settings: Settings, host: str, reason: str) -> None:
+def report_bad_node(settings: Settings, host: str, reason: str) -> None:
     """Run bad_node_command, if there is one: this node leaves because it is bad. Never raises OSError.
 
     host: the name of this node. reason: why it leaves, in one line.

@@ -17,25 +17,23 @@ from torch.distributed.elastic.metrics import put_metric
 from elastic_ext.agent import integrity, launch, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.hangs import HangHandling, show_stragglers
+from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
 from elastic_ext.agent.integrity import ReplicaWatch
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import EndedRound
 from elastic_ext.base import log_records, names
-from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
-from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach, unanswered
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
-from elastic_ext.rendezvous.address import is_loopback, look_up, own_addresses
+from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
@@ -164,11 +162,7 @@ class RunningRound:
         """Return this node's report on its failure, for the verdict of the job."""
         share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
-        reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
-        if reach is NOTHING_KNOWN and diagnosis.response is Response.FOLLOW:
-            raised = diagnosis.evidence.exception
-            texts = (raised.message if raised is not None else "", diagnosis.evidence.stderr_tail)
-            reach = Reach(own_addresses(), unanswered(texts, diagnosis.evidence.rank))
+        reach = (self.hangs.reach if self.hangs is not None else None) or reach_by(diagnosis)
         collectives = self.hangs.collectives if self.hangs is not None else ()
         rows = self.workers.read_progress()
         copied_at, saved_at = self.resume.newest_steps(rows)

@@ -374,7 +374,7 @@ class Verdicts:
         exits.set_verdict_code(code)
         exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
         if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
-            launch.tell_of_bad_node(self._settings, self._handler.host, decision.reason)
+            launch.report_bad_node(self._settings, self._handler.host, decision.reason)
         return code
 
 

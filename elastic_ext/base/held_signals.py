@@ -21,9 +21,9 @@ def held() -> Iterator[list[int]]:
 
     Only the main thread may change that; agents of other threads get none. Raise them again, if nobody else ends the process.
     """
-    told: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield received
         return
     handlers = {number: signal.getsignal(number) for number in map(int, signal.valid_signals())}
     before = {
@@ -36,7 +36,7 @@ def held() -> Iterator[list[int]]:
 
     def hold(number: int, frame: FrameType | None) -> None:
         if holds:
-            told.append(number)
+            received.append(number)
         else:  # its exception ends the loop below
             put_back()
             signal.raise_signal(number)
@@ -48,13 +48,13 @@ def held() -> Iterator[list[int]]:
     try:
         for number in before:
             signal.signal(number, hold)
-        yield told
+        yield received
     finally:
         holds = False
         put_back()
 
 
-def raise_again(told: list[int]) -> None:
+def raise_again(received: list[int]) -> None:
     """Let these signals do what they would have done."""
-    for number in told:
+    for number in received:
         signal.raise_signal(number)

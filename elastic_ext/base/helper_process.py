@@ -121,7 +121,7 @@ class Helper:
         name: for the log.
         module: that its process runs.
         address: of its socket: a path, or an abstract name, which begins with a null character.
-        told: what it gets on its standard input, so that no secret is in a command line or environment.
+        given: what it gets on its standard input, so that no secret is in a command line or environment.
         log: where it logs; "": nowhere.
         job: which one it is for, where one address may serve several; "": any.
     """
@@ -129,7 +129,7 @@ class Helper:
     name: str
     module: str
     address: str
-    told: bytes = b""
+    given: bytes = b""
     log: str = ""
     job: str = ""
 
@@ -225,7 +225,7 @@ class HelperConnection:
         assert process.stdout is not None
         with process.stdin as stdin, process.stdout as stdout:
             try:
-                stdin.write(self._helper.told)
+                stdin.write(self._helper.given)
                 stdin.close()
             except BrokenPipeError:
                 pass

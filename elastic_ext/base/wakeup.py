@@ -28,8 +28,6 @@ def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
 
 
 _entered: set[int] = set()  # writers of the wakeups that this process's signals wake, or did before another was entered
-
-
 _mask = threading.local()  # of a thread that forks
 
 

@@ -21,7 +21,7 @@ def print_line(line: str) -> None:
 
 def print_error(text: str) -> None:
     """Print an error as one line on stderr."""
-    print(f"elastic-ext: {shown(' '.join(text.split()))[:MAX_CHARACTERS]}", file=sys.stderr)
+    print(f"elastic-ext: {printable(one_line(text))}", file=sys.stderr)
 
 
 def one_line(error: object) -> str:

@@ -53,7 +53,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement, or why there is none."""
+    """One measurement, or the reason why it failed."""
 
     measure: str  # key of MEASURES
     nodes: tuple[str, ...]  # the node; of a pair both

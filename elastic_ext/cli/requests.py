@@ -28,7 +28,7 @@ from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable
-from elastic_ext.rendezvous.drain_requests import OVER, RunningJob
+from elastic_ext.rendezvous.drain_requests import RunningJob
 from elastic_ext.rendezvous.drains import Admission, Answer, DrainRequest
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import nodes_in
@@ -79,7 +79,7 @@ def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
     header = seen.header
     if header is None and seen.nodes:
         return None  # a lost header: the nodes write it again, with its drains
-    if header is None or header.state in OVER:
+    if header is None or header.ended:
         ended = f"the job has ended: {header.reason}" if header is not None else "the job is gone"
         well = header is not None and header.state is State.DONE
         return DrainOutcome(Ending.DRAINED if well else Ending.NO_JOB, f"{asked.host} is free; {ended}" if well else ended)

@@ -110,7 +110,7 @@ def parse_evidence(case: object) -> Evidence:
         gpu_recovery=tuple(case.get("gpu_recovery") or ()),
         platform=Platform(platform.get("name") or "", platform.get("reason") or "", platform.get("disruption_target")),
         hang=case.get("hang"),
-        cut=tuple(case.get("cut") or ()),
+        cuts=(tuple(case["cut"]),) if case.get("cut") else (),
         differs=tuple(case.get("differs") or ()),
         checkpoint_load=case.get("checkpoint_load"),
         node_health_failed=case.get("node_health_failed"),

@@ -261,8 +261,8 @@ def _described(evidence: Evidence) -> str:
     exception = evidence.exception
     if evidence.agent_signal is not None and exception is None and evidence.signal is None and evidence.exit_code is None:
         return f"the agent received {evidence.agent_signal}"
-    if (evidence.hang or evidence.cut) and evidence.hang_reason:
-        return evidence.hang_reason
+    if stuck := evidence.cuts_text or (evidence.hang_reason if evidence.hang else ""):
+        return stuck
     if evidence.differs:
         return f"the replica of rank {evidence.rank} differs from others"
     if exception is not None:

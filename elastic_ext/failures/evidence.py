@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from elastic_ext.base.records import Rank
+from elastic_ext.base.kinds import NETWORK, STORAGE
+from elastic_ext.base.records import Count, Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
@@ -92,8 +93,38 @@ class Platform:
     disruption_target: bool | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What the ledger keeps of a failure, and `policy` looks at as it is.
+
+    Attributes:
+        kind: the kind of its diagnosis; "" if unknown.
+        warm: whether its process was a warm standby; None if unknown.
+        cut: see Evidence.
+        of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
+            unknown.
+        before_repair: whether its node has been given back since, see `ledger.given_back`.
+        moved: whether the ranks of its node changed places with another node's for the restart after it.
+    """
+
+    kind: str = ""
+    warm: bool | None = None
+    cut: tuple[str, ...] = ()
+    of_nodes: Count = 0
+    before_repair: bool = False
+    moved: bool = False
+
+    @property
+    def maybe_outage(self) -> bool:
+        """Whether a bad node may cause such failures, and an outage, too."""
+        return self.of_nodes > 0 and self.kind in (STORAGE, NETWORK)
+
+
+TRAITS = tuple(each.name for each in fields(Traits))
+
+
 @dataclass(frozen=True)
-class Precedent:
+class Precedent(Traits):
     """An earlier failure of this job, compared with the current one.
 
     Attributes:
@@ -102,17 +133,9 @@ class Precedent:
         node: name of the node where it happened; None if unknown.
         first_step_done: whether its worker had done an optimizer step; None if unknown.
         same_checkpoint: whether both rounds had resumed from the same checkpoint.
-        warm: whether its process was a warm standby; None if unknown.
-        cut: see Evidence.
-        kind: the kind of its diagnosis; "" if unknown.
         charged: whether the restart after it was charged.
-        of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
-            unknown.
-        maybe_outage: whether an outage may cause such failures, too.
-        moved: whether the ranks of its node changed places with another node's for the restart after it.
         same_rank: whether it was the same rank.
         same_step: whether the job was at the same step; None if unknown.
-        before_repair: whether its node has been given back since, see `ledger.given_back`.
         recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
             given it back, and `budget_window` has not passed.
     """
@@ -122,17 +145,10 @@ class Precedent:
     node: str | None = None
     first_step_done: bool | None = None
     same_checkpoint: bool = False
-    warm: bool | None = None
-    cut: tuple[str, ...] = ()
     recent: bool = False
-    kind: str = ""
     charged: bool = True
-    of_nodes: int = 0
     same_rank: bool = False
     same_step: bool | None = None
-    before_repair: bool = False
-    maybe_outage: bool = False
-    moved: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:
@@ -168,9 +184,8 @@ class Evidence:
         gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (host.ACTIONS except "none").
         hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
-        cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
-        cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
-        cuts_here: number of hosts that cannot reach this one now.
+        cuts: the names, in order, of each two hosts of the job that cannot reach each other; the first two stand for all.
+        cuts_text: who gets no answer from whom, in one line.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
         shared: workers of other nodes have failed in the same way in the same round, so that no node is to blame.
         differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
@@ -199,14 +214,18 @@ class Evidence:
     hang_reason: str = ""
     hang_blame: tuple[int, ...] = ()
     shared: bool = False
-    cut: tuple[str, ...] = ()
-    cuts_apart: bool = False
-    cuts_here: int = 0
+    cuts: tuple[tuple[str, ...], ...] = ()
+    cuts_text: str = ""
     differs: tuple[str, ...] = ()
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None
     history: tuple[Precedent, ...] = ()
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The names of the two hosts that stand for all that cannot reach each other; (): no two are known."""
+        return self.cuts[0] if self.cuts else ()
 
 
 def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:

@@ -13,7 +13,7 @@ from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import cuts, policy, replicas
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
-from elastic_ext.failures.evidence import CERTAIN, Evidence
+from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     MAX_STACKS,
@@ -99,12 +99,11 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     """
     cause = _cause(reports, ledger, circumstances)
     report = cause.report
-    now = past_failure(cause.diagnosis, report.resumed_at, report.resumed_from)
-    budget = _budget(ledger, now, circumstances)
+    now, budget, past = _compared(cause.diagnosis, report, ledger, circumstances)
     decision = policy.decide(
         cause.diagnosis,
         budget,
-        precedents(now, ledger.failures, budget.charged),
+        past,
         policy.Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members),
         circumstances.exit_codes,
         circumstances.backoff,
@@ -119,8 +118,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
     of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.may_be_of_a_node(cause.diagnosis) else 0
-    maybe_outage = bool(of_nodes) and not policy.of_a_node(cause.diagnosis)
-    now = replace(now, charged=decision.charged, of_nodes=of_nodes, maybe_outage=maybe_outage, moved=decision.moves_ranks)
+    now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks)
     stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
     verdict = JobVerdict(
         decision,
@@ -223,17 +221,16 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     differ = replicas.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
     if differ is not None and differ.agreed is not None:
         return _of_replicas(reports, differ)
-    certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
-    hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
-    now = past_failure(cause, report.resumed_at, report.resumed_from)
-    past = precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
-    lasting = [each.lasting_cut for each in past if each.lasting_cut]
-    if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
-        return _cut_off(reports, found, hosts, lasting)
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
         return _of_lost(circumstances.lost, cause, report)
-    if report.follows and (found := _cuts(reports, circumstances)):
-        return _cut_off(reports, found, hosts, lasting or [each.cut for each in past if not each.before_repair])
+    certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
+    may_be_cut = report.follows or (cause.rule == HANG_RULE and not certain)
+    if may_be_cut and (found := _cuts(reports, circumstances)):
+        hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
+        _, _, past = _compared(cause, report, ledger, circumstances)
+        lasting = [each.lasting_cut for each in past if each.lasting_cut]
+        passed = [each.cut for each in past if report.follows and not each.before_repair]
+        return _cut_off(reports, found, hosts, lasting or passed)
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
     shared = not report.follows and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
@@ -291,10 +288,10 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
 
 
 def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
-    told = dict(circumstances.reaches)
+    known = dict(circumstances.reaches)
     for id_, report in reports.items():
-        told[id_] = cuts.union(report.reach, told.get(id_, NOTHING_KNOWN))
-    return [each for each in cuts.cuts(told) if each.node in reports]
+        known[id_] = cuts.union(report.reach, known.get(id_, NOTHING_KNOWN))
+    return [each for each in cuts.cuts(known) if each.node in reports]
 
 
 def _cut_off(
@@ -317,11 +314,19 @@ def _cut_off(
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     report = reports.get(node) or reports[cut.node]
-    seen, own = report.diagnosis.evidence, [each for each in found if node in each.pair]
-    evidence = replace(seen, rank=ranks[node], node=hosts[node], hang_reason=reason, cut=tuple(sorted((here, there))))
-    evidence = replace(evidence, cuts_apart=len(own) < len(found), cuts_here=len(own))
+    pairs = tuple(tuple(sorted(hosts[id_] for id_ in each.pair)) for each in (cut, *(one for one in found if one is not cut)))
+    evidence = replace(report.diagnosis.evidence, rank=ranks[node], node=hosts[node], cuts=pairs, cuts_text=reason)
     found_cut = classify(replace(evidence, exit_code=None, signal=None, exception=None, stopped_by_agent=False))
     return _Cause(found_cut, report, node, hosts[node], evidence.rank)
+
+
+def _compared(
+    diagnosis: Diagnosis, report: Report, ledger: Ledger, circumstances: Circumstances
+) -> tuple[PastFailure, policy.Budget, tuple[Precedent, ...]]:
+    """Return the ledger's record of this failure, the budget that is left for it, and the earlier ones compared with it."""
+    now = past_failure(diagnosis, report.resumed_at, report.resumed_from)
+    budget = _budget(ledger, now, circumstances)
+    return now, budget, precedents(now, ledger.failures, budget.charged)
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

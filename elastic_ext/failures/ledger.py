@@ -25,13 +25,13 @@ from elastic_ext.base.printable import cut
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach
-from elastic_ext.failures.evidence import Precedent
+from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
 from elastic_ext.failures.replicas import Hashed
 
 
 @dataclass(frozen=True)
-class PastFailure:
+class PastFailure(Traits):
     """The ledger's record of a failure.
 
     Attributes:
@@ -39,13 +39,9 @@ class PastFailure:
         resumed_at: step of the checkpoint that the worker started from, 0 for the beginning; None if unknown.
         resumed_from: path or URL of that checkpoint; "" if there was none.
         node: None if unknown, or if it was on several.
-        kind: the kind of the diagnosis.
         charged: whether the restart after it counted against the budget.
-        warm: whether its process was a warm standby; None if unknown.
-        cut: see Evidence.
         gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
         rank: of the worker; -1: unknown.
-        of_nodes, before_repair, maybe_outage, moved: see Precedent.
     """
 
     fingerprint: str
@@ -53,17 +49,10 @@ class PastFailure:
     resumed_at: int | None = None
     first_step_done: bool | None = None
     node: str | None = None
-    kind: str = ""
     charged: bool = False
     resumed_from: str = ""
-    warm: bool | None = None
-    cut: tuple[str, ...] = ()
     gone_back_to: int | None = None
     rank: Rank = -1
-    of_nodes: Count = 0
-    before_repair: bool = False
-    maybe_outage: bool = False
-    moved: bool = False
 
     @property
     def step(self) -> int | None:
@@ -80,7 +69,7 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
         resumed_at,
         evidence.first_step_done,
         evidence.node if not evidence.shared else None,
-        diagnosis.kind,
+        kind=diagnosis.kind,
         resumed_from=resumed_from,
         warm=evidence.warm,
         cut=evidence.cut,
@@ -103,17 +92,11 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             past.node,
             past.first_step_done,
             bool(now.resumed_from) and past.resumed_from == now.resumed_from,
-            past.warm,
-            past.cut,
             recent=charged > 0 and number == len(earlier) - 1,
-            kind=past.kind,
             charged=past.charged,
-            of_nodes=past.of_nodes,
             same_rank=past.rank == now.rank >= 0,
             same_step=None if None in (past.step, now.step) else past.step == now.step,
-            before_repair=past.before_repair,
-            maybe_outage=past.maybe_outage,
-            moved=past.moved,
+            **{name: getattr(past, name) for name in TRAITS},
         )
         for number, past in enumerate(earlier)
     )

@@ -30,14 +30,16 @@ from elastic_ext.failures.evidence import WAITS, Precedent
 from elastic_ext.failures.rules import (
     ACCESS,
     CUT_RULE,
+    ELSEWHERE,
     HANG_RULE,
     ILL_STORAGE,
     ILLEGAL_ACCESS,
     INTERFACE,
+    MOUNT,
     NETWORK_RULE,
     NO_EVIDENCE,
-    NODE_OR_OUTAGE,
     OF_SCRIPT,
+    PEERS,
     SERVICE,
     TRY_AGAIN,
     USER_RULES,
@@ -49,7 +51,7 @@ NO_LIMIT = -1
 SPREAD_S = {
     **dict.fromkeys((NO_EVIDENCE, SERVICE), (30.0, 90.0)),
     **dict.fromkeys(
-        (NETWORK_RULE, INTERFACE, CUT_RULE, "storage-client", "storage-busy", "storage-load", *NODE_OR_OUTAGE), (0.0, 90.0)
+        (NETWORK_RULE, INTERFACE, CUT_RULE, "storage-client", "storage-busy", "storage-load", MOUNT, *PEERS), (0.0, 90.0)
     ),
 }
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
@@ -342,12 +344,12 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     may_be_code = outcome.response is Response.CONFIRM or unknown_at_start
     if (may_be_code and not only_here and confirmed) or _as_code_does(diagnosis, same):
         return _repeated(outcome, diagnosis, same)
-    one_more = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or diagnosis.rule in NODE_OR_OUTAGE
+    one_more = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or diagnosis.rule == MOUNT
     if only_here and nodes.one_may_leave and one_more:
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {diagnosis.evidence.node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
-        away = diagnosis.rule in (*ILL_STORAGE, *NODE_OR_OUTAGE, CUT_RULE, SERVICE)
+        away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE)
         exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
@@ -357,11 +359,21 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         exit_code = EX_TRY_AGAIN if 2 * outside > len(row) + 1 else EX_FAILED
         reason = f"{outcome.reason}; it was failure {len(row) + 1} in a row without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, IN_A_ROW, exit_code)
-    too_often = _too_often_for_chance(diagnosis, past, nodes)
-    shown = of_a_node(diagnosis) or _of_several(diagnosis, past) or _stayed(diagnosis, past)
-    if too_often and nodes.one_may_leave and shown:
-        return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{outcome.reason}; {too_often}", BAD_NODE, EX_NODE)
-    return replace(outcome, suspect=True, reason=f"{outcome.reason}; {too_often}") if too_often else outcome
+    if not (too_often := _too_often_for_chance(diagnosis, past, nodes)):
+        return outcome
+    reason, missing = f"{outcome.reason}; {too_often}", _unproven(diagnosis, past, nodes)
+    if not missing:
+        return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, BAD_NODE, EX_NODE)
+    return replace(outcome, suspect=True, reason=f"{reason}, but {missing}")
+
+
+def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:
+    """Return why a node stays that has failed too often for chance; "": it leaves."""
+    if not nodes.one_may_leave:
+        return "the job cannot run without it"
+    if diagnosis.evidence.cut:
+        return "" if _of_several(diagnosis, past) else "either of the two hosts may be the bad one"
+    return "" if _stayed(diagnosis, past) else "perhaps one of its ranks fails, or sees an outage first"
 
 
 def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]) -> _Outcome:
@@ -380,14 +392,17 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
     """Return whether the same failure has happened on this node alone, so that the node is to blame and not the code.
 
     same: the same failures without progress since.
+
+    Invariant: no node leaves for a failure whose cause is elsewhere. The node that reports it lives, and the first of several to
+    do so is often the leader's. Before the first step, an ill mount counts only from the third time on: it may be an outage.
     """
     node, rule = diagnosis.evidence.node, diagnosis.rule
-    if node is None or nodes.only_one or diagnosis.evidence.cut or rule in OF_SCRIPT:  # for a cut, see `_in_all_cuts`
+    if node is None or nodes.only_one or diagnosis.evidence.cut:  # for a cut, see `_in_all_cuts`
         return False
-    if diagnosis.evidence.shared:
+    if diagnosis.evidence.shared or rule in OF_SCRIPT or rule in ELSEWHERE:
         return False
     outage = diagnosis.evidence.first_step_done is False and rule in SPREAD_S and rule != NO_EVIDENCE
-    if outage and rule not in NODE_OR_OUTAGE:
+    if outage and rule != MOUNT:
         return False
     return len(same) >= (MAX_SAME_FAILURES - 1 if outage else 1) and all(earlier.node == node for earlier in same)
 
@@ -429,8 +444,8 @@ def of_a_node(diagnosis: Diagnosis) -> bool:
 def may_be_of_a_node(diagnosis: Diagnosis) -> bool:
     """Return whether a bad node may cause such failures, with its mount or its link. Who notices first is not the cause."""
     evidence = diagnosis.evidence
-    of_mount = diagnosis.kind == STORAGE and diagnosis.rule in NODE_OR_OUTAGE and not evidence.shared
-    of_link = bool(evidence.cut) and not evidence.cuts_apart
+    of_mount = diagnosis.rule == MOUNT and not evidence.shared
+    of_link = bool(evidence.cuts) and all(evidence.node in hosts for hosts in evidence.cuts)
     return of_a_node(diagnosis) or of_mount or of_link
 
 
@@ -459,16 +474,20 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
 
 
 def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
-    """Return whether such a failure has stayed on this node although its ranks moved: some, such as 0, see any outage first."""
-    here = (each for each in past if each.node == diagnosis.evidence.node and each.maybe_outage and not each.cut)
-    return any(each.moved and not each.same_rank for each in here)
+    """Return whether such a failure has stayed on this node although its ranks moved.
+
+    Some ranks, such as 0, do what no other does, so they have bugs of their own and see any outage first. Where the node has the
+    same rank again, as in a job that was submitted again, the move has shown nothing.
+    """
+    weak = not of_a_node(diagnosis)
+    here = (each for each in past if each.of_nodes and not each.cut and each.node == diagnosis.evidence.node)
+    return any(each.maybe_outage == weak and each.moved and not each.same_rank for each in here)
 
 
 def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether this node could not reach two others or more: of one pair alone, either may be the bad one."""
-    pairs = (diagnosis.evidence.cut, *(each.cut for each in past if not each.before_repair))
-    others = {host for pair in pairs if diagnosis.evidence.node in pair for host in pair}
-    return diagnosis.evidence.cuts_here > 1 or len(others) > 2
+    pairs = (*diagnosis.evidence.cuts, *(each.cut for each in past if not each.before_repair))
+    return len({host for pair in pairs if diagnosis.evidence.node in pair for host in pair}) > 2
 
 
 def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
@@ -479,7 +498,7 @@ def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     evidence = diagnosis.evidence
     earlier = [each.lasting_cut for each in past if each.lasting_cut]
     several = evidence.hang is True or _of_several(diagnosis, past)  # NCCL names one pair, a hang shows all
-    return bool(earlier) and several and not evidence.cuts_apart and all(evidence.node in hosts for hosts in earlier)
+    return bool(earlier) and several and all(evidence.node in hosts for hosts in (*evidence.cuts, *earlier))
 
 
 def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> _Outcome:

@@ -164,8 +164,8 @@ ILL_STORAGE = frozenset(
 )  # fmt: skip
 # What a script raises wherever it runs: twice on one node is a bug, as it is on two.
 OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict"})
-# An outage causes it, or the link or the mount of one node: before the first step, the place counts only from the third time on.
-NODE_OR_OUTAGE = frozenset({"peer-gone", "peer-connection", "file-system-ill"})
+MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
+PEERS = frozenset({"peer-gone", "peer-connection"})
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
@@ -485,7 +485,7 @@ TIER_3 = (
     _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot", ("pytorchstreamwriter", "failed writing"),
                 ("unexpected pos", "vs"), "disk is full", "basic_ios::clear"), errnos=frozenset({errno.ENOSPC, errno.EDQUOT})),
-    _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL,
+    _program(MOUNT, STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL,
          errnos=_FILE_SYSTEM_ERRNOS),
     _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
          exceptions=_names("elastic_ext.checkpoints.ranks.StorageFailed")),
@@ -629,3 +629,4 @@ TIER_4 = (
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
+ELSEWHERE = frozenset(rule.name for rule in RULES if rule.response is Response.FOLLOW)  # the node that reports it lives

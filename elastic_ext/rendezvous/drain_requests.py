@@ -19,10 +19,8 @@ from elastic_ext.rendezvous.header_record import swap
 from elastic_ext.rendezvous.job_records import SharedSettings, nodes_in
 from elastic_ext.rendezvous.job_status import NoSuchJob
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import SCHEMA, Header, Node, RecordReader, State
+from elastic_ext.rendezvous.round_records import SCHEMA, Header, Node, RecordReader
 from elastic_ext.rendezvous.tasks import LostRace
-
-OVER = (State.DONE, State.CLOSED)
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class RunningJob:
         found = self.reader.header(header.kv) if header.kv is not None else None
         if header.kv is None or found is None or job.kv is None:
             raise NoSuchJob(f"the job {self._run_id} is not running: its store holds no round of it")
-        if found.state in OVER:
+        if found.ended:
             raise NoSuchJob(f"the job {self._run_id} has ended: {found.reason}")
         shared = records.read(SharedSettings, job.kv.value, keys.job, SCHEMA)
         refused = {host: kv.text for host, kv in self.reader.named(keys.refusals, refusals.kvs).items()}

@@ -50,9 +50,9 @@ def with_save(header: Header) -> Header:
 
 def closed(header: Header, by: str, verdict: JobVerdict | None) -> Header:
     """Return the header of a job that a node closes. by: its host. verdict: what the others do; None: nothing is known."""
-    told = encode_verdict(dataclasses.replace(verdict, round=header.round)) if verdict is not None else header.verdict
+    text = encode_verdict(dataclasses.replace(verdict, round=header.round)) if verdict is not None else header.verdict
     why = f": {verdict.decision.reason}" if verdict is not None else ""
-    return dataclasses.replace(header, state=State.CLOSED, reason=f"{by} closed the job{why}", end=None, verdict=told)
+    return dataclasses.replace(header, state=State.CLOSED, reason=f"{by} closed the job{why}", end=None, verdict=text)
 
 
 class HeaderRecord:

@@ -109,16 +109,6 @@ class LeaderPolicy(Protocol):
         """Return one judgement for all nodes. ledger: the job's; "": a new one. See RoundReports for one without reports."""
 
 
-class AgentlessPolicy:
-    """The policy of a node without an agent, as in a simulation: nodes join at once, and no node reports a failure."""
-
-    def may_grow(self, round_: int) -> bool:
-        return True
-
-    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
-        raise AssertionError("only agents report failures, and they judge them")
-
-
 class AgentPolicy:
     """A `LeaderPolicy`, from the settings of this agent."""
 

@@ -23,7 +23,7 @@ from elastic_ext.etcd import Batch, EtcdClient, EtcdError
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.job_records import JobRecords
-from elastic_ext.rendezvous.judging import AgentlessPolicy, LeaderPolicy
+from elastic_ext.rendezvous.judging import LeaderPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import Election, Leader
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
@@ -43,13 +43,13 @@ class Participant:
         dispatcher: Dispatcher,
         config: NodeConfig,
         on_change: Callable[[], None],
-        policy: LeaderPolicy | None = None,
+        policy: LeaderPolicy,
     ) -> None:
         """
         Args:
             dispatcher: its thread does all of this node's work.
             on_change: called on that thread when a property has changed; it must return at once.
-            policy: asked when this node leads; None: the node has no agent.
+            policy: asked when this node leads.
         """
         self.client = client
         self._on_change = on_change
@@ -73,7 +73,7 @@ class Participant:
 
         def lead() -> Leader:
             header.read()
-            return Leader(context, header, self.registration.created, outage, policy or AgentlessPolicy(), self.recovery.restore)
+            return Leader(context, header, self.registration.created, outage, policy, self.recovery.restore)
 
         self.election = Election(context, self.registration, lead)
         self.recovery = Recovery(

@@ -130,20 +130,19 @@ class Place:
         with self.changed:
             while True:
                 header = participant.header
-                if header.round == after and header.verdict not in ("", notified):
-                    notified = header.verdict
-                    self._hear(notified, on_verdict)
+                if header.verdict:
+                    news = header.round == after and header.verdict != notified
+                    notified = header.verdict if news else notified
+                    self._heed(header, on_verdict if news else None)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
                 if (drain := drains.of_node(header, self.node_id)) is not None and drain.released:
                     raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
                 self.raise_failure(started=after > 0)
-                if (verdict := self._verdict_that_ends()) is not None:
-                    raise JobStopped(verdict)
-                if participant.header.ended:
-                    over = JobDone if participant.header.state is State.DONE else RendezvousClosedError
-                    raise over(f"the job {participant.context.config.run_id} is over: {shown(participant.header.reason)}")
+                if header.ended:
+                    over = JobDone if header.state is State.DONE else RendezvousClosedError
+                    raise over(f"the job {participant.context.config.run_id} is over: {shown(header.reason)}")
                 if self._is_spare(header, after):
                     deadline = time.monotonic() + self.patience.timeout_s
                 left = deadline - time.monotonic()
@@ -154,29 +153,27 @@ class Place:
                     raise RendezvousTimeoutError(self.patience.store_lost)
                 self.changed.wait(left)
 
-    def _hear(self, text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
-        """Pass a verdict on. It may have this node leave, though nothing failed here: others got no answer from it."""
+    def _heed(self, header: Header, on_news: Callable[[JobVerdict], None] | None) -> None:
+        """Pass a new verdict on. on_news: None if it is not new. Raises JobStopped if it ends the job, or has this node leave.
+
+        It may though nothing failed here: others got no answer from it. A job can also be closed between a verdict that lets it
+        go on and the next round.
+        """
         try:
-            verdict = decode_verdict(text)
+            verdict = decode_verdict(header.verdict)
         except RecordError as error:
             logger.debug("a verdict that cannot be read: %s", error)
             return
-        if verdict.decision.response is Response.REPLACE_NODE and verdict.node == self.node_id:
+        leaves = verdict.decision.response is Response.REPLACE_NODE and verdict.node == self.node_id
+        if on_news is not None and not leaves:
+            on_news(verdict)
+        if leaves or (header.state is State.CLOSED and verdict.ends_job):
             raise JobStopped(verdict)
-        on_verdict(verdict)
 
     def _is_spare(self, header: Header, after: int) -> bool:
         """Return whether the job trains without this node, which waits for as long as it does. Without etcd nothing is known."""
         alive_until = self.alive_until()
         return header.state is State.RUNNING and header.round > after and (alive_until or 0.0) > time.monotonic()
-
-    def _verdict_that_ends(self) -> JobVerdict | None:
-        header = self.participant.header
-        if header.state is not State.CLOSED or not header.verdict:
-            return None
-        # A job can also be closed between a verdict that lets it go on and the next round.
-        verdict = decode_verdict(header.verdict)
-        return verdict if verdict.ends_job else None
 
     def raise_failure(self, started: bool = True) -> None:
         """Raise the reason why this node can no longer take part in the job, if any. started: it has been in a round."""

@@ -455,8 +455,8 @@ class JoinDecision:
         """Return what the agent of the host says. refused_s: the setting `refuse_node`."""
         if self.answer is JoinAnswer.NOTHING:
             return f"this host was not in the round before: {self.reason}"
-        told = f"this host may not come back for {refused_s} s: {self.reason}"
-        return f"once it has left, {told}" if self.answer is JoinAnswer.REFUSE else told
+        refused = f"this host may not come back for {refused_s} s: {self.reason}"
+        return f"once it has left, {refused}" if self.answer is JoinAnswer.REFUSE else refused
 
 
 def is_late(round_: int, last: int) -> bool:

@@ -105,7 +105,7 @@ ROWS = [
     ("hardware-exit", "hardware", "replace_node", ended(14), ended(201), ended(202)),
     ("node-check", "hardware", "replace_node", ended(1, node_health_failed=True)),
     ("replicas-differ", "hardware", "replace_node", killed("SIGKILL", differs=("a",))),
-    ("network-cut", "network", "restart", killed("SIGKILL", hang=True, cut=("a", "b"))),
+    ("network-cut", "network", "restart", killed("SIGKILL", hang=True, cuts=(("a", "b"),))),
     ("hang", "hang", "restart", killed("SIGKILL", hang=True)),
     ("keyboard-interrupt", "user_stop", "stop", raised("KeyboardInterrupt")),
     ("shared-object", "storage", "restart", raised("ImportError", "libcudnn.so.9: cannot open shared object file: No such file")),

@@ -286,6 +286,16 @@ def test_a_node_with_a_bad_link_leaves_if_it_comes_back(rounds, progress, rules,
     assert ledger.failures[-1].kind == "network"
 
 
+def test_a_suspect_of_one_pair_alone_stays_and_the_reason_says_why():
+    ledger = Ledger()
+    for number in range(3):
+        ledger, verdict = judge(
+            of_nccl("a:b", 10 * number), ledger, Circumstances(-1, nodes=65, members=64, min_nodes=64), number
+        )
+    stays = "host-b, too many for chance with 64 nodes, but either of the two hosts may be the bad one; restart"
+    assert stays in verdict.decision.reason
+
+
 def test_a_node_that_has_nothing_to_report_is_missed_all_the_same():
     ledger, hosts, places = Ledger(), {"c": HOSTS["c"]}, {"c": Reach((ADDRESSES["c"],))}
     found = []

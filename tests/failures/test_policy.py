@@ -1,5 +1,6 @@
 """What is decided after the table: history, nodes, budget, exit codes; and what the history says of progress. Pure."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from elastic_ext.failures.policy import (
     decide,
     of_a_node,
 )
+from elastic_ext.failures.rules import ELSEWHERE
 
 
 def of(type_=None, message="", **more):
@@ -32,13 +34,16 @@ def cut_of(*hosts, progress=False, **more):
 
 
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
-CUT = of(hang=True, cut=("n1", "n2"), first_step_done=False)
-CUTS_APART = of(hang=True, cut=("n1", "n2"), cuts_apart=True, first_step_done=False)
+CUT = of(hang=True, cuts=(("n1", "n2"),), first_step_done=False)
+CUTS_APART = of(hang=True, cuts=(("n1", "n2"), ("n3", "n4")), first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
 NAN, ILLEGAL = of("FloatingPointError"), of("torch.AcceleratorError", "CUDA error: an illegal memory access was encountered")
 MAKE = of("subprocess.CalledProcessError", "Command '['make']' returned non-zero exit status 2.", first_step_done=False)
-PEERS = root_cause([of("torch.distributed.DistBackendError", "remote process exited", first_step_done=False)])
+PEERS, PEERS_LATER = (
+    root_cause([of("torch.distributed.DistBackendError", "remote process exited", first_step_done=done)])
+    for done in (False, True)
+)
 STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
 OTHER = Precedent(False, False, "n2")
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
@@ -91,9 +96,11 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (SEGV, (SAME_HERE,) * 2, (2, 2), "stop", "crash", "ceiling", 1),
         (SEGV, (SAME_HERE, SAME_THERE), (3, 2), "stop", "code", "repeated", 65),
         (NETWORK, (SAME_HERE,), (3, 2), "replace_node", "network", "same-node", 69),
-        # an outage at the start, or the link or the mount of one node: only the third time shows which
+        # an outage at the start, or the mount of one node: only the third time shows which
         (PEERS, (SAME_HERE,), (3, 2), "restart", "network", "peer-gone", None),
-        (PEERS, (SAME_HERE,) * 2, (3, 2), "replace_node", "network", "same-node", 69),
+        (PEERS, (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 75),  # the node that reports it lives
+        (PEERS_LATER, (SAME_HERE,), (3, 2), "restart", "network", "peer-gone", None),
+        (PEERS_LATER, (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 75),
         (PEERS, (SAME_HERE,) * 2, (2, 2), "stop", "network", "ceiling", 75),
         (PEERS, (SAME_HERE, SAME_THERE), (3, 2), "stop", "network", "ceiling", 75),
         (STALE, (SAME_HERE,), (3, 2), "restart", "storage", "file-system-ill", None),
@@ -280,7 +287,7 @@ WARM = {"warm": True, "first_step_done": False}
         (of(exit_code=1, **WARM), 0, "restart", "no-evidence", True),
         (of(hang=True, **WARM), 0, "restart", "hang", True),
         (of("ConnectionError", **WARM), 0, "restart", "network", False),
-        (of(hang=True, cut=("a", "b"), **WARM), 0, "restart", "network-cut", False),
+        (of(hang=True, cuts=(("a", "b"),), **WARM), 0, "restart", "network-cut", False),
         (of(signal="SIGKILL", **WARM), 0, "restart", None, False),
         (of(agent_signal="SIGINT", **WARM), 0, "stop", None, False),
     ],
@@ -416,7 +423,7 @@ def test_progress_in_between_counts():
     earlier = [PastFailure("f", 10, 0, True), PastFailure("g", 50, 0, True)]
     past = precedents(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code", rank=0)
+    assert past_failure(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", kind="code", rank=0)
 
 
 def test_two_steps_are_compared_only_where_both_are_known():
@@ -440,7 +447,7 @@ WAIT, ABORT = {"hang": True, "hang_blame": (2, 5)}, {"signal": "SIGABRT"}
         (WAIT, replace(AGAIN_THERE, progress=None), "hang"),
         ({**WAIT, "step": 9}, AGAIN_THERE, "hang"),  # a link that is down, say
         ({**WAIT, "hang_blame": (1, 5)}, AGAIN_THERE, "hang"),  # one rank waits for a storage, say
-        ({**WAIT, "cut": ("n1", "n3")}, AGAIN_THERE, "network-cut"),
+        ({**WAIT, "cuts": (("n1", "n3"),)}, AGAIN_THERE, "network-cut"),
         (ABORT, AGAIN_THERE, "repeated"),
         (ABORT, replace(AGAIN_THERE, node="n1"), "same-node"),
         (ABORT, replace(AGAIN_THERE, same_step=False, same_rank=True), "abort"),
@@ -454,6 +461,16 @@ def test_what_happens_again_as_only_a_bug_does_is_one(now, earlier, rule):
     codes = {"repeated": 1 if now is WAIT else 65, "same-node": 69}  # of a hang, less is known
     assert (decided.rule, decided.exit_code) == (rule, codes.get(rule))
     assert (" at the same step without progress" in decided.reason) == (rule == "repeated" and now is WAIT)
+
+
+def test_no_node_leaves_for_a_failure_whose_cause_is_elsewhere():
+    """Whatever the rule, the step and the history."""
+    for rule, done, times in itertools.product(sorted(ELSEWHERE), (None, False, True), range(10)):
+        follows = replace(PEERS, rule=rule, evidence=replace(PEERS.evidence, first_step_done=done))
+        for further in (None, False, True):
+            earlier = (replace(SAME_HERE, progress=further, of_nodes=64, kind="network"),) * times
+            decided = decide(follows, history=earlier, nodes=Nodes(65, 64, 64))
+            assert decided.response.value in ("restart", "stop"), (rule, done, times, further)
 
 
 BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_blame": (2, 5)}
@@ -472,7 +489,7 @@ BLAMED, WAITING = {"hang": True, "hang_blame": (1, 5)}, {"hang": True, "hang_bla
         (of(hang=True), False),
         (of(differs=("n1",)), True),
         (of(differs=("n1", "n2")), False),
-        (of(**BLAMED, cut=("n1", "n2")), False),
+        (of(**BLAMED, cuts=(("n1", "n2"),)), False),
         (KEY, False),
         (NAN, False),  # all ranks get the same gradient
         (PEERS, False),  # the first to notice is not the cause

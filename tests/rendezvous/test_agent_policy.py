@@ -48,7 +48,7 @@ def test_failures_of_several_machines_of_one_name_are_not_counted_against_one(
     policy, ledger = AgentPolicy(Settings(), 2000, lambda: None), ""
     policy.max_restarts = 5
     for number in (1, 2):  # with progress in between
-        crash = classify(Evidence(rank=2, signal="SIGSEGV", step=5, first_step_done=True, node="c"))
+        crash = classify(Evidence(rank=2 * number, signal="SIGSEGV", step=5, first_step_done=True, node="c"))
         told = encode_report(Report("c", crash, resumed_at=10 * number))
         reports = RoundReports(number, {"c-1": told}, {"c-1": number}, {}, 2048, {}, ambiguous=frozenset(ambiguous))
         found = policy.judge(reports, ledger)
@@ -141,7 +141,7 @@ def test_spares_do_not_count_among_the_nodes_that_may_fail_by_chance(nodes: int,
     policy, ledger = AgentPolicy(Settings(), members, lambda: None), ""
     policy.max_restarts = 5
     for number in (1, 2, 3):  # with progress in between
-        ill = classify(Evidence(rank=2, signal="SIGBUS", step=5, first_step_done=True, node="c"))
+        ill = classify(Evidence(rank=2 * number, signal="SIGBUS", step=5, first_step_done=True, node="c"))
         told = encode_report(Report("c", ill, resumed_at=10 * number))
         found = policy.judge(RoundReports(number, {"c-1": told}, {"c-1": number}, {}, nodes, {}, members=members), ledger)
         ledger = found.ledger

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import Delete
 from elastic_ext.failures.ledger import decode_ledger
+from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode
@@ -276,7 +278,8 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
     host = stack.enter_context(EtcdClient(server.endpoint))
     dispatcher = Dispatcher()
     stack.callback(dispatcher.close, GRACE_S)
-    first = Participant(host, dispatcher, NodeConfig("job", "silent", Limits(2, 2, 0.0), 10), lambda: None)
+    policy = AgentPolicy(Settings(), 2, lambda: None)
+    first = Participant(host, dispatcher, NodeConfig("job", "silent", Limits(2, 2, 0.0), 10), lambda: None, policy)
     mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
     first.ready(mine)
     wait_for_nodes(server, 1)  # it leads, and will have rank 0

@@ -33,7 +33,6 @@ class Resume:
 
     path: str  # absolute local path or URL
     step: int | None  # from its content, else from its name; None if neither has one
-    format: str  # for people
     reason: str  # why this one, for people
 
 
@@ -193,7 +192,7 @@ def _resume(chosen: Contender, pattern: str, family_count: int) -> Resume:
     reason = f"newest complete of {len(family.members)} named {family.pattern}, {inspection.reason}"
     if family_count > 1:
         reason += f"; chosen among {family_count} families of names"
-    return Resume(entry.path, step_in(entry, inspection, pattern), inspection.format, reason)
+    return Resume(entry.path, step_in(entry, inspection, pattern), reason)
 
 
 def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:

@@ -210,7 +210,7 @@ class Attempt:
         return False
 
     def join(self, limit_s: float | None = None) -> bool:
-        """Wait until it is over, for so many seconds at most; return whether it is."""
+        """Wait until it is over, for `limit_s` seconds at most; return whether it is over."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 

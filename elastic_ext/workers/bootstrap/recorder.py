@@ -87,10 +87,13 @@ def read() -> dict[str, tuple[int, int]]:
     return counts
 
 
+NONE_OUTSTANDING: "tuple[Entry, bool]" = ({}, False)
+
+
 def oldest() -> "tuple[Entry, bool]":
     """Return the collective that has been outstanding for longest, as `base.collectives.Collective`, and whether it has begun.
 
-    Empty: none is outstanding. Not one of a group that is gone, nor one that a thread of the script's own waits for: another may
+    NONE_OUTSTANDING: none is. Not one of a group that is gone, nor one that a thread of the script's own waits for: another may
     do this rank's part meanwhile. It has begun if it does not wait for this rank's own device: by the recorder, which knows that
     of NCCL only with TORCH_NCCL_ENABLE_TIMING, or since this process uses no device. Raises as `read` does.
     """
@@ -99,7 +102,7 @@ def oldest() -> "tuple[Entry, bool]":
     found = [each for each in found if not each["retired"] and each["state"] != "completed" and not each["is_p2p"]]
     found = [each for each in found if each["process_group"][0] in live and each["thread_id"] not in others]
     if not found:
-        return {}, False
+        return NONE_OUTSTANDING
     first = min(found, key=lambda each: int(each["time_created_ns"]))
     number, description = first["process_group"]
     group = number if description in ("", "undefined") else description
@@ -328,8 +331,7 @@ class RecorderWatch(threading.Thread):
 
     def run(self) -> None:
         outstanding, seen, asked_ns = Outstanding(), dict[str, tuple[int, int]](), 0
-        found: Entry = {}
-        has_begun = False
+        found, has_begun = NONE_OUTSTANDING
         while True:
             self.wake.wait(CHECK_S)
             self.wake.clear()
@@ -345,7 +347,7 @@ class RecorderWatch(threading.Thread):
                         if found and found != before:
                             self._describe(json.dumps(found))
                 else:
-                    seen, found = {}, {}
+                    seen, (found, has_begun) = {}, NONE_OUTSTANDING
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 self._warn(f"cannot read torch's flight recorder: {error!r}; a hang of spinning collectives is noticed later")
                 break

@@ -20,7 +20,9 @@ from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.ordering import Resume
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.inspection import Inspection
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 T0 = 1_700_000_000
 
@@ -120,6 +122,11 @@ def entry_of(storage: Storage, name: str) -> Entry:
 
 
 # What a job resumes from.
+
+
+def inspected(directory: Path | str, name: str) -> Inspection:
+    storage = open_storage(str(directory))
+    return detect.check(storage, entry_of(storage, name))
 
 
 def resume_in(directory: Path | str, **wanted: Any) -> Resume:

@@ -22,13 +22,14 @@ from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger
+from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger, encode_verdict
+from elastic_ext.failures.policy import Action
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
-from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, LeaderPolicy, RoundReports
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
@@ -295,6 +296,18 @@ def test_a_leader_is_lost_between_assignments_and_header(names):
     assert few.client.get(KEYS.assignment("a")).kv is None
 
 
+def test_ranks_move_once_although_a_leader_is_lost_between_assignments_and_header():
+    """In the assignments that it has written they have moved."""
+    few = Few("abcd", Limits(2, 4, 5.0), policy=Decides("c", moves_ranks=True))
+    fail(few, "c")
+    few.until_stored(lambda header: header.verdict)
+    few.nodes["a"].client.before("/job/round", few.nodes["a"].kill)
+    few.nodes["a"].ready(1)
+    few.next_round(2, "bcd")
+    seats = [decode(Assignment, few.client.get(KEYS.assignment(name)).kv.value, name).rank for name in "bdc"]
+    assert seats == [0, 1, 2]
+
+
 def test_a_leader_wakes_before_it_writes_assignments():
     """Those of the round that was sealed meanwhile stay."""
     few = Few("abc", Limits(2, 4, 5.0), joined=False)
@@ -326,6 +339,20 @@ def fail(few: Few, name: str, number: int = 1) -> None:
     """Let the workers of this node fail."""
     few.nodes[name].participant.end_round(number, State.BROKEN, f"{name} failed")
     few.nodes[name].part.report(REPORT)
+
+
+class Decides(Restarts):
+    """Its verdicts name this node. decision: what its decisions have in place of those of Restarts."""
+
+    def __init__(self, node: str, **decision: Any) -> None:
+        super().__init__()
+        self._node, self._decision = node, decision
+
+    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
+        judged = super().judge(reports, ledger)
+        verdict = decode_verdict(judged.verdict)
+        verdict = dataclasses.replace(verdict, node=self._node, decision=dataclasses.replace(verdict.decision, **self._decision))
+        return dataclasses.replace(judged, verdict=encode_verdict(verdict))
 
 
 def before_the_verdict(few: Few, action: Callable[[], object]) -> None:

@@ -130,9 +130,10 @@ class Place:
         with self.changed:
             while True:
                 header = participant.header
-                if header.round == after and header.verdict not in ("", notified):
+                # Of a later round, too: it may have been over before this node could take its part in it.
+                if header.round >= after and header.verdict not in ("", notified):
                     notified = header.verdict
-                    self._hear(notified, on_verdict)
+                    self._hear(notified, on_verdict if header.round == after else lambda verdict: None)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined

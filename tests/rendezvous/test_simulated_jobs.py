@@ -381,6 +381,29 @@ def test_a_verdict_without_an_answer_counts_once():
     assert (few.ledger().charged, len(few.ledger().verdicts)) == (1, 1)
 
 
+def test_a_node_that_came_too_late_for_a_round_leaves_by_its_verdict():
+    """The others miss it, and wait until it is gone."""
+    leaves = Decides("c", response=Response.REPLACE_NODE, action=Action.STOP, exit_code=69)
+    few = Few("abc", Limits(2, 3, 5.0), policy=leaves)
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "b asks for it")
+    few.until_broken()
+    few.nodes["c"].ready(1)
+    few.until_says("c", lambda node: node.after == 1)
+    few.nodes["c"].cut(5.0)
+    few.next_round(2, "ab")
+    fail(few, "b", 2)
+    few.until_stored(lambda header: header.verdict)
+    few.until_says("c", lambda node: node.after == 2)
+    for name in "ab":
+        few.nodes[name].ready(2)
+    few.world.run(2 * TTL_S)
+    assert few.until_stored(lambda header: True).state is State.BROKEN
+    with pytest.raises(JobStopped):
+        place_of(few.nodes["c"].participant).await_round(1, lambda verdict: None)
+    few.nodes["c"].leave()
+    few.until_round(3, "ab")
+
+
 def test_a_ledger_that_changes_meanwhile_is_read_again():
     few = Few("ab")
     before_the_verdict(few, lambda: few.client.put(KEYS.ledger, encode_ledger(Ledger(charged=5))))

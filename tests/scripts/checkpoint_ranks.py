@@ -371,7 +371,7 @@ def together(rank: int, world: int, args: dict) -> dict:
     checkpointer._manifest = counted
 
     def no_thread(thread: threading.Thread) -> None:
-        if thread.name.startswith("memory-"):
+        if "memory-" in thread.name:
             raise RuntimeError("can't start new thread")
         threads(thread)
 

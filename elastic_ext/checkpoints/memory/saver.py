@@ -154,7 +154,7 @@ def _met(ranks: Ranks, limit_s: float) -> bool:
         except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
             logger.debug("the last copy in memory is left as it is: %s", error)
 
-    meeting = threading.Thread(target=meet, name="memory-end", daemon=True)
+    meeting = threading.Thread(target=meet, name=f"{saves.MEMORY_THREAD}end", daemon=True)
     try:
         meeting.start()
     except RuntimeError as error:  # no more threads, or the interpreter ends
@@ -191,7 +191,7 @@ class Attempt:
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
     def __init__(self, run: Callable[[], None], step: int, limit_s: float) -> None:
-        self._thread = threading.Thread(target=run, name=f"memory-{step}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"{saves.MEMORY_THREAD}{step}", daemon=True)
         self._step, self._limit_s, self._left_s = step, limit_s, limit_s
 
     def start(self) -> None:

@@ -251,8 +251,8 @@ class MemorySaver:
         """
         self.wait()
         self._copying.pin(())
+        self._schedule.begins(None)  # first: with a generation, training would copy at once, while the ranks begin
         self._generation = generation
-        self._schedule.begins(None)
         self._trouble.in_a_row = 0  # a rank that has left out a copy knows of no failure, and all must choose the same interval
         self._buffers.kept = kept  # even if what follows fails: `has_generation` may follow
         if generation is None and self._ranks.rank == 0:

@@ -375,6 +375,36 @@ def test_a_directory_that_cannot_be_written_to_is_no_bad_node(tmp_path):
         assert "storage writes" not in job.err
 
 
+@pytest.mark.seam
+def test_what_this_locale_has_no_character_for_ends_no_check(tmp_path):
+    """As a health check that ended with 1, it made a node bad."""
+    command = [sys.executable, "-m", "elastic_ext.cli", "doctor", "--preflight", "--rdzv-conf=größe=1"]
+    done = run(command, tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 78, done.all
+    assert r"gr\xf6\xdfe" in done.out
+
+
+_HANGS = """
+import ctypes, os, sys
+from elastic_ext.cli import main, preflight
+
+options = f"fd={os.open('/dev/fuse', os.O_RDWR)},rootmode=40000,user_id=0,group_id=0"
+assert ctypes.CDLL(None).mount(b"none", b"disk", b"fuse", 0, options.encode()) == 0, "no server answers what asks for it"
+preflight.ALONE_S = 5.0
+sys.exit(main.main(["doctor", "--preflight", "--alone", "--json", "--rdzv-conf=local_dir=disk/local,checkpoint_dir=disk/saved"]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="mounts a file system, as only root may")
+def test_a_directory_that_hangs_holds_up_the_child_only(tmp_path):
+    (tmp_path / "disk").mkdir()
+    done = run(["unshare", "-m", sys.executable, "-c", _HANGS], tmp_path)
+    assert done.returncode == 69, done.all
+    state, detail = checks(done.out)["preflight"]
+    assert (state, "no end within 5 s" in detail) == (FAIL, True)
+
+
 @pytest.mark.full
 def test_stock_torchrun_on_two_nodes(tmp_path):
     """Two agents on this machine, with two processes each: each process takes its share, rank 0 prints for all.

@@ -21,7 +21,7 @@ from typing import IO, Any
 from elastic_ext.base import isolated, names
 from elastic_ext.base.errors import EX_UNAVAILABLE
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import FAIL, Finding, as_json, exit_code, one_line, rendered
+from elastic_ext.cli import FAIL, WARN, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.doctor import PROBE_S, check_settings
 from elastic_ext.cli.preflight_figures import Figure, bad_node, judged
 from elastic_ext.failures import slurm
@@ -29,7 +29,7 @@ from elastic_ext.failures import slurm
 PROBE = str(Path(__file__).with_name("preflight_probe.py"))
 VARIABLE = "ELASTIC_EXT_PREFLIGHT"
 IMPORTING = "importing torch"  # what the child does first; if it fails there, it is not for this node's hardware
-HARDWARE = "preflight"  # the finding where the child hung or died while it measured
+HARDWARE = "preflight"  # the finding where the child hung or died while it measured; a warning where it was killed
 ALONE_S, TOGETHER_S = 40.0, 110.0  # for the child once it has imported torch; a healthy node takes some seconds
 END_S = 0.5  # for the child to end on its own, and then on SIGTERM
 FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports that the kernel gives out
@@ -133,6 +133,9 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
             _end(process)
         if ended:
             return figures, None
+        if process.returncode == -signal.SIGKILL:  # not by `_end`, which waits for no process that it has killed
+            why = "killed, by the kernel for want of memory, say; that shows nothing of this node's hardware"
+            return figures, Finding(HARDWARE, WARN, f"{doing}: {why}")
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     name = "torch" if doing == IMPORTING else HARDWARE

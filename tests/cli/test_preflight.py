@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
@@ -255,10 +256,9 @@ def test_hosts_of_a_step_that_cannot_be_found_are_no_address():
 def test_where_is_written_to(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path), local_dir=str(tmp_path / "not" / "yet"))
     task = preflight._task(settings, False, {})
-    assert task.disks["local_dir"] == str(tmp_path)
+    assert preflight_probe._there(task.disks["local_dir"]) == str(tmp_path)
     assert (task.storage, task.together) == (str(tmp_path), False)
     assert preflight._task(settings, True, {}).storage == ""
-    assert preflight._task(Settings(checkpoint_dir=str(tmp_path / "absent")), False, {}).storage == ""
     assert preflight._task(Settings(checkpoint_dir="s3://bucket/x"), False, {"NODE": "2"}).together
 
 
@@ -280,8 +280,7 @@ def test_a_directory_that_cannot_be_looked_into_is_written_to(tmp_path, monkeypa
     (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "stat", fails)
     monkeypatch.setattr(os, "lstat", fails)
-    disks = preflight._task(Settings(local_dir=str(tmp_path / "closed" / "local")), True, {}).disks
-    assert disks["local_dir"] == str(tmp_path / "closed")
+    assert preflight_probe._there(str(tmp_path / "closed" / "local")) == str(tmp_path / "closed")
 
 
 @pytest.mark.parametrize(
@@ -301,6 +300,19 @@ def test_who_is_to_blame_for_a_disk(monkeypatch, number, blame):
 
     monkeypatch.setattr(preflight_probe.tempfile, "TemporaryFile", fails)
     assert preflight_probe._disk_figure("n1", "local_dir", "/x").blame == blame
+
+
+def test_full_disks_are_no_bad_node(monkeypatch):
+    """Python looks for a place for temporary files by writing there. Before, the check ended with an error."""
+
+    def full() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    task = preflight._task(Settings(), True, {})
+    figures = [preflight_probe._disk_figure("n1", *disk) for disk in task.disks.items()]
+    assert [(figure.value, figure.blame) for figure in figures] == [(None, SETTINGS)]
+    assert not bad_node(figures)
 
 
 @pytest.mark.parametrize(
@@ -356,25 +368,6 @@ def test_a_machine_alone(tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.full
-def test_a_directory_that_cannot_be_written_to_is_no_bad_node(tmp_path):
-    """As health_command, this node leaves with 78 before it starts a worker. Another one starts its workers."""
-    done = run([sys.executable, *PREFLIGHT, "--rdzv-conf=local_dir=/proc"], tmp_path)
-    assert done.returncode == 78, done.all
-    state, detail = checks(done.out)["disk writes"]
-    assert state == FAIL
-    assert "/proc: " in detail
-
-    (tmp_path / "job.py").write_text("print('started')")
-    for local_dir, code in (("/proc", 78), (str(tmp_path / "local"), 0)):
-        conf = f"--rdzv-conf=health_command=preflight,checkpoint_dir={tmp_path}/checkpoints,local_dir={local_dir}"
-        job = run([*AGENT, "--nproc-per-node=1", conf, "job.py"], tmp_path, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
-        assert job.returncode == code, job.all
-        assert ("started" in job.out) == (code == 0)
-        assert ("  fail  disk writes" in job.err) == (code == 78), job.err
-        assert "storage writes" not in job.err
-
-
 @pytest.mark.seam
 def test_what_this_locale_has_no_character_for_ends_no_check(tmp_path):
     """As a health check that ended with 1, it made a node bad."""
@@ -403,6 +396,25 @@ def test_a_directory_that_hangs_holds_up_the_child_only(tmp_path):
     assert done.returncode == 69, done.all
     state, detail = checks(done.out)["preflight"]
     assert (state, "no end within 5 s" in detail) == (FAIL, True)
+
+
+@pytest.mark.full
+def test_a_directory_that_cannot_be_written_to_is_no_bad_node(tmp_path):
+    """As health_command, this node leaves with 78 before it starts a worker. Another one starts its workers."""
+    done = run([sys.executable, *PREFLIGHT, "--rdzv-conf=local_dir=/proc"], tmp_path)
+    assert done.returncode == 78, done.all
+    state, detail = checks(done.out)["disk writes"]
+    assert state == FAIL
+    assert "/proc: " in detail
+
+    (tmp_path / "job.py").write_text("print('started')")
+    for local_dir, code in (("/proc", 78), (str(tmp_path / "local"), 0)):
+        conf = f"--rdzv-conf=health_command=preflight,checkpoint_dir={tmp_path}/checkpoints,local_dir={local_dir}"
+        job = run([*AGENT, "--nproc-per-node=1", conf, "job.py"], tmp_path, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
+        assert job.returncode == code, job.all
+        assert ("started" in job.out) == (code == 0)
+        assert ("  fail  disk writes" in job.err) == (code == 78), job.err
+        assert "storage writes" not in job.err
 
 
 @pytest.mark.full

@@ -31,15 +31,21 @@ _entered: set[int] = set()  # writers of the wakeups that this process's signals
 _mask = threading.local()  # of a thread that forks
 
 
+# The handler of a signal that another thread has caught may raise at any instruction of these in the main thread, and what a hook
+# raises is dropped. So the mask is known before it changes, and forgotten only once it is set again: by the second call at least.
+
+
 def _hold() -> None:
     """Before a fork: a signal to the new process may come before it runs at all, so before `_leave_to_parent`."""
     if _entered:
-        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 def _let_go() -> None:
-    if (before := _mask.__dict__.pop("before", None)) is not None:
+    if (before := _mask.__dict__.get("before")) is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        del _mask.before
 
 
 def _leave_to_parent() -> None:
@@ -49,10 +55,14 @@ def _leave_to_parent() -> None:
         if descriptor not in _entered:
             signal.set_wakeup_fd(descriptor)
     _entered.clear()
-    _let_go()
+    try:
+        _let_go()
+    except BaseException:  # noqa: BLE001 - the parent's handler wants this process to end, and what a hook raises is dropped
+        os._exit(1)
 
 
 os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_parent=_let_go)
 
 
 class Wakeup:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from elastic_ext.base import log_records
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Run a command, and end this process with its exit code at once: a thread of gRPC has held up an end in the usual way."""
+    if isinstance(sys.stdout, TextIOWrapper):  # what this locale has no character for is escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = main()
     try:
         sys.stdout.flush()

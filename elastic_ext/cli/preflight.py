@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from typing import IO, Any
 from elastic_ext.base import isolated, names
 from elastic_ext.base.errors import EX_UNAVAILABLE
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import FAIL, Finding, as_json, exit_code, one_line, rendered
+from elastic_ext.cli import FAIL, WARN, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.cli.doctor import PROBE_S, check_settings
 from elastic_ext.cli.preflight_figures import Figure, bad_node, judged
 from elastic_ext.failures import slurm
@@ -29,7 +28,7 @@ from elastic_ext.failures import slurm
 PROBE = str(Path(__file__).with_name("preflight_probe.py"))
 VARIABLE = "ELASTIC_EXT_PREFLIGHT"
 IMPORTING = "importing torch"  # what the child does first; if it fails there, it is not for this node's hardware
-HARDWARE = "preflight"  # the finding where the child hung or died while it measured
+HARDWARE = "preflight"  # the finding where the child hung or died while it measured; a warning where it was killed
 ALONE_S, TOGETHER_S = 40.0, 110.0  # for the child once it has imported torch; a healthy node takes some seconds
 END_S = 0.5  # for the child to end on its own, and then on SIGTERM
 FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports that the kernel gives out
@@ -37,10 +36,11 @@ FIRST_PORT, PORTS = 32000, 768  # of the step of a Slurm job, below the ports th
 
 @dataclass(frozen=True)
 class Task:
-    """What the child measures, as JSON in the variable VARIABLE."""
+    """What the child measures, as JSON in the variable VARIABLE. Only the child looks into a directory, which may hang."""
 
-    disks: Mapping[str, str]  # directories to write to, by the setting that names them
-    storage: str  # checkpoint_dir; "" to leave it out
+    # Directories to write to, or to what is there above them, by the setting that names them; "": where temporary files go.
+    disks: Mapping[str, str]
+    storage: str  # checkpoint_dir, if it is there; "" to leave it out
     together: bool  # whether this is one of several processes that measure the network between their nodes
     node: str = ""  # what the processes of this node, and no others, have in common; "": the host's name
     workers: int = 0  # that a job starts on this node; 0: unknown
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if task.together and environ["RANK"] != "0" and failure is None:
         return 0
     code = _print([*([failure] if failure else []), *judged(figures)], args.json, figures)
-    ill = bad_node(figures) or (failure is not None and failure.name == HARDWARE)
+    ill = bad_node(figures) or (failure is not None and (failure.name, failure.state) == (HARDWARE, FAIL))
     return EX_UNAVAILABLE if args.alone and ill else code
 
 
@@ -99,13 +99,10 @@ def _print(findings: list[Finding], as_document: bool, figures: Sequence[Figure]
 
 def _task(settings: Settings, alone: bool, variables: Mapping[str, str]) -> Task:
     """Return what to measure. Alone, as an agent's health check, a node does not answer for a storage that all nodes share."""
-    disks = {"TMPDIR": tempfile.gettempdir()}
+    disks = {"TMPDIR": ""}
     if settings.local_dir is not None and "://" not in settings.local_dir:
-        path = Path(settings.local_dir)  # a job makes it, below what is there
-        disks["local_dir"] = str(next((each for each in (path, *path.parents) if os.path.lexists(each)), path))
-    storage = settings.checkpoint_dir or ""
-    if alone or ("://" not in storage and not os.path.isdir(storage)):
-        storage = ""
+        disks["local_dir"] = settings.local_dir
+    storage = "" if alone else settings.checkpoint_dir or ""
     workers = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Task(disks, storage, bool(variables), variables.get("NODE", ""), int(workers) if workers.isdecimal() else 0)
 
@@ -117,7 +114,7 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
     """
     figures: list[Figure] = []
     doing, ended = IMPORTING, False
-    with tempfile.TemporaryFile() as errors:
+    with os.fdopen(os.memfd_create("errors"), "w+b") as errors:  # a disk may be full
         process = subprocess.Popen(
             isolated.command(PROBE), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
         )  # in this process group, with which the agent kills a health check
@@ -133,6 +130,9 @@ def measure(environ: Mapping[str, str], limit_s: float) -> tuple[list[Figure], F
             _end(process)
         if ended:
             return figures, None
+        if process.returncode == -signal.SIGKILL:  # not by `_end`, which waits for no process that it has killed
+            why = "killed, by the kernel for want of memory, say; that shows nothing of this node's hardware"
+            return figures, Finding(HARDWARE, WARN, f"{doing}: {why}")
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     name = "torch" if doing == IMPORTING else HARDWARE

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from glob import glob
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,11 +122,12 @@ class _Probe:
 
     def _measure_directories(self, node: str) -> None:
         for setting, directory in self._task["disks"].items():
-            self._report("doing", f"writing to {directory}")
+            self._report("doing", f"writing to {directory or 'a temporary file'}")
             self._figures.append(_disk_figure(node, setting, directory))
-        if self._task["storage"]:
+        if storage := self._task["storage"]:
             self._report("doing", "writing to checkpoint_dir")
-            self._figures.append(_storage_figure(node, self._task["storage"]))
+            if "://" in storage or os.path.isdir(storage):
+                self._figures.append(_storage_figure(node, storage))
 
     def _measure_pairs(self, party: _Party, device: str) -> None:
         began = time.monotonic()
@@ -387,10 +389,17 @@ def _processor() -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+def _there(directory: str) -> str:
+    """Return what is there of a directory: a job makes the rest. "": where temporary files go. Raises FileNotFoundError."""
+    path = Path(directory or tempfile.gettempdir())
+    return str(next((each for each in (path, *path.parents) if os.path.lexists(each)), path))
+
+
 def _disk_figure(node: str, setting: str, directory: str) -> Figure:
     """Write, with fsync, to a file without a name."""
     data, written, began = os.urandom(DISK_BYTES), 0, time.monotonic()
     try:
+        directory = _there(directory)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             while written < 2 * DISK_BYTES or time.monotonic() - began < DISK_S:
                 file.write(data)

@@ -142,6 +142,7 @@ class Leader:
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
             leaves, moves = _of_verdict(header.verdict) if header.verdict else ("", "")
+            moves = moves if moves not in self._members.promised else ""  # it has another one's ranks there
             view = dataclasses.replace(view, few_since=few, leaves=leaves, moves=moves)
         if rounds.reports(view):
             return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))

@@ -130,7 +130,7 @@ class Place:
         with self.changed:
             while True:
                 header = participant.header
-                if header.verdict:
+                if header.verdict:  # of a later round, too: it may have been over before this node could take its part in it
                     news = header.round == after and header.verdict != notified
                     notified = header.verdict if news else notified
                     self._heed(header, on_verdict if news else None)

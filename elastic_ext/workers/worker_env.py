@@ -50,6 +50,9 @@ if TYPE_CHECKING:
         agent: str
 
 
+MEMORY_THREAD = "elastic_ext-memory-"
+"""How the names of threads begin that may wait in torch's C++ code when a worker ends; see `runner.exit_handlers_are_done`."""
+
 WORKER_ENV = "ELASTIC_EXT_WORKER"
 VERSION = 1
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
@@ -255,10 +256,9 @@ def test_hosts_of_a_step_that_cannot_be_found_are_no_address():
 def test_where_is_written_to(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path), local_dir=str(tmp_path / "not" / "yet"))
     task = preflight._task(settings, False, {})
-    assert task.disks["local_dir"] == str(tmp_path)
+    assert preflight_probe._there(task.disks["local_dir"]) == str(tmp_path)
     assert (task.storage, task.together) == (str(tmp_path), False)
     assert preflight._task(settings, True, {}).storage == ""
-    assert preflight._task(Settings(checkpoint_dir=str(tmp_path / "absent")), False, {}).storage == ""
     assert preflight._task(Settings(checkpoint_dir="s3://bucket/x"), False, {"NODE": "2"}).together
 
 
@@ -280,8 +280,7 @@ def test_a_directory_that_cannot_be_looked_into_is_written_to(tmp_path, monkeypa
     (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "stat", fails)
     monkeypatch.setattr(os, "lstat", fails)
-    disks = preflight._task(Settings(local_dir=str(tmp_path / "closed" / "local")), True, {}).disks
-    assert disks["local_dir"] == str(tmp_path / "closed")
+    assert preflight_probe._there(str(tmp_path / "closed" / "local")) == str(tmp_path / "closed")
 
 
 @pytest.mark.parametrize(
@@ -301,6 +300,19 @@ def test_who_is_to_blame_for_a_disk(monkeypatch, number, blame):
 
     monkeypatch.setattr(preflight_probe.tempfile, "TemporaryFile", fails)
     assert preflight_probe._disk_figure("n1", "local_dir", "/x").blame == blame
+
+
+def test_full_disks_are_no_bad_node(monkeypatch):
+    """Python looks for a place for temporary files by writing there. Before, the check ended with an error."""
+
+    def full() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    task = preflight._task(Settings(), True, {})
+    figures = [preflight_probe._disk_figure("n1", *disk) for disk in task.disks.items()]
+    assert [(figure.value, figure.blame) for figure in figures] == [(None, SETTINGS)]
+    assert not bad_node(figures)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +366,36 @@ def test_a_machine_alone(tmp_path):
     )
     assert all(f"{tmp_path}/{name}: " in found["disk writes"][1] for name in ("tmp", "local"))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.seam
+def test_what_this_locale_has_no_character_for_ends_no_check(tmp_path):
+    """As a health check that ended with 1, it made a node bad."""
+    command = [sys.executable, "-m", "elastic_ext.cli", "doctor", "--preflight", "--rdzv-conf=größe=1"]
+    done = run(command, tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 78, done.all
+    assert r"gr\xf6\xdfe" in done.out
+
+
+_HANGS = """
+import ctypes, os, sys
+from elastic_ext.cli import main, preflight
+
+options = f"fd={os.open('/dev/fuse', os.O_RDWR)},rootmode=40000,user_id=0,group_id=0"
+assert ctypes.CDLL(None).mount(b"none", b"disk", b"fuse", 0, options.encode()) == 0, "no server answers what asks for it"
+preflight.ALONE_S = 5.0
+sys.exit(main.main(["doctor", "--preflight", "--alone", "--json", "--rdzv-conf=local_dir=disk/local,checkpoint_dir=disk/saved"]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="mounts a file system, as only root may")
+def test_a_directory_that_hangs_holds_up_the_child_only(tmp_path):
+    (tmp_path / "disk").mkdir()
+    done = run(["unshare", "-m", sys.executable, "-c", _HANGS], tmp_path)
+    assert done.returncode == 69, done.all
+    state, detail = checks(done.out)["preflight"]
+    assert (state, "no end within 5 s" in detail) == (FAIL, True)
 
 
 @pytest.mark.full
@@ -461,10 +503,14 @@ def test_what_libraries_print_while_they_are_imported_is_no_failure(tmp_path, mo
         ("import time; time.sleep(1000)", 0.5, "measuring cuda:3: no end within 0.5 s"),
         ("import sys; sys.exit('no room')", LIMIT_S, "measuring cuda:3: no room"),
         ("import os; os.abort()", LIMIT_S, "measuring cuda:3: ended with code -6"),
+        ("import os; os.kill(os.getpid(), 9)", LIMIT_S, "measuring cuda:3: killed, "),
     ],
 )
 def test_what_was_measured_when_the_child_came_to_no_end(tmp_path, monkeypatch, program, limit_s, why):
     script = Path(tmp_path, "probe.py")
     script.write_text(f'print(\'{{"doing": "measuring cuda:3"}}\', flush=True); {program}')
     monkeypatch.setattr(preflight, "PROBE", str(script))
-    assert preflight.measure({}, limit_s) == ([], Finding("preflight", FAIL, why))
+    figures, failure = preflight.measure({}, limit_s)
+    assert failure is not None
+    assert (figures, failure.name, failure.detail[: len(why)]) == ([], "preflight", why)
+    assert failure.state == (WARN if "killed" in why else FAIL)  # the kernel kills for want of memory: no fault of the node

@@ -22,13 +22,14 @@ from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger
+from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger, encode_verdict
+from elastic_ext.failures.policy import Action
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
-from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, LeaderPolicy, RoundReports
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
@@ -295,6 +296,18 @@ def test_a_leader_is_lost_between_assignments_and_header(names):
     assert few.client.get(KEYS.assignment("a")).kv is None
 
 
+def test_ranks_move_once_although_a_leader_is_lost_between_assignments_and_header():
+    """In the assignments that it has written they have moved."""
+    few = Few("abcd", Limits(2, 4, 5.0), policy=Decides("c", moves_ranks=True))
+    fail(few, "c")
+    few.until_stored(lambda header: header.verdict)
+    few.nodes["a"].client.before("/job/round", few.nodes["a"].kill)
+    few.nodes["a"].ready(1)
+    few.next_round(2, "bcd")
+    seats = [decode(Assignment, few.client.get(KEYS.assignment(name)).kv.value, name).rank for name in "bdc"]
+    assert seats == [0, 1, 2]
+
+
 def test_a_leader_wakes_before_it_writes_assignments():
     """Those of the round that was sealed meanwhile stay."""
     few = Few("abc", Limits(2, 4, 5.0), joined=False)
@@ -328,6 +341,20 @@ def fail(few: Few, name: str, number: int = 1) -> None:
     few.nodes[name].part.report(REPORT)
 
 
+class Decides(Restarts):
+    """Its verdicts name this node. decision: what its decisions have in place of those of Restarts."""
+
+    def __init__(self, node: str, **decision: Any) -> None:
+        super().__init__()
+        self._node, self._decision = node, decision
+
+    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
+        judged = super().judge(reports, ledger)
+        verdict = decode_verdict(judged.verdict)
+        verdict = dataclasses.replace(verdict, node=self._node, decision=dataclasses.replace(verdict.decision, **self._decision))
+        return dataclasses.replace(judged, verdict=encode_verdict(verdict))
+
+
 def before_the_verdict(few: Few, action: Callable[[], object]) -> None:
     """Do this when the leader has read the ledger and judged, just before it writes."""
     client = few.nodes["a"].client
@@ -352,6 +379,29 @@ def test_a_verdict_without_an_answer_counts_once():
     few.until_stored(lambda header: header.verdict)
     few.next_round(2)
     assert (few.ledger().charged, len(few.ledger().verdicts)) == (1, 1)
+
+
+def test_a_node_that_came_too_late_for_a_round_leaves_by_its_verdict():
+    """The others miss it, and wait until it is gone."""
+    leaves = Decides("c", response=Response.REPLACE_NODE, action=Action.STOP, exit_code=69)
+    few = Few("abc", Limits(2, 3, 5.0), policy=leaves)
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "b asks for it")
+    few.until_broken()
+    few.nodes["c"].ready(1)
+    few.until_says("c", lambda node: node.after == 1)
+    few.nodes["c"].cut(5.0)
+    few.next_round(2, "ab")
+    fail(few, "b", 2)
+    few.until_stored(lambda header: header.verdict)
+    few.until_says("c", lambda node: node.after == 2)
+    for name in "ab":
+        few.nodes[name].ready(2)
+    few.world.run(2 * TTL_S)
+    assert few.until_stored(lambda header: True).state is State.BROKEN
+    with pytest.raises(JobStopped):
+        place_of(few.nodes["c"].participant).await_round(1, lambda verdict: None)
+    few.nodes["c"].leave()
+    few.until_round(3, "ab")
 
 
 def test_a_ledger_that_changes_meanwhile_is_read_again():

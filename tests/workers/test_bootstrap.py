@@ -633,3 +633,33 @@ def test_dumps_are_appended_to_the_stacks_file(tmp_path: Path, worker: Worker) -
     text = worker.stacks.read_text()
     assert text.startswith("before\n")
     assert text.count('script.py", line 2 in <module>') == 2
+
+
+_LEFT = """
+import sys, threading, time
+from elastic_ext.training import saves
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, is_master=True)
+other = TCPStore("127.0.0.1", store.port, is_master=False)
+
+class Late:
+    def __del__(self, set=store.set, sleep=time.sleep):
+        set("the other ranks", "end")
+        sleep(5)
+
+late = Late()
+threading.Thread(target=other.get, args=["the other ranks"], name=saves.MEMORY_THREAD + "end", daemon=True).start()
+print("done", end="")
+sys.exit(3)
+"""
+
+
+@pytest.mark.full
+def test_a_thread_that_waits_for_other_ranks_aborts_no_worker_that_ends(tmp_path):
+    """It would, once they end, too: it returns from torch's C++ code while the interpreter ends."""
+    (tmp_path / "left.py").write_text(_LEFT)
+    environ = {**os.environ, "PYTHONPATH": ROOT}
+    command = [sys.executable, BOOTSTRAP, "left.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ran.returncode, ran.stdout) == (3, "done"), ran.stderr

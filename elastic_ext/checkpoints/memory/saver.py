@@ -154,7 +154,7 @@ def _met(ranks: Ranks, limit_s: float) -> bool:
         except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
             logger.debug("the last copy in memory is left as it is: %s", error)
 
-    meeting = threading.Thread(target=meet, name="memory-end", daemon=True)
+    meeting = threading.Thread(target=meet, name=f"{saves.MEMORY_THREAD}end", daemon=True)
     try:
         meeting.start()
     except RuntimeError as error:  # no more threads, or the interpreter ends
@@ -191,7 +191,7 @@ class Attempt:
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
     def __init__(self, run: Callable[[], None], step: int, limit_s: float) -> None:
-        self._thread = threading.Thread(target=run, name=f"memory-{step}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"{saves.MEMORY_THREAD}{step}", daemon=True)
         self._step, self._limit_s, self._left_s = step, limit_s, limit_s
 
     def start(self) -> None:
@@ -251,8 +251,8 @@ class MemorySaver:
         """
         self.wait()
         self._copying.pin(())
+        self._schedule.begins(None)  # first: with a generation, training would copy at once, while the ranks begin
         self._generation = generation
-        self._schedule.begins(None)
         self._trouble.in_a_row = 0  # a rank that has left out a copy knows of no failure, and all must choose the same interval
         self._buffers.kept = kept  # even if what follows fails: `has_generation` may follow
         if generation is None and self._ranks.rank == 0:
@@ -327,6 +327,7 @@ class MemorySaver:
         deadline = time.monotonic() + pace.CLOSE_S
         over = self._attempt is None or self._attempt.join(pace.CLOSE_S)
         if over and self._schedule.owes is not None:
+            self._schedule.owes = None  # a second call waits for nobody
             over = _met(self._ranks, max(0.0, deadline - time.monotonic()))
         if over:
             self._copying.pin(())

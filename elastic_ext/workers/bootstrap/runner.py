@@ -102,8 +102,20 @@ def worker_message() -> "WorkerMessage":
 
 
 def exit_handlers_are_done() -> None:
-    """Report that the exit handlers are done. Register this first with atexit, so that it runs last."""
+    """Report that the exit handlers are done. Register this first with atexit, so that it runs last.
+
+    If a copy in memory was given up, end here: its thread waits for other ranks in torch's C++ code, and if they end, too, and it
+    returns while the interpreter ends, it aborts the process.
+    """
     _reports.exit_handlers_done()
+    threads = sys.modules["threading"].enumerate() if "threading" in sys.modules else ()
+    if _reports.ends_with is not None and any(each.name.startswith(worker_env.MEMORY_THREAD) for each in threads):
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError, ValueError):
+                pass  # it is closed, or None
+        os._exit(_reports.ends_with)
 
 
 class _Reports:
@@ -111,6 +123,7 @@ class _Reports:
 
     def __init__(self) -> None:
         self._pid = 0
+        self.ends_with: int | None = None  # the exit code of this worker, once its script has ended; None: it ends by a signal
         self._row: memoryview | None = None
         self._wake_path: str | None = None
         self._modules_path: str | None = None
@@ -123,7 +136,7 @@ class _Reports:
         self._replicas: Any = None  # replicas.ReplicaHashes
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
-        self._pid, self._row = os.getpid(), row
+        self._pid, self._row, self.ends_with = os.getpid(), row, 0
         self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
         self._stacks_path = message.get("stacks")
         self._sampled, self._hash_every = message.get("stragglers"), message.get("integrity_every") or 0
@@ -132,9 +145,10 @@ class _Reports:
 
     def ending(self, error: BaseException, ended_ns: int) -> None:
         """Report that the worker is about to end with this error. Ctrl-C needs no report: its signal ends the worker soon."""
-        if self._row is None or self._pid != os.getpid() or isinstance(error, KeyboardInterrupt):
-            return
         code = _exit_code(error.code) if isinstance(error, SystemExit) else 1
+        self.ends_with = None if isinstance(error, KeyboardInterrupt) else code
+        if self._row is None or self._pid != os.getpid() or self.ends_with is None:
+            return
         self._row[layout.ENDED_AT_NS], self._row[layout.ENDS_WITH] = ended_ns, code
         if code:
             worker_env.wake(self._wake_path)

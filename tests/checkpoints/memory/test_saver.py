@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.checkpoints.formats.manifest import Manifest, order_of, order_or_oldest
+from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.memory.saver import MemorySaver
+from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.state.capture import Objects
+from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 
 pytestmark = pytest.mark.seam
+
+
+def test_training_copies_nothing_before_the_ranks_have_begun(tmp_path: Path) -> None:
+    """They begin in the thread of a save, where their collectives must not mix with those of a copy."""
+    tier = LocalTier(open_storage(str(tmp_path)), (1,), 0, True)
+    objects = Objects(nn.Linear(1, 1), ())
+    saver = MemorySaver(tier, MemoryRoom("", 1 << 20), 1, objects, Ranks(timedelta(seconds=60)), None)
+    saver.begin(None)
+    begins = saver._schedule.begins
+
+    def trains_meanwhile(due: int | None) -> None:
+        saver.step(1, 0, lambda: Manifest(1, 0, (), nodes=(1,)))
+        begins(due)
+
+    saver._schedule.begins = trains_meanwhile
+    saver.has_generation(1)
+    assert saver._attempt is None
 
 
 # The user's own values.

@@ -130,7 +130,6 @@ def test_a_class_name_means_one_thing():
 
 LARGER = {
     "Checkpointer.__init__": "what a user may choose; each argument has its own line in the docstring",
-    "Settings": "a table: a field for each setting",
 }
 
 

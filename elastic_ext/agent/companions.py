@@ -1,7 +1,5 @@
 """The parts that work beside the workers as long as the agent runs: opened before the first round, closed after the last."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -51,9 +49,8 @@ _LACKING = "the limit on open files is low: no warm standbys, and no stderr tail
 def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
     """Return how far the training is; None if it has not begun, or if the script posts its status itself.
 
-    Args:
-        worker: rank 0.
-        resumed_at: step of the checkpoint that the round resumes from. Where it is unknown, the round starts from the beginning.
+    worker: rank 0. resumed_at: step of the checkpoint that the round resumes from. Where it is unknown, the round starts from the
+    beginning.
     """
     if not worker.pid or not worker.steps or worker.posts_status:
         return None
@@ -178,7 +175,6 @@ class WarmStarts(Companion):
             self._pool.skip_next_round(reason)
 
     def close(self) -> None:
-        """End the standbys."""
         if self._pool is not None:
             self._pool.close()
 
@@ -224,19 +220,7 @@ class CopierUpdates(Companion):
 
 
 class JobCompanions:
-    """The companions that outlive a round, and the descriptors that the loop waits for.
-
-    Attributes:
-        token: marks every process that this agent starts, for the reaper.
-        journal: the agent's events.
-        observation: what the agent shows.
-        wakeup: readable when a signal arrives or the rendezvous has an event.
-        wake_pipe: readable when a worker has news.
-        memory: the copies of the workers' state in memory.
-        flight_recorder: None without NCCL, or if hang detection is off.
-        copier: None without a local tier.
-        round_companions: those that the loop calls as a `Companion`, in this order. A new companion is one more line here.
-    """
+    """The companions that outlive a round, and the descriptors that the loop waits for."""
 
     def __init__(
         self,
@@ -251,15 +235,14 @@ class JobCompanions:
         """Open all of them. The wakeup comes first, so that no signal is missed; then the run directory, which holds the files of
         the others; then the reaper, before the processes that it has to end.
 
-        Args:
-            extras: whether enough descriptors are left for warm standbys and for the workers' stderr.
-            stack: closes everything that `finish` does not end, in reverse order.
+        extras: whether enough descriptors are left for warm standbys and for the workers' stderr. stack: closes everything that
+        `finish` does not end, in reverse order.
         """
-        self.token = secrets.token_hex(16)
-        self.wakeup = stack.enter_context(Wakeup())
+        self.token = secrets.token_hex(16)  # marks every process that this agent starts, for the reaper
+        self.wakeup = stack.enter_context(Wakeup())  # readable when a signal arrives or the rendezvous has an event
         after_journal = stack.enter_context(ExitStack())
-        self.journal = stack.enter_context(Journal(spec, settings, handler, metrics))
-        self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)
+        self.journal = stack.enter_context(Journal(spec, settings, handler, metrics))  # the agent's events
+        self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)  # what the agent shows
         after_journal.callback(self.observation.close)  # it may linger
         stack.enter_context(bridge_torchelastic(metrics))
         stack.enter_context(logs.owned_directory())
@@ -267,9 +250,10 @@ class JobCompanions:
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
         stack.callback(logs.remove)
         self.observation.read_scripts(logs.run_dir)
+        # readable when a worker has news
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
         logs.stderr = stack.enter_context(closing(StderrTails(extras and settings.stderr_tail and settings.bootstrap)))
-        self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))
+        self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))  # the copies of the workers' state in memory
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
@@ -278,12 +262,13 @@ class JobCompanions:
         else:
             logger.warning("%s", _LACKING)
             self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
-        self.flight_recorder: FlightRecorder | None = None
+        self.flight_recorder: FlightRecorder | None = None  # None without NCCL, or if hang detection is off
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
-        self.copier = copier.start(settings, self.token, metrics)
+        self.copier = copier.start(settings, self.token, metrics)  # None without a local tier
         handler.reaper_runs = self.reaper.runs
+        # those that the loop calls as a `Companion`, in this order. A new companion is one more line here
         self.round_companions = self._beside_workers(settings, handler)
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
@@ -318,9 +303,8 @@ class JobCompanions:
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
         """End the processes that this agent started; return the checkpoints that exist on this node only.
 
-        Args:
-            clean: whether the job ended well. If it did not, no process that was started here is alive when this returns.
-            copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
+        clean: whether the job ended well. If it did not, no process that was started here is alive when this returns. copy_s:
+        seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
         kill_at = math.inf if copy_s is None else time.monotonic() + copy_s

@@ -6,8 +6,6 @@ change, and a program that calls `elastic_launch` still gets its ChildFailedErro
 The verdict file and Kubernetes' termination message hold the verdict of the job as JSON, as `failures.ledger` defines it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -18,6 +16,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -63,15 +62,22 @@ _ONE_LINE = (RendezvousTimeoutError, RendezvousConnectionError, RendezvousClosed
 
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "elastic_ext.agent.__main__")  # as `python -m` names them
 
-_preset = "design"
-_verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
-_succeeded = False  # the job, and no exception has come since
+
+@dataclass
+class JobEnd:
+    """How the job of this process has ended, as far as that decides its exit code."""
+
+    preset: str = "design"  # a key of policy.EXIT_CODES
+    verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
+    succeeded: bool = False  # the job, and no exception has come since
+
+
+job = JobEnd()
 
 
 def install(preset: str) -> None:
     """Make the end of a job, by an exception or by success, end this process. preset: a key of policy.EXIT_CODES."""
-    global _preset, _verdict_code, _succeeded
-    _preset, _verdict_code, _succeeded = preset, None, False
+    job.preset, job.verdict_code, job.succeeded = preset, None, False
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
@@ -86,22 +92,9 @@ def succeeded_without(group: WorkerGroup, done: Exception) -> RunResult:
 
 
 def set_succeeded() -> None:
-    """Record that the job has succeeded."""
-    global _succeeded
-    _succeeded = True
+    job.succeeded = True
     atexit.unregister(_end_after_success)
     atexit.register(_end_after_success)  # the last one runs first: it calls all others
-
-
-def set_verdict_code(code: int | None) -> None:
-    """Record the exit code of the verdict that ended the job."""
-    global _verdict_code
-    _verdict_code = code
-
-
-def verdict_code() -> int | None:
-    """Return the code of the verdict that has ended the job; None before any verdict has."""
-    return _verdict_code
 
 
 def exit_code_of(error: BaseException) -> int | None:
@@ -109,28 +102,26 @@ def exit_code_of(error: BaseException) -> int | None:
     if isinstance(error, ChildFailedError):
         return error.failures.exit_code if isinstance(error.failures, FailuresWithCode) else None
     if isinstance(error, SignalException):
-        if _verdict_code is not None:
-            return _verdict_code
+        if job.verdict_code is not None:
+            return job.verdict_code
         code = EX_USER if error.sigval in USER_SIGNALS else EX_TRY_AGAIN
     else:
         found = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), None)
         if found is None:
             return None
         code = found
-    return exit_code_for(code, _preset)
+    return exit_code_for(code, job.preset)
 
 
 def _end_after_success() -> None:
     """End a launcher, whose code is then 0. An exit handler, because no exception reports a success."""
-    global _succeeded
-    succeeded, _succeeded = _succeeded, False  # `end` calls the exit handlers
+    succeeded, job.succeeded = job.succeeded, False  # `end` calls the exit handlers
     if succeeded and _may_end_at_once():
         end(0)
 
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    global _succeeded
-    _succeeded = False
+    job.succeeded = False
     code = exit_code_of(error)
     if isinstance(error, _ONE_LINE) and str(error):
         log_records.say(f"elastic_ext: {error}")
@@ -147,8 +138,7 @@ def end(code: int) -> NoReturn:
     thread that came back from torch's code meanwhile, such as from a call to a store that dies with the job, would abort it.
     Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
-    global _succeeded
-    _succeeded = False  # or an exit handler would end it with 0
+    job.succeeded = False  # or an exit handler would end it with 0
     if not _may_end_at_once():
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
     try:

@@ -1,7 +1,5 @@
 """Hangs of one round: whether the workers of this node stall, where each one is when the whole job hangs, and NCCL's records."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -17,7 +15,6 @@ from elastic_ext.base.printable import Block
 from elastic_ext.failures import cuts
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.hangs import detector, stacks, waits
-from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import own_addresses
@@ -41,8 +38,6 @@ class FlightRecorder:
     it writes the last TORCH_NCCL_TRACE_BUFFER_SIZE (2000) collectives to TORCH_NCCL_DEBUG_INFO_TEMP_FILE<rank>, which newer
     versions call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This class never opens it;
     `python -m torch.distributed.flight_recorder.fr_trace` reads it.
-
-    variables: additions to the workers' environment; without those that the user has set.
     """
 
     def __init__(self, run_dir: str, environ: Mapping[str, str]) -> None:
@@ -56,6 +51,7 @@ class FlightRecorder:
         self._dumps: str = os.path.join(self._own, "rank_") if self._own is not None else str(chosen)
         self._pipes = environ.get(PIPE_FILE) or os.path.join(run_dir, "flight_")
         wanted = {PIPE_FILE: self._pipes, **dict.fromkeys(DUMP_FILES, self._dumps)}
+        # additions to the workers' environment; without those that the user has set
         self.variables = {name: value for name, value in wanted.items() if not environ.get(name)}
 
     def close(self) -> None:
@@ -104,7 +100,7 @@ class HangHandling(Companion):
 
     def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
-        self.hung: Mapping[int, Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
+        self.hung: Mapping[int, detector.Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
         self.reach: cuts.Reach | None = None  # the hosts that did not answer them then
         self.collectives: tuple[Collective, ...] = ()  # those in which the workers waited then
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
@@ -117,7 +113,6 @@ class HangHandling(Companion):
         return self._watch.stalled or self._quiet.reach is not None
 
     def next_check_s(self) -> float:
-        """Return the seconds until the next check is due."""
         return min(self._watch.next_check_s(), self._quiet.next_check_s())
 
     def check(self, workers: LocalWorkers) -> None:

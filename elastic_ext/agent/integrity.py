@@ -1,7 +1,5 @@
 """What the workers of this node have hashed of their replicas, for comparison with those of other nodes (`integrity_every`)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -14,7 +12,6 @@ from dataclasses import replace
 from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.failures import replicas
-from elastic_ext.failures.replicas import Hashed, WorkerHashes
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers import worker_env
 
@@ -27,19 +24,19 @@ Show = Callable[[int | None, str], None]
 """Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
 
 
-def read(workers: LocalWorkers) -> tuple[Hashed, ...]:
+def read(workers: LocalWorkers) -> tuple[replicas.Hashed, ...]:
     """Return what the workers have hashed, those with the same result together. An unreadable file says nothing."""
     return _together(_read(workers))
 
 
-def _read(workers: LocalWorkers) -> dict[int, WorkerHashes]:
+def _read(workers: LocalWorkers) -> dict[int, replicas.WorkerHashes]:
     """Return what each worker has written so far, by rank."""
     found = {rank: read_file_of_worker(path, replicas.decode) for path, rank in _files(workers)}
     return {rank: hashes for rank, hashes in found.items() if hashes is not None}
 
 
-def _together(found: Mapping[int, WorkerHashes]) -> tuple[Hashed, ...]:
-    ranks: defaultdict[Hashed, list[int]] = defaultdict(list)
+def _together(found: Mapping[int, replicas.WorkerHashes]) -> tuple[replicas.Hashed, ...]:
+    ranks: defaultdict[replicas.Hashed, list[int]] = defaultdict(list)
     for rank, worker in found.items():
         for each in worker.hashed[-MOST:]:
             ranks[replace(each, ranks=())].append(rank)
@@ -58,7 +55,7 @@ class ReplicaWatch(Companion):
 
     def __init__(self, handler: Rendezvous, show: Show) -> None:
         self._handler, self._show = handler, show
-        self._reported: tuple[Hashed, ...] = ()
+        self._reported: tuple[replicas.Hashed, ...] = ()
         self._logged: set[str] = set()
         self._report_at = -math.inf  # not before
         self._late = False  # there was an event before that
@@ -84,7 +81,7 @@ class ReplicaWatch(Companion):
         self._show(len(uncompared), next(iter(uncompared), ""))
         self._log(found)
 
-    def _log(self, found: Mapping[int, WorkerHashes]) -> None:
+    def _log(self, found: Mapping[int, replicas.WorkerHashes]) -> None:
         """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
         faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
         for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):

@@ -3,8 +3,6 @@
 A companion for what happens to the workers; the agent's loop calls it for the rest, where it logs the same. It never decides.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -54,22 +52,16 @@ class _Reported:
 
 
 class Journal(Companion):
-    """The events of one agent, from its start to its end, which it reports as a context manager.
-
-    Attributes:
-        events: for other parts of the agent.
-        warm: workers of this round that were warm standbys; set before their start is reported.
-        clean: whether the job has ended well.
-        end_limit: for how long the end of the agent may wait.
-    """
+    """The events of one agent, from its start to its end, which it reports as a context manager."""
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         """metrics: count recoveries, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
-        self.events = Events(settings.events_file, source, lambda: handler.round)
-        self.warm, self.clean = 0, False
+        self.events = Events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent
+        self.warm = 0  # workers of this round that were warm standbys; set before their start is reported
+        self.clean = False  # whether the job has ended well
         self._spans = Spans(elastic_ext.__version__, source)
-        self.end_limit = EndLimit()
+        self.end_limit = EndLimit()  # for how long the end of the agent may wait
         self._handler, self._metrics = handler, metrics
         metrics.on_copied = lambda lag_steps: self.events.emit("checkpoint_copied", lag_steps=lag_steps)
         self._ended = False
@@ -87,7 +79,7 @@ class Journal(Companion):
             settings=shown_settings(settings),
         )
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -107,7 +99,7 @@ class Journal(Companion):
             self.events.emit("node_drained", reason=error.reason, step=error.step)
         elif isinstance(error, NodeRefused):
             self.events.emit("node_refused", reason=str(error))
-        code, state = ended(error, exits.verdict_code(), self.clean)
+        code, state = ended(error, exits.job.verdict_code, self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
         self.events.emit("agent_ended", exit_code=code, state=state, error=None if error is None else type(error).__name__)
 

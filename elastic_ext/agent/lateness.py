@@ -6,8 +6,6 @@ its time, through the same store, and not by the start of the round: two clocks 
 start says nothing of its own error.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue
@@ -25,7 +23,6 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
-from elastic_ext.base.round_store import Store
 from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -113,7 +110,7 @@ class LatenessWatch(Companion):
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._workers: LocalWorkers | None = None
-        self._store: Store | None = None
+        self._store: round_store.Store | None = None
 
     def workers_started(self, workers: LocalWorkers) -> None:
         self._workers = workers
@@ -189,7 +186,7 @@ class LatenessWatch(Companion):
         same = len({each.sample.step for each in found}) == 1
         return NodeSample(self._node.host, self._clock, tuple(found)) if same else None
 
-    def _connected(self) -> Store:
+    def _connected(self) -> round_store.Store:
         if self._store is None:
             self._store = round_store.connect(*self._node.store_at)
         return self._store
@@ -242,7 +239,7 @@ class LatenessWatch(Companion):
                 clocks.append(lateness.aligned(pings))
         return nodes, clocks
 
-    def _ping(self, store: Store, node: int, step: int) -> list[Ping]:
+    def _ping(self, store: round_store.Store, node: int, step: int) -> list[Ping]:
         found = []
         for number in range(PINGS):
             question, answer = round_store.clock(step, node, number), round_store.clock_answer(step, node, number)
@@ -259,7 +256,7 @@ class LatenessWatch(Companion):
                 store.delete_key(answer)
         return found
 
-    def _await(self, store: Store, key: str, by: float, seen: Sequence[int] = ()) -> None:
+    def _await(self, store: round_store.Store, key: str, by: float, seen: Sequence[int] = ()) -> None:
         """Wait for a key. by: monotonic seconds. seen: see `_give`. Raises TimeoutError; StoreSilent: the round is over.
 
         It looks again and again: each `wait` of a store that is not in time writes two warnings to stderr (torch 2.13).
@@ -273,7 +270,6 @@ class LatenessWatch(Companion):
 
 
 def straggler(streak: Streak) -> Straggler:
-    """Return the record of what is named, for the status."""
     late = streak.late
     error_s = (late.error_us or 0.0) / 1e6
     return Straggler(

@@ -7,8 +7,6 @@ supports that, else after the next checkpoint that the script publishes. `plan_s
 The leader does the rest of a drain; see `rendezvous.drains`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue
@@ -55,10 +53,8 @@ class SavePlan:
 def plan_save(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> SavePlan:
     """Decide whether to ask for a checkpoint before the workers are stopped.
 
-    Args:
-        grace_s: seconds until this agent is killed.
-        stop_s: seconds of these that stopping the workers may take.
-        workers: the progress of each worker of this node.
+    grace_s: seconds until this agent is killed. stop_s: seconds of these that stopping the workers may take. workers: the
+    progress of each worker of this node.
     """
     if not workers or not all(worker.asks_for_saves for worker in workers):
         return SavePlan(0.0, "the training script has not called save_requested()")
@@ -100,8 +96,6 @@ def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
 
 
 class SaveResult(Enum):
-    """The result of a save on demand."""
-
     SAVED = "saved"
     FAILED = "failed"
 
@@ -227,9 +221,8 @@ def take_as_one(received: signal.Signals, leave_by: Callable[[], float | None]) 
 
     As torch's handlers, these stay until the process ends. Does nothing outside the main thread, where Python has no handlers.
 
-    Args:
-        received: why this agent has to leave. After a signal of the user, any other one ends the agent at once.
-        leave_by: returns the monotonic time until which the platform lets this agent run; None: not known yet.
+    received: why this agent has to leave. After a signal of the user, any other one ends the agent at once. leave_by: returns the
+    monotonic time until which the platform lets this agent run; None: not known yet.
     """
     if received in exits.USER_SIGNALS or threading.current_thread() is not threading.main_thread():
         return
@@ -251,8 +244,6 @@ def _unless_there_is_time(
 
 
 class Step(Enum):
-    """What to do next for the drain."""
-
     ASK = "ask"  # for a checkpoint
     WAIT = "wait"
     GO = "go"  # the node can leave
@@ -279,7 +270,6 @@ class DrainPlan:
 
 
 def plan_drain(seen: DrainFacts) -> DrainPlan:
-    """Decide on the next step."""
     if seen.asks and not seen.asked:
         return DrainPlan(Step.ASK, "asking the job for a checkpoint")
     if seen.asked and seen.result is None and not seen.published:  # only one rank has to report it, maybe on another node
@@ -339,13 +329,11 @@ def is_new(first: Published, newest: Published, goal: int | None) -> bool:
 
 
 class Directory:
-    """Reads `checkpoint_dir` from a thread of its own, since a storage may hang.
-
-    first, newest: what it held at the first reading and at the last one; None before the first.
-    """
+    """Reads `checkpoint_dir` from a thread of its own, since a storage may hang."""
 
     def __init__(self, read: Callable[[], Published], on_read: Callable[[], None]) -> None:
         """on_read: called after each reading."""
+        # first, newest: what it held at the first reading and at the last one; None before the first
         self.first: Published | None = None
         self.newest: Published | None = None
         self._read, self._on_read = read, on_read

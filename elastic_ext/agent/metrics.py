@@ -1,7 +1,5 @@
 """This agent's metrics, and its goodput: a ledger of what the agent and its workers do, shared with the job."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -56,7 +54,7 @@ class _KnownGoodput:
         """Return the sum when this agent has spent so much."""
         return Shared(self.shared.spent.plus(mine.since(self.mine)), max(1, self.shared.hosts))
 
-    def after(self, shared: Shared, mine: Spent) -> _KnownGoodput:
+    def after(self, shared: Shared, mine: Spent) -> "_KnownGoodput":
         """Return what is known after a sum was read. The agent of rank 0 may have made it before this one gave its share: then
         what was known is more, and a goodput that is shown must not go back.
         """
@@ -79,8 +77,6 @@ class Goodput:
         self._ended = self._closed = False
         self._thread: threading.Thread | None = None
         self._nodes = 1
-
-    # What the agent does.
 
     def enter(self, state: str) -> None:
         """Note what the agent does from now on. state: one of families.STATES."""
@@ -126,7 +122,6 @@ class Goodput:
     # What others see.
 
     def look(self) -> Look:
-        """Return where the time of this agent went."""
         with self._lock:
             workers = self._workers()
             return self._ledger.at(time.monotonic(), workers)
@@ -136,8 +131,6 @@ class Goodput:
         mine = self.look().spent
         with self._lock:
             return self._known.at(mine)
-
-    # Sharing.
 
     def share_with(self, share: Callable[[Spent], Shared]) -> None:
         """Share from the first round on. share: adds what was spent since its last call; returns the sum of the job."""

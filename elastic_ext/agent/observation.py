@@ -4,8 +4,6 @@
 only notes its state there: a rendezvous that does not answer delays neither it nor a scrape.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -30,9 +28,6 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.http import gate, pages, server
-from elastic_ext.http.gate import Gate
-from elastic_ext.http.pages import LastScrape, Pages, TextFile
-from elastic_ext.http.server import MetricsServer
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status, status_records
@@ -66,7 +61,7 @@ def settle_s(node_id: str, nodes: int) -> float:
 class JobView:
     """Works from construction to `close`, which is for the agent's loop; `document` is for the server's thread."""
 
-    def __init__(self, handler: Rendezvous, node: OwnNode) -> None:
+    def __init__(self, handler: Rendezvous, node: "OwnNode") -> None:
         self._handler, self._node = handler, node
         self._ages = ReportAges()
         self._changed = threading.Condition()
@@ -279,7 +274,6 @@ class OwnNode:
         self.on_state()
 
     def round_ended(self, why: str) -> None:
-        """Note why the round is over."""
         with self._lock:
             self._history.explain(self._handler.round, why)
 
@@ -323,16 +317,16 @@ def check(settings: Settings) -> None:
 class Serving:
     """The server of one agent, and the file by which Prometheus finds it."""
 
-    def __init__(self, shown: Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup) -> None:
+    def __init__(self, shown: pages.Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup) -> None:
         """labels: of the target for Prometheus. wakeup: signals wake it."""
         self._linger_s, self._wakeup = settings.metrics_linger, wakeup
-        self._last_scrape = LastScrape()
+        self._last_scrape = pages.LastScrape()
         self._unannounce: Callable[[], None] = lambda: None
         self.lingers = False  # whether `close` waits for a last scrape
         # The user must see a port that the kernel chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
-        guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
-        self._server = MetricsServer(
+        guard = gate.Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
+        self._server = server.MetricsServer(
             self._last_scrape.noting(shown), settings.metrics_host, settings.metrics_port, announce, guard
         )
         self.url = self._server.url  # address of the metrics; None if they are not served
@@ -354,10 +348,7 @@ class Serving:
 
 
 class Observation(Companion):
-    """Shows what happens, from construction to `close`.
-
-    goodput: where the time goes. url: address of the metrics; None if they are not served.
-    """
+    """Shows what happens, from construction to `close`."""
 
     def __init__(
         self,
@@ -369,11 +360,11 @@ class Observation(Companion):
     ) -> None:
         """wakeup: signals wake it. on_outage: see `EtcdHealth`."""
         self._metrics, self._settings, self._handler = metrics, settings, handler
-        self.goodput = metrics.goodput
+        self.goodput = metrics.goodput  # where the time goes
         self.goodput.share_with(handler.share_goodput)
-        self._verdicts = VerdictMetrics(handler.host, settings.refuse_node)
+        self.verdicts = VerdictMetrics(handler.host, settings.refuse_node)  # counts them, and hangs
         self._lateness = LatenessMetrics()
-        metrics.registry.register(self._verdicts)
+        metrics.registry.register(self.verdicts)
         metrics.registry.register(self._lateness)
         handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
@@ -381,16 +372,16 @@ class Observation(Companion):
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
-        self._node = OwnNode(handler, metrics)
+        self.node = OwnNode(handler, metrics)  # as the status shows it
         self._scripts: ScriptMetrics | None = None
         self._job: JobView | None = None
         self._serving: Serving | None = None
-        self._file: TextFile | None = None
+        self._file: pages.TextFile | None = None
         if settings.metrics_file is not None:
-            self._file = TextFile(settings.metrics_file, metrics.registry, {**metrics.labels, "pid": str(os.getpid())})
+            self._file = pages.TextFile(settings.metrics_file, metrics.registry, {**metrics.labels, "pid": str(os.getpid())})
         if not settings.metrics:
             return
-        self._job = job = JobView(handler, self._node)
+        self._job = job = JobView(handler, self.node)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
         try:
             self._serving = Serving(shown, settings, metrics.labels, wakeup)
@@ -400,6 +391,7 @@ class Observation(Companion):
 
     @property
     def url(self) -> str | None:
+        """Address of the metrics; None if they are not served."""
         return self._serving.url if self._serving is not None else None
 
     def read_scripts(self, run_dir: str) -> None:
@@ -427,16 +419,16 @@ class Observation(Companion):
     def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
         """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
         self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
-        self._node.late(tuple(stragglers))
+        self.node.late(tuple(stragglers))
 
     def uncompared(self, workers: int | None, why: str) -> None:
         """Show of how many workers here no replicas are compared, and why; None: no worker runs."""
         self._metrics.uncompared(workers)
-        self._node.uncompared(why)
+        self.node.uncompared(why)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.late((), None)
-        self._node.now(time.monotonic())  # how far they came: their progress table can still be read
+        self.node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:
             self._scripts.round_ended()
 
@@ -445,11 +437,7 @@ class Observation(Companion):
         self._metrics.round_started(round_, group.workers[0].world_size)
         first, workers = group.workers[0], group.spec.local_world_size
         sizes = group.group_world_size, first.world_size
-        self._node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
-
-    def round_ended(self, why: str) -> None:
-        """Show why a round is over."""
-        self._node.round_ended(why)
+        self.node.place = NodePlace(group.group_rank, first.global_rank, workers, resumed_at, *sizes)
 
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
@@ -468,16 +456,12 @@ class Observation(Companion):
         self._decided = verdict.round
         self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
-        self._verdicts.decided(verdict.round, decision.word, decision.kind, verdict.host)
+        self.verdicts.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
     def acts(self, since: float | None) -> None:
         """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
         if since is not None:
             self._metrics.phase(families.DETECT, max(0.0, time.monotonic() - since))
-
-    def hung(self) -> None:
-        """Count a hang of the job."""
-        self._verdicts.hung()
 
     def linger_at_close(self) -> None:
         """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: no other node waits for this one."""

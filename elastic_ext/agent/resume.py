@@ -7,8 +7,6 @@ agent is killed. If both are killed at once (a batch system ends a job), the nex
 agent lives: the agent holds it from before there are copies, and the kernel lets it go with the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -25,10 +23,8 @@ from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
-from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
@@ -43,23 +39,18 @@ SHARE = 4  # a quarter of the memory that is free, and what the copies already h
 
 
 class MemoryCopies:
-    """The copies of this node's workers, over all rounds.
-
-    Attributes:
-        refused: names of copies that no round may resume from.
-        saved: the newest checkpoint or copy that this agent knows of; None: it cannot know.
-        checkpoint_step: step of the newest checkpoint that it knows of; 0: none exists, None: unknown.
-    """
+    """The copies of this node's workers, over all rounds."""
 
     def __init__(self, settings: Settings, run_dir: str) -> None:
         """run_dir: the agent's private directory."""
         self._settings, self._run_dir = settings, run_dir
         self._lock: int | None = None  # a descriptor
-        self.refused: tuple[str, ...] = ()
+        self.refused: tuple[str, ...] = ()  # names of copies that no round may resume from
+        # the newest checkpoint or copy that this agent knows of; None: it cannot know
         self.saved: NewestSaved | None = NONE_SAVED
-        self.checkpoint_step: int | None = None
+        self.checkpoint_step: int | None = None  # step of the newest checkpoint that it knows of; 0: none exists, None: unknown
 
-    def __enter__(self) -> MemoryCopies:
+    def __enter__(self) -> "MemoryCopies":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,8 +138,8 @@ class ResumePoint(Companion):
     def __init__(
         self,
         settings: Settings,
-        checkpoint: Resumption,
-        pin: Pin | None = None,
+        checkpoint: agreement.Resumption,
+        pin: tiers.Pin | None = None,
         copies: MemoryCopies | None = None,
         memory: Mapping[str, str] | None = None,
     ) -> None:
@@ -182,7 +173,6 @@ class ResumePoint(Companion):
         return self.checkpoint.variables_of(rank)
 
     def log(self) -> None:
-        """Log what the round resumes from, if the job uses checkpoints."""
         if self._settings.checkpoint_dir is None:
             return
         checkpoint = self.checkpoint
@@ -257,17 +247,16 @@ def after_round(known: NewestSaved | None, workers: Sequence[Progress]) -> Newes
     return replace(known, step=max([known.step, *(worker.saved_step for worker in workers if worker.saved_step is not None)]))
 
 
-def place_of(group: WorkerGroup) -> NodeInRound:
-    """Return this node's place in a round that it has joined."""
-    return NodeInRound(group.group_rank, group.group_world_size, len(group.workers))
+def place_of(group: WorkerGroup) -> agreement.NodeInRound:
+    return agreement.NodeInRound(group.group_rank, group.group_world_size, len(group.workers))
 
 
-def agree(settings: Settings, job: Rendezvous, place: NodeInRound, copies: MemoryCopies) -> ResumePoint:
+def agree(settings: Settings, job: Rendezvous, place: agreement.NodeInRound, copies: MemoryCopies) -> ResumePoint:
     """Return the checkpoint that this round resumes from; it is the same on every node. copies: this node's copies in memory.
 
     Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `agreement.agree`.
     """
-    pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
+    pin = tiers.Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:
         room = copies.open(place.nodes)
         if room is not None:

@@ -1,7 +1,5 @@
 """One round on this node: `RoundStart` starts its workers, `RunningRound` holds them, `RoundWatch` watches them to the end."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -18,11 +16,9 @@ from elastic_ext.agent import integrity, launch, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
-from elastic_ext.agent.integrity import ReplicaWatch
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.verdicts import EndedRound
 from elastic_ext.base import log_records, names
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
@@ -65,13 +61,6 @@ class RunningRound:
     """The workers of this node from their start to the end of the round, with their companions.
 
     It is made when all workers run, and closed once. Invariant: after stop() no worker runs and none is sent a signal.
-
-    Attributes:
-        workers: their processes, progress and files.
-        resume: the checkpoint that they resume from.
-        hangs: None if hang detection is off.
-        saves: None if workers cannot be asked to save.
-        differs: the round is over because replicas are no longer equal; `RoundWatch` sets it.
     """
 
     def __init__(
@@ -88,8 +77,9 @@ class RunningRound:
 
         ending: the workers that are about to end with an error. warm: local ranks of those that were warm standbys.
         """
-        self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
-        self.differs = False
+        self.workers, self.resume = workers, resume  # processes, progress and files; the checkpoint that they resume from
+        self.hangs, self.saves = hangs, saves  # None if hang detection is off; if workers cannot be asked to save
+        self.differs = False  # the round is over because replicas are no longer equal; `RoundWatch` sets it
         self._ending, self._warm = ending, warm
         self._stacks: list[str] = []  # for the verdict: the positions of workers that did not end by themselves
         self._companions = [*others, *filter(None, (saves, hangs, resume))]
@@ -103,7 +93,6 @@ class RunningRound:
 
     @property
     def stopped(self) -> bool:
-        """Whether the workers have been stopped."""
         return self.workers.processes.stopped
 
     @property
@@ -152,11 +141,11 @@ class RunningRound:
         self._stacks += self.hangs.examine(self.workers)
         return self.hangs.hung
 
-    def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> EndedRound:
+    def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> verdicts.EndedRound:
         """Return the evidence of how the workers of this node ended. result: torch's."""
         hung = self.hangs.hung if self.hangs is not None else {}
         asked_to_end = result.state is WorkerState.UNHEALTHY or self.differs
-        return EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
+        return verdicts.EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
         """Return this node's report on its failure, for the verdict of the job."""
@@ -263,7 +252,7 @@ class RoundWatch:
         self._companions.journal.round_over(over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
         if over.kind is EndKind.STALLED:
-            self._companions.observation.hung()
+            self._companions.observation.verdicts.hung()
         if hung:
             quiet_since = self._running.quiet_since()
             self._companions.observation.acts(quiet_since)
@@ -271,7 +260,7 @@ class RoundWatch:
         self._running.differs = differs = over.kind is EndKind.DIFFERS
         # A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it.
         self._stop(0.0 if hung or differs else None)
-        self._companions.observation.round_ended(over.reason)
+        self._companions.observation.node.round_ended(over.reason)
         failed = verdicts.stopped(self._running.workers) if differs else verdicts.failed_by_itself(self._running.workers)
         if not hung and not failed:
             return None
@@ -302,8 +291,6 @@ def gloo_interface(address: str) -> dict[str, str]:
 
 
 class RoundStart:
-    """Starts the workers of one round on this node."""
-
     def __init__(
         self, handler: Rendezvous, settings: Settings, logs: WorkerLogs, companions: JobCompanions, group: WorkerGroup
     ) -> None:
@@ -323,9 +310,8 @@ class RoundStart:
         5. Pidfds are opened before anything else: from then on no signal can reach a reused pid.
         6. The RunningRound begins. The reaper is its first companion, so that nothing that fails later leaves orphans.
 
-        Args:
-            start_processes: makes torch start them; returns the pids by local rank.
-            own_groups: returns, once they are started, whether each worker leads its own process group.
+        start_processes: makes torch start them; returns the pids by local rank. own_groups: returns, once they are started,
+        whether each worker leads its own process group.
         """
         companions = self._companions
         with ExitStack() as undo:
@@ -359,7 +345,6 @@ class RoundStart:
         return None
 
     def _set_worker_environment(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
-        """Set the variables and messages that workers find in their environment."""
         spec, companions = self._group.spec, self._companions
         self._logs.variables = {
             "TORCHELASTIC_RESTART_COUNT": str(self._handler.round - 1),
@@ -414,7 +399,7 @@ class RoundStart:
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
-            others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
+            others.append(integrity.ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
             node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)

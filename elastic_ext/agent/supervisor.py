@@ -3,8 +3,6 @@
 A worker dies -> evidence -> classify -> verdict of the job -> restart in a new round, or stop with the reason.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -19,12 +17,9 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 from elastic_ext.agent import exits, launch, leaving, resume, verdicts
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.metrics import make_metrics, progress_rows
-from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound, StopLimit
-from elastic_ext.agent.verdicts import FailedWorker, Verdicts
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
-from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
@@ -56,7 +51,7 @@ class Supervisor(TorchAgent):
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
         self._handler = handler = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
-        self._settings: Settings = self._handler.settings
+        self._settings: settings_module.Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
             self._rules = user_rules.load(self._settings.rules)
@@ -67,10 +62,10 @@ class Supervisor(TorchAgent):
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
-        self._verdicts = Verdicts(self._settings, self._handler)
+        self._verdicts = verdicts.Verdicts(self._settings, self._handler)
         self._metrics = make_metrics(self._settings, handler.get_run_id(), spec.local_world_size, lambda: _rows(self._round))
         self._companions: JobCompanions  # set while run() is under way
-        self._resume: ResumePoint | None = None  # of the last round that was joined
+        self._resume: resume.ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
         self._handler.attached = True
@@ -113,7 +108,6 @@ class Supervisor(TorchAgent):
     # The loop: watch a round until it ends, classify its failure, carry out the decision.
 
     def supervise(self) -> RunResult:
-        """Run rounds until the job ends."""
         try:
             with usage_errors_exit():
                 self.first_round()
@@ -146,7 +140,7 @@ class Supervisor(TorchAgent):
             result = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round).run()
             if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
-                if self.all_nodes_finished():
+                if self._handler.part.await_all_done():
                     self._handler.finished()
                     exits.set_succeeded()
                     logger.info("all workers of all nodes have succeeded")
@@ -167,13 +161,13 @@ class Supervisor(TorchAgent):
             self._metrics.restarted(decision.kind)
             self.next_round()
 
-    def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
+    def _failed_workers(self, result: RunResult) -> list[verdicts.FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""
         self._logs.stderr.flush()
         ended = self._running.ended(self._handler.host, self._companions.host.evidence(), self._logs.stderr, result)
         return verdicts.failed_workers(ended, self._rules)
 
-    def _conclude(self, result: RunResult, cause: FailedWorker) -> JobVerdict:
+    def _conclude(self, result: RunResult, cause: verdicts.FailedWorker) -> JobVerdict:
         """Return the verdict of the whole job."""
         if result.state is WorkerState.UNHEALTHY:
             return self._verdicts.kernel_sleep()
@@ -214,8 +208,6 @@ class Supervisor(TorchAgent):
         if took_s is not None:
             self.shorten_shutdown(max(1.0, grace_s - took_s))
 
-    # Rounds.
-
     def join_round(self) -> None:
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
         launch.check_health(self._settings, self.spec.local_world_size)
@@ -237,9 +229,6 @@ class Supervisor(TorchAgent):
 
     def known_workers(self) -> list[Worker] | None:
         return self._handler.part.workers()
-
-    def all_nodes_finished(self) -> bool:
-        return self._handler.part.await_all_done()
 
     def start_workers(self) -> dict[int, int]:
         """Start the workers of the joined round; see `RoundStart.run`. Return their pids by local rank."""

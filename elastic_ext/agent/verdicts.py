@@ -18,7 +18,6 @@ from elastic_ext.agent import exits, launch
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.base import kinds
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
-from elastic_ext.base.kinds import CASCADE, Kind, Response
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
@@ -113,26 +112,26 @@ def stopped(workers: LocalWorkers) -> bool:
     return any(exit_.failed or exit_.stop_sent_ns is not None for exit_ in workers.processes.exits.values())
 
 
+def _of_host(ended: EndedRound, local_rank: int) -> Evidence:
+    """Return the evidence that does not depend on how the worker ended."""
+    host, rank, warm = ended.host, ended.workers.ranks[local_rank], local_rank in ended.warm
+    return Evidence(rank, xids=host.xids, gpu_recovery=host.gpu_recovery, platform=host.platform, node=ended.node, warm=warm)
+
+
 def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile) -> Evidence:
     code, signal_name = exit_status(exitcode)
-    host = ended.host
     table = ended.workers.progress
     progress = table.read(local_rank) if table is not None else None
-    return Evidence(
-        rank=ended.workers.ranks[local_rank],
+    return replace(
+        _of_host(ended, local_rank),
         exit_code=code,
         signal=signal_name,
         exception=error_file.exception,
         stderr_tail=ended.stderr.tail(local_rank) or "",
         # The count covers the whole memory cgroup: it says nothing about a worker that ended in another way.
-        oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
-        xids=host.xids,
-        gpu_recovery=host.gpu_recovery,
-        platform=host.platform,
-        node=ended.node,
+        oom_kills=ended.host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
         step=progress.steps if progress and progress.pid else None,
         first_step_done=progress.first_step_done if progress else None,
-        warm=local_rank in ended.warm,
         stopped_by_agent=exit_ is None or exit_.ended_by_agent(error_file.raised_ns),
         ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
     )
@@ -141,15 +140,10 @@ def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | No
 def _of_hang(ended: EndedRound, local_rank: int) -> Evidence:
     """Return the evidence without how the worker ended, because this agent ended it."""
     hung = ended.hung[local_rank]
-    return Evidence(
-        rank=hung.rank,
-        xids=ended.host.xids,
-        gpu_recovery=ended.host.gpu_recovery,
-        platform=ended.host.platform,
-        node=ended.node,
+    return replace(
+        _of_host(ended, local_rank),
         step=hung.steps,
         first_step_done=hung.steps > 0,
-        warm=local_rank in ended.warm,
         hang=True,
         hang_reason=hung.reason,
         hang_blame=hung.blame,
@@ -202,7 +196,7 @@ def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Dia
     decision: for this node. here: what failed on it, if anything did; a failure that follows from another one is left out.
     """
     line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
-    if here is not None and here.kind != CASCADE:
+    if here is not None and here.kind != kinds.CASCADE:
         line += f"; here: {describe(here.evidence)}"
     if verdict.shown_by not in ("", node):
         line += f"; more in the log of {host_of(verdict.shown_by)}"
@@ -318,7 +312,7 @@ class Verdicts:
         reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", ledger.MAX_TEXT)
         return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent")
 
-    def _node_stop(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
+    def _node_stop(self, kind: kinds.Kind, reason: str, code: int, rule: str) -> JobVerdict:
         """Return a stop of this node alone. code: the exit code of the preset "design"."""
         return self._job_verdict(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
 
@@ -358,7 +352,7 @@ class Verdicts:
 
     def _publish_signal(self, error: SignalException, host: HostProbe) -> None:
         """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
-        if exits.verdict_code() is not None:
+        if exits.job.verdict_code is not None:
             return  # the job has already ended
         host.start_asking()
         platform = host.evidence(PLATFORM_S).platform
@@ -371,7 +365,7 @@ class Verdicts:
         """Write the verdict where schedulers look; return the exit code."""
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
-        exits.set_verdict_code(code)
+        exits.job.verdict_code = code
         exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
         if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
             launch.report_bad_node(self._settings, self._handler.host, decision.reason)
@@ -387,4 +381,4 @@ def for_others(verdict: JobVerdict, preset: str) -> JobVerdict:
     ill = policy.exit_code_for(policy.EX_NODE, preset)
     if verdict.decision.response is not None or verdict.decision.exit_code not in (again, ill):
         return verdict
-    return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=Response.REQUEUE))
+    return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=kinds.Response.REQUEUE))

@@ -14,8 +14,6 @@ Version 1: variables may be added, but never change their meaning. With `checkpo
     ELASTIC_EXT_MEMORY_MB_S      how many megabytes of them this worker may send to that node per second; 0 or absent: no limit
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,16 +36,13 @@ def resume_variables(path: str, step: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """The room for copies in memory of one node, or of one of its workers; see the variables of these names.
-
-    every: 0: no copies; None: as often as costs little. rate: bytes per second; 0: no limit.
-    """
+    """The room for copies in memory of one node, or of one of its workers; see the variables of these names."""
 
     directory: str
     limit: int
-    every: int | None = None
+    every: int | None = None  # 0: no copies; None: as often as costs little
     domain: str = ""
-    rate: float = 0.0
+    rate: float = 0.0  # bytes per second; 0: no limit
 
     def variables(self, workers: int) -> dict[str, str]:
         """Return the environment variables for each worker of the node. workers: how many there are."""

@@ -4,8 +4,6 @@ A worker describes its own to its agent (`workers.bootstrap.recorder`), agents p
 the failure compares them. Pure, standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -27,24 +25,15 @@ _Short = Annotated[str, _is_short]
 
 @dataclass(frozen=True)
 class Collective:
-    """The collective that a rank has waited in for longest.
-
-    Attributes:
-        operation: as torch's flight recorder names it, such as all_reduce.
-        number: in its group, in the order in which the rank issues them.
-        group: the group's description, else its name.
-        first: the first rank of the group; -1 if unknown. Groups of other ranks may have the same name.
-        size: number of ranks of the group; 0 if unknown.
-        shapes: of its inputs, as JSON; "" if unknown.
-    """
+    """The collective that a rank has waited in for longest."""
 
     rank: Rank
-    operation: _Short
-    number: Count
-    group: _Short
-    first: Rank = -1
-    size: Count = 0
-    shapes: _Short = ""
+    operation: _Short  # as torch's flight recorder names it, such as all_reduce
+    number: Count  # in its group, in the order in which the rank issues them
+    group: _Short  # the group's description, else its name
+    first: Rank = -1  # the first rank of the group; -1 if unknown. Groups of other ranks may have the same name
+    size: Count = 0  # number of ranks of the group; 0 if unknown
+    shapes: _Short = ""  # of its inputs, as JSON; "" if unknown
 
     def __str__(self) -> str:
         return f"{self.operation} {self.number} of group {self.group}"
@@ -56,8 +45,7 @@ def compared(found: Sequence[Collective], ranks: Collection[int]) -> str:
     Ranks are compared that share a group; in a group of all ranks, those that are in no collective of it, too. Of several such
     groups the one in which most ranks wait is shown.
 
-    Args:
-        ranks: all ranks of the job.
+    ranks: all ranks of the job.
     """
     groups: dict[tuple[str, int, int], list[Collective]] = {}
     for each in found:

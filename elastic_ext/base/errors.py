@@ -1,7 +1,5 @@
 """The errors of this package. A message is one line: what was seen, what was expected, and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +8,7 @@ from elastic_ext.base.printable import shown
 
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
 EX_TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: another try may help
+EX_REFUSED = 77  # sysexits.h, EX_NOPERM: the job does not allow it
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
 _PUBLIC = "elastic_ext.errors"  # the public module of some errors, which tracebacks, evidence and the users' rules show
 
@@ -68,18 +67,14 @@ class NodeRefused(ElasticExtError):
 
 
 class NodeDrained(NodeRefused):
-    """An operator has told this node to leave the job (`elastic-ext drain`).
-
-    Attributes:
-        reason: of the operator.
-        step: of the checkpoint that was saved before; None: unknown, or none was.
-    """
+    """An operator has told this node to leave the job (`elastic-ext drain`)."""
 
     def __init__(self, reason: str, refused_s: int, step: int | None) -> None:
         """refused_s: for how long this host may not come back."""
         saved = f" after the checkpoint of step {step}" if step is not None else ""
         super().__init__(f"told to leave the job{saved}: {reason}; this host may not come back for {refused_s} s")
-        self.reason, self.step = reason, step
+        self.reason = reason  # of the operator
+        self.step = step  # of the checkpoint that was saved before; None: unknown, or none was
 
 
 @contextmanager

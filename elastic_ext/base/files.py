@@ -2,8 +2,6 @@
 names, read in bounded time and space, whatever kind of file it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -58,9 +56,7 @@ def remove_orphans(pattern: str, lock: str, on_orphan: Callable[[str], None]) ->
     Anybody can put anything under such a name. So nothing is followed, waited for or removed that is not this user's, and what
     cannot be opened or removed is left.
 
-    Args:
-        pattern: of their paths, as for glob.
-        on_orphan: called with each before it is removed.
+    pattern: of their paths, as for glob. on_orphan: called with each before it is removed.
     """
     for folder in glob.glob(pattern):
         with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as inside:

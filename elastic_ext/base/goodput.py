@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Annotated
 
 from elastic_ext.base import records
-from elastic_ext.base.records import Count, NameOrEmpty, Within
 
 SCHEMA = 1
 
@@ -47,14 +46,14 @@ STATES: Mapping[str, str] = MappingProxyType(
 
 RUNNING = (PRODUCTIVE, DATA, SAVE)  # what a job does as long as nothing fails
 
-_Amount = Annotated[float, Within(0, 1e15)]
+_Amount = Annotated[float, records.Within(0, 1e15)]
 
 
 @dataclass(frozen=True)
 class StateSeconds:
     """Seconds in one state."""
 
-    state: NameOrEmpty
+    state: records.NameOrEmpty
     seconds: _Amount
 
 
@@ -71,27 +70,17 @@ KEPT_POSITIONS = 4  # of a sum; a job resumes from the newest checkpoint, or fro
 
 @dataclass(frozen=True)
 class Spent:
-    """What one node, or all of them, have spent.
+    """What one node, or all of them, have spent."""
 
-    Attributes:
-        seconds: by state; a state that is not there was not entered.
-        starts: rounds whose workers have run.
-        interruptions: those of them that did not end well.
-        saves: committed checkpoints, as each node saw them.
-        reached: the most optimizer steps of the job that were reached.
-        positions: of the newest checkpoints, in order.
-    """
-
-    seconds: tuple[StateSeconds, ...] = ()
-    starts: _Amount = 0
-    interruptions: _Amount = 0
-    saves: _Amount = 0
-    reached: _Amount = 0
-    positions: tuple[CheckpointPosition, ...] = ()
+    seconds: tuple[StateSeconds, ...] = ()  # by state; a state that is not there was not entered
+    starts: _Amount = 0  # rounds whose workers have run
+    interruptions: _Amount = 0  # those of them that did not end well
+    saves: _Amount = 0  # committed checkpoints, as each node saw them
+    reached: _Amount = 0  # the most optimizer steps of the job that were reached
+    positions: tuple[CheckpointPosition, ...] = ()  # of the newest checkpoints, in order
 
     @property
     def by_state(self) -> dict[str, float]:
-        """Return the seconds in each of STATES."""
         found = {each.state: each.seconds for each in self.seconds}
         return {state: found.get(state, 0.0) for state in STATES}
 
@@ -140,15 +129,13 @@ class Shared:
     """What the agents of a job have shared: the sum, over this many hosts."""
 
     spent: Spent = field(default_factory=Spent)
-    hosts: Count = 0
+    hosts: records.Count = 0
 
 
 def best_interval_s(stall_s: float, between_s: float) -> float:
     """Return Daly's optimum (Future Generation Computer Systems 22, 2006; Young's with two more terms) of the time between saves.
 
-    Args:
-        stall_s: seconds for which a save stalls training.
-        between_s: mean running time between two interruptions.
+    stall_s: seconds for which a save stalls training. between_s: mean running time between two interruptions.
     """
     if stall_s >= 2 * between_s:
         return between_s
@@ -169,29 +156,23 @@ def seconds_of(by_state: Mapping[str, float]) -> tuple[StateSeconds, ...]:
 
 @dataclass(frozen=True)
 class HostRecord:
-    """What all agents of a job on one host have spent, as they keep it for the agents after them.
-
-    Attributes:
-        at: Unix time of this host when this was written. Only this host compares it with its clock.
-    """
+    """What all agents of a job on one host have spent, as they keep it for the agents after them."""
 
     spent: Spent = field(default_factory=Spent)
-    at: _Amount = 0.0
+    at: _Amount = 0.0  # Unix time of this host when this was written. Only this host compares it with its clock
 
     def with_more(self, spent: Spent, now: float, first: bool) -> HostRecord:
         """Return the record after an agent has spent more.
 
-        Args:
-            now: Unix time of this host.
-            first: it is this agent's first; the time since the last write belongs to no agent, and counts as idle.
+        now: Unix time of this host. first: it is this agent's first; the time since the last write belongs to no agent, and
+        counts as idle.
         """
         gap_s = max(0.0, now - self.at - spent.total_s) if first and self.at else 0.0
         idle = Spent(seconds_of({IDLE: gap_s}))
         return HostRecord(self.spent.plus(idle).plus(spent), now)
 
 
-def encode(record: HostRecord) -> str:
-    """Return a record as JSON."""
+def encode(record: HostRecord | Shared) -> str:
     return json.dumps({"schema": SCHEMA, **records.plain(record)}, separators=(",", ":"))
 
 
@@ -200,18 +181,12 @@ def decode(text: str | bytes, what: str) -> HostRecord:
     return records.read(HostRecord, text, what, SCHEMA)
 
 
-def encode_sum(shared: Shared) -> str:
-    """Return a sum as JSON."""
-    return json.dumps({"schema": SCHEMA, **records.plain(shared)}, separators=(",", ":"))
-
-
 def decode_sum(text: str | bytes, what: str) -> Shared:
     """Read a sum. what: its key, for error messages. Raises RecordError."""
     return records.read(Shared, text, what, SCHEMA)
 
 
 def total(found: Mapping[str, HostRecord]) -> Spent:
-    """Return the sum over hosts."""
     whole = Spent()
     for record in found.values():
         whole = whole.plus(record.spent)

@@ -10,8 +10,6 @@ agent    {"say": "leaves"}                              its last word
 helper   {"say": "stays", "text": ...}                  it goes on without the agent; else it closes the socket when all is gone
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import errno
@@ -24,6 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,23 +114,14 @@ def text_of(message: Message, key: str) -> str:
 
 @dataclass(frozen=True)
 class Helper:
-    """A kind of helper.
+    """A kind of helper."""
 
-    Attributes:
-        name: for the log.
-        module: that its process runs.
-        address: of its socket: a path, or an abstract name, which begins with a null character.
-        given: what it gets on its standard input, so that no secret is in a command line or environment.
-        log: where it logs; "": nowhere.
-        job: which one it is for, where one address may serve several; "": any.
-    """
-
-    name: str
-    module: str
-    address: str
-    given: bytes = b""
-    log: str = ""
-    job: str = ""
+    name: str  # for the log
+    module: str  # that its process runs
+    address: str  # of its socket: a path, or an abstract name, which begins with a null character
+    given: bytes = b""  # what it gets on its standard input, so that no secret is in a command line or environment
+    log: str = ""  # where it logs; "": nowhere
+    job: str = ""  # which one it is for, where one address may serve several; "": any
 
     @property
     def where(self) -> str | bytes:
@@ -139,17 +129,15 @@ class Helper:
 
 
 class HelperConnection:
-    """One agent's connection to a helper, until `close`.
-
-    Args of the constructor:
-        on_message: called with each message, on a thread of its own.
-        on_enter: called after each entering, before anything is received.
-    """
+    """One agent's connection to a helper, until `close`."""
 
     def __init__(
         self, helper: Helper, on_message: Callable[[Message], None], on_enter: Callable[[], None] = lambda: None
     ) -> None:
-        """Connect, and start a helper if none runs. Raises HelperFailed."""
+        """Connect, and start a helper if none runs. Raises HelperFailed.
+
+        on_message: called with each message, on a thread of its own. on_enter: after each entering, before anything is received.
+        """
         self._helper, self._on_message, self._on_enter = helper, on_message, on_enter
         self._leaving = self._failed = False
         self._lock = threading.Lock()
@@ -224,11 +212,9 @@ class HelperConnection:
         assert process.stdin is not None
         assert process.stdout is not None
         with process.stdin as stdin, process.stdout as stdout:
-            try:
+            with suppress(BrokenPipeError):
                 stdin.write(self._helper.given)
                 stdin.close()
-            except BrokenPipeError:
-                pass
             word = stdout.readline()
         self._started.append(process)
         if word == BUSY:
@@ -279,23 +265,18 @@ def listen_on_path(path: Path) -> socket.socket:
 
 
 class Agents:
-    """A helper's side: the agents of this host that are connected. For one thread; no call waits for an agent longer than SEND_S.
-
-    Attributes:
-        had_agents: there has been one.
-        orderly: the last one has left on its own accord, and was not killed.
-        rivals: connections of agents of another job, which want this helper's address.
-    """
+    """A helper's side: the connected agents of this host. For one thread; no call waits for an agent longer than SEND_S."""
 
     def __init__(self, listener: socket.socket, name: str, job: str = "") -> None:
         """listener: listens at the helper's address. name: of the helper, for messages. job: see `Helper`."""
-        self.had_agents = self.orderly = False
-        self.rivals: list[socket.socket] = []
+        self.had_agents = False  # there has been one
+        self.orderly = False  # the last one has left on its own accord, and was not killed
+        self.rivals: list[socket.socket] = []  # connections of agents of another job, which want this helper's address
         self._listener, self._name, self._job = listener, name, job
         self._listener.setblocking(False)
         self._connected: dict[int, tuple[socket.socket, MessageReader]] = {}  # by descriptor
         self._known: set[int] = set()  # descriptors of those that have said hello
-        self._leaving: list[socket.socket] = []
+        self.leaving: list[socket.socket] = []  # connections of agents that leave: they wait for the helper's end, or for `stay`
         self._accept_again_at = 0.0  # monotonic
         self._kept: list[Message] = []  # messages for all agents, also for those that connect later
 
@@ -307,11 +288,6 @@ class Agents:
     def introduced(self) -> bool:
         """Return whether one of them has said hello, and is of this helper's job."""
         return bool(self._known)
-
-    @property
-    def some_leave(self) -> bool:
-        """Return whether agents that leave wait for the helper's end, or for `stay`."""
-        return bool(self._leaving)
 
     @property
     def descriptors(self) -> list[int]:
@@ -375,7 +351,7 @@ class Agents:
         if lines.ended:
             connection.close()
         else:
-            self._leaving.append(connection)
+            self.leaving.append(connection)
 
     def say(self, message: Message) -> None:
         """Send a message to all agents; and to those that connect later, unless it is a warning. A repeated one is kept once."""
@@ -387,10 +363,10 @@ class Agents:
 
     def stay(self, why: str) -> None:
         """Let the agents that leave go: the helper goes on."""
-        for connection in self._leaving:
+        for connection in self.leaving:
             send(connection, {"say": "stays", "text": why})
             connection.close()
-        self._leaving.clear()
+        self.leaving.clear()
 
     def refuse_rivals(self, why: str) -> None:
         for connection in self.rivals:

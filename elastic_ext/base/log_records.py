@@ -6,8 +6,6 @@ The arguments of records (names of files and nodes, reasons, exception messages)
 sequences, line breaks that forge records, or credentials in a URL.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import numbers
@@ -25,7 +23,6 @@ _WORKER = "ELASTIC_EXT_WORKER"  # which the agent sets for its workers
 MARK = "elastic_ext: "
 """In each line that this package logs on a worker's stderr: it begins the message, whatever format the script has configured.
 Also in the lines of `workers.bootstrap`. Such lines are no evidence about the script."""
-
 
 _node = ""
 

@@ -11,8 +11,6 @@ Invariant: no round waits for a name server, where glibc itself asks them (not n
 addresses, not names. Standard library only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ipaddress
 import logging
@@ -20,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +102,10 @@ def _ask(address: str) -> None:
 def seconds_for_name(address: str) -> float:
     """Return how long torch's look-up of the name of an address takes, whatever comes of it. address: may be a host's name."""
     began = time.monotonic()
-    try:
+    with suppress(OSError):  # no name server has answered, or can be reached
         found = socket.getaddrinfo(address, 0, socket.AF_INET6, socket.SOCK_STREAM, flags=socket.AI_V4MAPPED)  # as torch does
         began = time.monotonic()
         socket.getnameinfo(found[0][4], 0)
-    except OSError:
-        pass  # no name server has answered, or can be reached
     return time.monotonic() - began
 
 

@@ -7,8 +7,6 @@ ranges. It ignores unknown fields, so that a field can be added within a schema.
 A field's key in JSON is its name, or the name given by `stored_as`. Standard library only.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import types
@@ -79,8 +77,7 @@ def _key(of: Field[Any]) -> str:
 def plain(record: object) -> dict[str, Any]:
     """Return a record as JSON values, in the form that `build` reads: enum members by value, tuples as lists.
 
-    Raises:
-        TypeError: it is not a dataclass.
+    Raises TypeError: it is not a dataclass.
     """
     if not is_dataclass(record):
         raise TypeError(f"expected a dataclass, got a {type(record).__name__}")
@@ -98,12 +95,9 @@ def _plain_value(value: Any) -> Any:
 def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
     """Read a record of this kind and schema.
 
-    Args:
-        what: the record or its key, for error messages.
+    what: the record or its key, for error messages.
 
-    Raises:
-        OtherSchema: another version wrote it.
-        RecordError: it is not such a record.
+    Raises OtherSchema: another version wrote it; RecordError: it is not such a record.
     """
     return build(kind, parse(data, what, schema), what)
 

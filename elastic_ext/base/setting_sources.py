@@ -2,8 +2,6 @@
 (`ELASTIC_EXT_<KEY>`), the TOML file that `ELASTIC_EXT_CONFIG` names. Standard library only.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib.util
@@ -27,17 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SettingType:
-    """The type of a setting.
-
-    Attributes:
-        parse: makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError if it is invalid.
-        expected: completes "expected ..." in the error message.
-        secret: messages must not show the value.
-    """
-
+    # makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError if it is invalid
     parse: Callable[[str], Any]
-    expected: str
-    secret: bool = False
+    expected: str  # completes "expected ..." in the error message
+    secret: bool = False  # messages must not show the value
 
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -164,7 +155,6 @@ DIRECTORY = SettingType(
 SECRET = SettingType(_text, "a non-empty text", secret=True)
 NAME = SettingType(_name, f"1 to {MAX_NAME // 2} printable characters without a /")
 
-
 STEP, EPOCH = "{step}", "{epoch}"
 _WILD = {"*": ".*", "?": ".", STEP: "(?P<step>[0-9]{1,18})", EPOCH: "(?P<epoch>[0-9]{1,18})"}
 _PARTS = re.compile(r"(\*+|\?|\{step\}|\{epoch\})")
@@ -198,16 +188,8 @@ NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_STEP", "MEMORY_DIR", "MEMO
 # passed on unchanged; torchrun itself adds `timeout`.
 TORCH_KEYS = frozenset(
     {
-        "timeout",
-        "store_type",
-        "read_timeout",
-        "is_host",
-        "join_timeout",
-        "last_call_timeout",
-        "close_timeout",
-        "heartbeat_timeout",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
+        *("timeout", "store_type", "read_timeout", "is_host", "join_timeout", "last_call_timeout", "close_timeout"),
+        *("heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
     }
 )
 
@@ -229,11 +211,8 @@ def read_values(
 ) -> dict[str, Any]:
     """Return the values of the settings that some source gives.
 
-    Args:
-        known: the types of all settings, by key.
-        renamed: the new key for each old one. An old key works, but logs a warning.
-        rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own.
-        environ: the environment of the agent.
+    known: the types of all settings, by key. renamed: the new key for each old one. An old key works, but logs a warning.
+    rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own. environ: the environment of the agent.
 
     Raises:
         UsageError: an unknown key (the message names the nearest known one), a key given by its old and its new name, an invalid

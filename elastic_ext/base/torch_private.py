@@ -17,8 +17,6 @@ multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _
     process. Replaced while the workers of a round start, for warm standbys.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -69,8 +67,7 @@ class OneShot(ABCMeta):
 def install_agent(agent: OneShot, handler: Any) -> None:
     """Make torch's launcher construct `agent` for this rendezvous handler, once. Safe if several threads start jobs.
 
-    Raises:
-        UnsupportedTorch: this torch has no LocalElasticAgent in its launcher.
+    Raises UnsupportedTorch: this torch has no LocalElasticAgent in its launcher.
     """
     current = getattr(launcher, "LocalElasticAgent", None)
     if current is None:
@@ -177,9 +174,8 @@ class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
 def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[None]:
     """Inside this context, ask `start` for the process of each command that torch starts in this thread.
 
-    Args:
-        start: see `Start`; None lets torch start all commands.
-        started: called with the pid of each process that torch itself starts, at once.
+    start: see `Start`; None lets torch start all commands. started: called with the pid of each process that torch itself starts,
+    at once.
     """
     global _starts
     current = getattr(multiprocessing, "get_subprocess_handler", None)

@@ -1,7 +1,5 @@
 """The commands of `elastic-ext`, one module for each, and how they print lines, errors, and the findings of checks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,6 @@ def print_line(line: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error as one line on stderr."""
     print(f"elastic-ext: {printable(one_line(text))}", file=sys.stderr)
 
 

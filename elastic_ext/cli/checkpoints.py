@@ -1,7 +1,5 @@
 """`elastic-ext checkpoints`: ls, verify, pin, unpin, prune, quarantine, cp, save."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import json
@@ -15,7 +13,6 @@ from typing import Any
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.choice.listing import ListedCheckpoint
 from elastic_ext.checkpoints.choice.ordering import Choice
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
@@ -30,8 +27,7 @@ BAR_WIDTH = 30  # characters
 SHOW_EVERY_S = 0.1  # seconds between two updates of the bar
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add this command to `elastic-ext`."""
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     options = commands.add_parser("checkpoints", help="list, verify, mark, prune and copy checkpoints")
     options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code for wrong usage or input is 78."
     actions = options.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=type(options))
@@ -69,7 +65,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _action(
-    actions: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int], what: str, names: str = ""
+    actions: "argparse._SubParsersAction[Any]", name: str, run: Callable[[argparse.Namespace], int], what: str, names: str = ""
 ) -> argparse.ArgumentParser:
     """Add an action on a directory. names: argparse's nargs for the checkpoint names that it takes, or "" for none."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
@@ -80,7 +76,7 @@ def _action(
     return parser
 
 
-def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
+def _add_save(actions: "argparse._SubParsersAction[Any]") -> None:
     save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
         "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
@@ -120,9 +116,6 @@ def _refuse_absent(directory: str) -> None:
         pass  # `list_entries` names these
 
 
-# ls
-
-
 def _ls(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     with ProgressBar("checking") as bar:
@@ -159,7 +152,7 @@ _UNSHOWN = ("entry", "family", "together", "apart", "compared")
 HEADER = ("", "name", "step", "epoch", "gen", "size", "format", "marks", "state")
 
 
-def _columns(rows: Sequence[ListedCheckpoint], chosen: str | None) -> list[str]:
+def _columns(rows: Sequence[listing.ListedCheckpoint], chosen: str | None) -> list[str]:
     lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         marks = " ".join(word for word, is_so in (("pinned", row.pinned), ("quarantined", row.quarantined)) if is_so)
@@ -171,9 +164,6 @@ def _columns(rows: Sequence[ListedCheckpoint], chosen: str | None) -> list[str]:
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip() for line in lines
     ]
-
-
-# The other commands.
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -197,7 +187,7 @@ def _verify(args: argparse.Namespace) -> int:
     return EX_DAMAGED if damaged else 0
 
 
-def _show(row: ListedCheckpoint, found: Verification, as_json: bool) -> None:
+def _show(row: listing.ListedCheckpoint, found: Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
         record = {key: value for key, value in asdict(found).items() if key != "unreadable"}  # a fault says it
@@ -294,7 +284,7 @@ def _save(args: argparse.Namespace) -> int:
     return 0
 
 
-def _selected(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[ListedCheckpoint]:
+def _selected(rows: Iterable[listing.ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[listing.ListedCheckpoint]:
     found = {name: row for row in rows for name in (row.name, *(part.name for part in row.entry.parts))}
     missing = [name for name in names if name.rstrip("/") not in found]
     if missing:
@@ -321,7 +311,7 @@ class ProgressBar:
     def __init__(self, title: str) -> None:
         self._title, self._on, self._shown_at, self._began = shown(title), os.isatty(2), 0.0, time.monotonic()
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -330,11 +320,9 @@ class ProgressBar:
             sys.stderr.flush()
 
     def counts(self, done: int, total: int) -> None:
-        """Show how many of `total` items are done."""
         self._draw(done, total, f"{done}/{total}")
 
     def bytes(self, done: int, total: int) -> None:
-        """Show how many of `total` bytes are done, and the rate."""
         seconds = max(time.monotonic() - self._began, 1e-3)
         self._draw(done, total, f"{format_size(done)}/{format_size(total)} {format_size(done / seconds)}/s")
 

@@ -4,8 +4,6 @@ The checks run in parallel, each in a thread with a deadline. Each is independen
 (`doctor_probe.py`) examines torch and foreign plug-ins, which may hang, crash or print.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import io
@@ -26,7 +24,6 @@ from elastic_ext.base import names
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import redacted
-from elastic_ext.base.settings import ENV_PREFIX, Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
@@ -54,7 +51,7 @@ SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class Inputs:
     """The input of every check. endpoint: etcd's, or "". environ: the environment of the command."""
 
-    settings: Settings
+    settings: settings_module.Settings
     endpoint: str = ""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
@@ -63,7 +60,7 @@ CheckFunction = Callable[[Inputs], list[Finding]]
 ProbeAnswer = Mapping[str, str]  # of `doctor_probe`: either `found` or `error`
 
 
-def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:
+def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[settings_module.Settings]) -> Finding:
     """Read the settings and append them to `read`, unless they are invalid."""
     conf = {key.strip(): value for key, _, value in (pair.partition("=") for pair in rdzv_conf.split(",")) if key.strip()}
     try:
@@ -73,14 +70,14 @@ def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settin
     except ElasticExtError as error:
         return Finding("settings", FAIL, one_line(error), "the checks below use the defaults")
     read.append(settings)
-    given = [name for name, value in vars(settings).items() if value != getattr(Settings(), name)]
+    given = [name for name, value in vars(settings).items() if value != getattr(settings_module.Settings(), name)]
     return Finding("settings", OK, f"set: {', '.join(given)}" if given else "all have their defaults")
 
 
 def check_torch(inputs: Inputs) -> list[Finding]:
     """Check torch, the entry points, the agent that torch would build, and warm standbys."""
     # The probe gets no settings and no secrets.
-    environ = {name: value for name, value in inputs.environ.items() if not name.startswith(ENV_PREFIX)}
+    environ = {name: value for name, value in inputs.environ.items() if not name.startswith(settings_module.ENV_PREFIX)}
     text = commands.output([sys.executable, PROBE], PROBE_S - 5, environ)
     try:
         answer = json.loads(text or "")
@@ -119,7 +116,7 @@ def _agent(answer: ProbeAnswer) -> Finding:
     return Finding("agent", OK, "torch's launcher builds elastic_ext's")
 
 
-def _standbys(settings: Settings, site: ProbeAnswer) -> Finding:
+def _standbys(settings: settings_module.Settings, site: ProbeAnswer) -> Finding:
     if not settings.standby or not settings.bootstrap:
         return Finding("standbys", OK, "off, by the settings")
     why = site.get("error") or site.get("found") or rules.memory_shortage(memory_left(), 1, server_runs=False)
@@ -184,10 +181,8 @@ def check_names(inputs: Inputs) -> list[Finding]:
     if took < names.LATE_S:
         return [Finding("names", OK, f"/etc/hosts or a name server answers for {asked} in {took * 1000:.0f} ms")]
     detail = f"the look-up of the name of {asked} takes {took:.1f} s: each worker's init_process_group waits for as long"
-    advice = (
-        f"agents give their workers {names.OPTIONS}={names.BRIEFLY!r}; better add PTR records, or lines `::ffff:{asked} NAME` "
-    )
-    advice += "to /etc/hosts"
+    lines = f"lines `::ffff:{asked} NAME` to /etc/hosts"
+    advice = f"agents give their workers {names.OPTIONS}={names.BRIEFLY!r}; better add PTR records, or {lines}"
     return [Finding("names", WARN, detail, advice)]
 
 
@@ -206,9 +201,8 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
         newest += f"; {seen}" if seen else ""
     checks = [_writable("checkpoint_dir", directory, newest)]
     if choice.all_bad:
-        checks.append(
-            Finding("newest checkpoint", FAIL, "checkpoints exist, but none is usable", "run elastic-ext checkpoints ls")
-        )
+        advice = "run elastic-ext checkpoints ls"
+        checks.append(Finding("newest checkpoint", FAIL, "checkpoints exist, but none is usable", advice))
     if inputs.settings.local_dir is not None:
         checks.append(_writable("local_dir", inputs.settings.local_dir, "saves go there first"))
     return checks
@@ -227,10 +221,9 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
             advice = f"check its name and that its file system is mounted; if both are right, mkdir -p {redacted(str(path))}"
             seen = f"{shown} does not exist, nor does its parent {redacted(str(path.parent))}"
             return Finding(name, FAIL, f"{seen}; expected a directory, or a parent in which a job can make it", advice)
-        state = OK if os.access(parent, os.W_OK | os.X_OK) else FAIL
-        return Finding(
-            name, state, f"{shown} does not exist yet, and {parent} {'is' if state == OK else 'is not'} writable; {detail}"
-        )
+        able = os.access(parent, os.W_OK | os.X_OK)
+        seen = f"{shown} does not exist yet, and {parent} {'is' if able else 'is not'} writable"
+        return Finding(name, OK if able else FAIL, f"{seen}; {detail}")
     probe = f".elastic_ext_doctor_{uuid.uuid4().hex}"
     try:
         storage.put(probe, b"")
@@ -241,7 +234,6 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
 
 
 def check_metrics(inputs: Inputs) -> list[Finding]:
-    """Check that the port of the metrics endpoint is free."""
     settings = inputs.settings
     where = f"{settings.metrics_host} port {settings.metrics_port}"
     if not settings.metrics:
@@ -263,11 +255,8 @@ def check_metrics(inputs: Inputs) -> list[Finding]:
 def check_evidence(inputs: Inputs) -> list[Finding]:
     """Check the sources of evidence outside the workers. Jobs can run without them."""
     counted = oom_counts()
-    cgroup = (
-        Finding("memory kills", OK, f"counted in {', '.join(counted)}")
-        if counted
-        else Finding("memory kills", WARN, "no cgroup of this process can be read: an out-of-memory kill counts as unknown")
-    )
+    unread = "no cgroup of this process can be read: an out-of-memory kill counts as unknown"
+    cgroup = Finding("memory kills", OK if counted else WARN, f"counted in {', '.join(counted)}" if counted else unread)
     return [cgroup, _kernel_log(), _gpu(), _platform(inputs)]
 
 
@@ -293,10 +282,8 @@ def _platform(inputs: Inputs) -> Finding:
     environ, settings = inputs.environ, inputs.settings
     if slurm.job_id(environ):
         found = shutil.which("scontrol", path=environ.get("PATH"))
-        state, what = (
-            (OK, "scontrol is installed") if found else (WARN, "no scontrol: the agent cannot find out why Slurm ends the job")
-        )
-        return Finding("platform", state, f"Slurm job {slurm.job_id(environ)}; {what}")
+        what = "scontrol is installed" if found else "no scontrol: the agent cannot find out why Slurm ends the job"
+        return Finding("platform", OK if found else WARN, f"Slurm job {slurm.job_id(environ)}; {what}")
     if kubernetes.HOST in environ or settings.pod_file:
         if settings.pod_file and kubernetes.read_pod(settings.pod_file) is not None:
             return Finding("platform", OK, f"Kubernetes; the pod is read from {settings.pod_file}")
@@ -323,9 +310,8 @@ def _shm() -> Finding:
     try:
         found = os.statvfs(SHM)
     except OSError as error:
-        return Finding(
-            "shm", WARN, f"{SHM}: {error.strerror}", "the agent uses the temporary directory; DataLoader workers need it"
-        )
+        advice = "the agent uses the temporary directory; DataLoader workers need it"
+        return Finding("shm", WARN, f"{SHM}: {error.strerror}", advice)
     room = found.f_bavail * found.f_frsize
     full = room < SHM_BYTES or (found.f_files > 0 and found.f_favail < SHM_FILES) or not os.access(SHM, os.W_OK)
     detail = f"{SHM}: {room >> 20} MB and {found.f_favail} files are free{'' if os.access(SHM, os.W_OK) else ', not writable'}"
@@ -343,12 +329,10 @@ CHECKS: tuple[tuple[str, CheckFunction, float], ...] = (
     ("limits", check_limits, CHECK_S),
 )
 
-
 SETTINGS_S = 10.0  # the settings file may be on a file server that does not answer
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return 78 if a check failed, else 0."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names from outside
     findings = examine(args.rdzv_conf, args.rdzv_endpoint, os.environ)
@@ -361,9 +345,9 @@ def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[F
 
     rdzv_conf: as torchrun's option. endpoint: etcd's endpoint; "" to not check etcd.
     """
-    read: list[Settings] = []
+    read: list[settings_module.Settings] = []
     first = _RunningCheck("settings", lambda: [check_settings(rdzv_conf, environ, read)], SETTINGS_S).result()
-    inputs = Inputs(read[0] if read else Settings(), endpoint, environ)
+    inputs = Inputs(read[0] if read else settings_module.Settings(), endpoint, environ)
     running = [_RunningCheck(name, functools.partial(check, inputs), deadline_s) for name, check, deadline_s in CHECKS]
     return [*first, *(finding for each in running for finding in each.result())]
 

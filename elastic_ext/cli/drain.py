@@ -1,20 +1,17 @@
 """`elastic-ext drain`: an operator takes a node out of a running job without losing work."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
 from typing import Any
 
 from elastic_ext.base import settings
-from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE
+from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE
 from elastic_ext.cli import print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 TIMEOUT_S = 600.0
 MAX_REASON = 200  # characters: every node of the job reads it
-EX_REFUSED = 77  # sysexits.h, EX_NOPERM: the job does not allow it
 MEANINGS = {
     0: "the node has left, and the job runs again or has finished; with --undo: the host may take part",
     EX_UNAVAILABLE: "no such job runs, or etcd does not answer",
@@ -25,8 +22,7 @@ MEANINGS = {
 }
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add this command to `elastic-ext`."""
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
     drain.description = (
         "Take a node out of a job once a checkpoint is saved, and wait until the job runs without it: a spare steps "
@@ -72,9 +68,5 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print_error(f"the drain of {args.node} goes on; --undo withdraws it")
             return 130
-    codes = {Ending.DRAINED: 0, Ending.LATE: EX_TRY_AGAIN, Ending.TOO_FEW: EX_REFUSED, Ending.NO_JOB: EX_UNAVAILABLE}
-    if over.ending is Ending.DRAINED:
-        print_line(over.reason)
-    else:
-        print_error(over.reason)
-    return codes[over.ending]
+    (print_line if over.ending is Ending.DRAINED else print_error)(over.reason)
+    return over.ending.value

@@ -1,7 +1,5 @@
 """`elastic-ext explain`: explains a failure from a file with evidence or from the records of a job in etcd."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -14,11 +12,9 @@ from elastic_ext.cli.job_source import ENDPOINT, job_client
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
-from elastic_ext.failures.user_rules import UserRule
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add this command to `elastic-ext`."""
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
     explain.description = (
         "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null if the agent "
@@ -75,7 +71,7 @@ def _explain_files(args: argparse.Namespace) -> int:
     return EX_CONFIG if faults else 0
 
 
-def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "design") -> dict[str, Any]:
+def explained(value: Any, rules: Sequence[user_rules.UserRule] = (), exit_codes: str = "design") -> dict[str, Any]:
     """Return the object that `explain` prints for one case. Raises UsageError if the case is not evidence."""
     diagnosis = root_cause([classify(case.parse_evidence(value), rules)])
     decision = decide(diagnosis, exit_codes=exit_codes)

@@ -22,17 +22,14 @@ from typing import TYPE_CHECKING
 
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.records import MAX_BYTES
 from elastic_ext.status import job_status, status_records
-from elastic_ext.status.job_status import ReportAges, Sources
-from elastic_ext.status.status_records import Document
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import EtcdClient
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[], Document]
+Read = Callable[[], status_records.Document]
 
 ENDPOINT = "as for torchrun: the etcd servers of the job, job:..., or HOST:PORT of its own store (ext_c10d)"
 TIMEOUT_S = 5.0  # for one answer, from the name's resolution to the last byte
@@ -47,8 +44,6 @@ class _SamePage(urllib.request.HTTPRedirectHandler):
 
 
 class AgentUrl:
-    """One agent."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         """args: see `add_arguments`. Raises UsageError."""
         url, ca, cert, user = args.url, args.ca, args.cert, args.user
@@ -71,7 +66,7 @@ class AgentUrl:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context), _SamePage
         )
 
-    def read(self) -> Document:
+    def read(self) -> status_records.Document:
         """Return the document now. Raises UsageError: no whole answer within TIMEOUT_S; RecordError: it is of another version.
 
         Another thread asks: a time limit of a connection is for each of its reads, and an agent may send byte by byte.
@@ -84,14 +79,14 @@ class AgentUrl:
             raise UsageError(f"the agent at {self._url}: no whole answer within {TIMEOUT_S:g} s") from None
         if isinstance(answer, UsageError):
             raise answer
-        return records.read(Document, answer, self._url, status_records.SCHEMA)
+        return records.read(status_records.Document, answer, self._url, status_records.SCHEMA)
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
         """Put what the agent answers, or why it does not."""
         try:
             request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                answers.put(answer.read(MAX_BYTES + 1))
+                answers.put(answer.read(records.MAX_BYTES + 1))
         except urllib.error.HTTPError as error:
             hint = {401: ": --user NAME", 404: ": is this an agent of elastic_ext, with metrics on?"}.get(error.code, "")
             answers.put(UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}"))
@@ -131,8 +126,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
 
     TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on.
 
-    Raises:
-        UsageError: etcd cannot be used; the message says why.
+    Raises UsageError: etcd cannot be used; the message says why.
     """
     # Imported here: commands on files and --url need none of it, and gRPC takes long to import.
     from elastic_ext.embedded.hosting import has_secret, store_visitor
@@ -199,12 +193,12 @@ def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False
     from elastic_ext.rendezvous import job_status as in_etcd
     from elastic_ext.rendezvous.contract import C10D, ETCD
 
-    ages = ReportAges()
+    ages = job_status.ReportAges()
 
-    def read() -> Document:
+    def read() -> status_records.Document:
         status, now = in_etcd.read(client, args.rdzv_id), time.monotonic()
         ages.read(status, now)
-        return job_status.build(Sources(status, backend, seen_s=lambda id_: ages.age_s(id_, now) if again else None))
+        return job_status.build(job_status.Sources(status, backend, seen_s=lambda id_: ages.age_s(id_, now) if again else None))
 
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         backend = C10D if client.status().version.endswith(BUILD) else ETCD

@@ -1,7 +1,5 @@
 """`elastic-ext plan`: what a job can expect before it runs, and what to set."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from argparse import SUPPRESS
@@ -11,15 +9,13 @@ from typing import Any
 
 from elastic_ext.cli import print_line
 from elastic_ext.planning import advice
-from elastic_ext.planning.advice import DAY_S, Advice, PlannedJob
 
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": advice.DAY_S}
 MOST = 1_000_000  # nodes
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15}
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add this command to `elastic-ext`."""
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     plan = commands.add_parser("plan", help="estimate the goodput of a job, its spares and its settings")
     plan.description = (
         "Estimate, before a job runs: the share of the time in which it trains (ETTR), what takes the rest, how many spares it "
@@ -37,19 +33,19 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0. Raises UsageError."""
-    known = {each.name for each in fields(PlannedJob)}
+    known = {each.name for each in fields(advice.PlannedJob)}
     given = {name: value for name, value in vars(args).items() if name in known}
-    found = advice.advise(PlannedJob(**{"read_bytes_s": args.write_bytes_s, **given}), vars(args).get("target"))
+    found = advice.advise(advice.PlannedJob(**{"read_bytes_s": args.write_bytes_s, **given}), vars(args).get("target"))
     for line in (json.dumps(as_json(found)),) if args.json else lines(found):
         print_line(line)
     return 0
 
 
-def as_json(found: Advice) -> dict[str, Any]:
+def as_json(found: advice.Advice) -> dict[str, Any]:
     """Return the plan as JSON values: shares from 0 to 1, times in seconds."""
     return {
         "job": asdict(found.job),
-        "failures_per_day": found.job.rate_s * DAY_S,
+        "failures_per_day": found.job.rate_s * advice.DAY_S,
         "ettr": found.expected.productive,
         "goodput": found.expected.held,
         "lost": dict(found.expected.lost),
@@ -65,8 +61,7 @@ def as_json(found: Advice) -> dict[str, Any]:
     }
 
 
-def lines(found: Advice) -> list[str]:
-    """Return the plan for people."""
+def lines(found: advice.Advice) -> list[str]:
     job, expected, saves = found.job, found.expected, found.saves
     between = _time(1 / job.rate_s)
     shown = [
@@ -88,7 +83,7 @@ def lines(found: Advice) -> list[str]:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
+    for unit, size in (("d", advice.DAY_S), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds >= 0.01 else f"{1000 * seconds:.2g} ms"
@@ -111,7 +106,7 @@ def _quantity(units: dict[str, float], default: str, example: str) -> Callable[[
 
 _seconds = _quantity(_SECONDS, "s", "6s, 5min, 2h or 1d")
 _bytes = _quantity(_BYTES, "b", "1.2TB")
-_days = _quantity({"": DAY_S}, "", "290")
+_days = _quantity({"": advice.DAY_S}, "", "290")
 
 
 def _rate(text: str) -> float:

@@ -1,7 +1,5 @@
 """What the figures of a preflight mean: which device, disk or pair of nodes is the outlier. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ MOST_NAMED = 8  # figures that one finding names
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is measured."""
-
     title: str  # name of its finding
     unit: str  # of its figures
     # a figure that is this many times worse than the median of its peers is an outlier. Of an even number of peers the better
@@ -64,7 +60,7 @@ class Figure:
     blame: str = NODE  # if it is bad: NODE, SETTINGS, or OTHERS, with which a job may run
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Figure:
+    def of(cls, fields: Mapping[str, Any]) -> "Figure":
         """Return the figure that `dataclasses.asdict` has made these fields of."""
         return cls(**{**fields, "nodes": tuple(fields["nodes"])})
 
@@ -84,12 +80,10 @@ def worse_than_peers(figure: Figure, figures: Sequence[Figure]) -> float | None:
 
 
 def outliers(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the figures that are outliers among their peers."""
     return [figure for figure in figures if worse_than_peers(figure, figures) is not None]
 
 
 def judged(figures: Sequence[Figure]) -> list[Finding]:
-    """Return one finding for each thing that was measured."""
     by_measure = {name: [figure for figure in figures if figure.measure == name] for name in MEASURES}
     return [_finding(MEASURES[name], found) for name, found in by_measure.items() if found]
 

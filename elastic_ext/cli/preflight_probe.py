@@ -8,8 +8,6 @@ Output, one JSON object per line: {"doing": TEXT} before each step, {"figure": F
 all others; {"end": true} at the end.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -69,7 +67,6 @@ class _Probe:
         self._figures: list[Figure] = []
 
     def run(self) -> None:
-        """Measure and report."""
         self._report("doing", "looking for devices")
         found, missing = _devices(), _missing(self._task["workers"])
         party = self._meet() if self._task["together"] else None
@@ -84,7 +81,7 @@ class _Probe:
         for figure in self._figures:
             self._report("figure", asdict(figure))
 
-    def _meet(self) -> _Party:
+    def _meet(self) -> "_Party":
         self._report("doing", "waiting for the other processes")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         _choose_interface(os.environ["MASTER_ADDR"])
@@ -129,7 +126,7 @@ class _Probe:
             if "://" in storage or os.path.isdir(storage):
                 self._figures.append(_storage_figure(node, storage))
 
-    def _measure_pairs(self, party: _Party, device: str) -> None:
+    def _measure_pairs(self, party: "_Party", device: str) -> None:
         began = time.monotonic()
         party.ends(0)  # its own part
         for number, pairs in enumerate(tournament(len(party.nodes)), 1):
@@ -144,7 +141,7 @@ class _Probe:
                 self._figures += found if party.rank == members[0] else []
             party.ends(number)
 
-    def _gather(self, party: _Party) -> None:
+    def _gather(self, party: "_Party") -> None:
         """Give rank 0 the figures of all."""
         self._report("doing", "gathering the figures")
         party.store.set(f"figures/{party.rank}", json.dumps([asdict(figure) for figure in self._figures]))
@@ -181,7 +178,6 @@ class _Party:
 
     @property
     def node(self) -> int:
-        """The number of this process's node."""
         return self.nodes.index(self.keys[self.rank])
 
     @property
@@ -190,7 +186,6 @@ class _Party:
 
     @property
     def mates(self) -> list[int]:
-        """The ranks of this node."""
         return self.ranks(self.node)
 
     @property
@@ -229,9 +224,6 @@ def _choose_interface(master: str) -> None:
     found = address.look_up(address.address_towards(master))
     if found.loops and found.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = found.interface
-
-
-# Measuring.
 
 
 def _devices() -> list[str]:

@@ -1,35 +1,21 @@
 """What a command asks of a running job: that a node leave (`drains` decides), that it save now. Knows nothing of torch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted
 from elastic_ext.base.records import RecordError
-from elastic_ext.etcd import (
-    AuthError,
-    Batch,
-    ConfigError,
-    Delete,
-    EtcdClient,
-    EtcdError,
-    Put,
-    Snapshot,
-    Unavailable,
-    UnsupportedVersion,
-    unchanged,
-)
-from elastic_ext.etcd.values import Deleted, KeyValue
+from elastic_ext.etcd import Batch, EtcdClient, Snapshot
+from elastic_ext.etcd.errors import AuthError, ConfigError, EtcdError, Unavailable, UnsupportedVersion
+from elastic_ext.etcd.values import Delete, Deleted, KeyValue, Put, unchanged
 from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable
 from elastic_ext.rendezvous.drain_requests import RunningJob
-from elastic_ext.rendezvous.drains import Admission, Answer, DrainRequest
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import nodes_in
 from elastic_ext.rendezvous.job_status import NoSuchJob
@@ -39,12 +25,12 @@ from elastic_ext.rendezvous.tasks import LostRace
 
 
 class Ending(Enum):
-    """How a request has ended."""
+    """How a request has ended: the exit code of the command."""
 
-    DRAINED = "drained"  # the node has left, and the job runs again or has finished
-    LATE = "late"  # the time is over; the reason says what holds
-    TOO_FEW = "too few"  # refused, nothing was changed
-    NO_JOB = "no job"  # none runs, or etcd does not answer
+    DRAINED = 0  # the node has left, and the job runs again or has finished
+    LATE = EX_TRY_AGAIN  # the time is over; the reason says what holds
+    TOO_FEW = EX_REFUSED  # refused, nothing was changed
+    NO_JOB = EX_UNAVAILABLE  # none runs, or etcd does not answer
 
 
 @dataclass(frozen=True)
@@ -57,8 +43,6 @@ class DrainOutcome:
 
 @dataclass(frozen=True)
 class DrainAsked:
-    """What was asked for."""
-
     host: str  # of the nodes
     nodes: tuple[str, ...]  # their ids
     round: int  # that ran or had ended then
@@ -67,8 +51,6 @@ class DrainAsked:
 
 @dataclass(frozen=True)
 class Seen:
-    """The job as it is seen now."""
-
     header: Header | None  # None if it is gone, and the job with it
     nodes: frozenset[str]  # ids of all current nodes
     done: tuple[Drain, ...] = ()  # drains of these nodes that the leader has released, by now or before
@@ -97,13 +79,12 @@ def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
 
 
 def drain(
-    client: EtcdClient, run_id: str, request: DrainRequest, timeout_s: float, notify: Callable[[str], None]
+    client: EtcdClient, run_id: str, request: drains.DrainRequest, timeout_s: float, notify: Callable[[str], None]
 ) -> DrainOutcome:
     """Have the nodes of a host leave, and wait until they have and the job runs again.
 
-    Args:
-        timeout_s: for the checkpoint; then again for the job to run. After the first the drain is withdrawn.
-        notify: called with one line as soon as the request is written.
+    timeout_s: for the checkpoint; then again for the job to run. After the first the drain is withdrawn. notify: called with one
+    line as soon as the request is written.
 
     Raises UsageError: no such node, several machines of this name, etcd refuses, or the records are of another version.
     """
@@ -113,7 +94,7 @@ def drain(
         if asked is None:
             return DrainOutcome(_ENDINGS[admission.answer], admission.reason)
         notify(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
-        return _await_drain(job, asked, timeout_s, mine=admission.answer is Answer.ADMITTED)
+        return _await_drain(job, asked, timeout_s, mine=admission.answer is drains.Answer.ADMITTED)
     except NoSuchJob as error:
         return DrainOutcome(Ending.NO_JOB, str(error))
     except LostRace as error:
@@ -137,18 +118,18 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
         raise UsageError(f"the job {run_id}: {error}") from error
 
 
-_ENDINGS = {Answer.LEFT: Ending.DRAINED, Answer.TOO_FEW: Ending.TOO_FEW}
+_ENDINGS = {drains.Answer.LEFT: Ending.DRAINED, drains.Answer.TOO_FEW: Ending.TOO_FEW}
 
 
 class _Job(RunningJob):
     """The records of a job, as drains change them. All methods raise EtcdError and RecordError."""
 
-    def ask(self, request: DrainRequest, timeout_s: float) -> tuple[Admission, DrainAsked | None]:
+    def ask(self, request: drains.DrainRequest, timeout_s: float) -> tuple[drains.Admission, DrainAsked | None]:
         """Write the request if it is admitted; None: there is nothing to wait for. Raises UsageError: no such node, or several
         machines have this name; LostRace.
         """
         admission, seen = self.admit(request, timeout_s)
-        if admission.answer in (Answer.UNKNOWN, Answer.AMBIGUOUS):
+        if admission.answer in (drains.Answer.UNKNOWN, drains.Answer.AMBIGUOUS):
             raise UsageError(admission.reason)
         if admission.answer in _ENDINGS:
             return admission, None
@@ -166,7 +147,6 @@ class _Job(RunningJob):
                 return True
 
     def undo(self, name: str) -> str:
-        """See the function `undo`."""
         host = drains.host_of(name)
         while True:
             try:
@@ -202,7 +182,7 @@ class _Job(RunningJob):
 def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> DrainOutcome:
     """Watch the job until the drain is over. mine: this command has asked for it, and withdraws it when its time is over."""
     deadline, begun = time.monotonic() + timeout_s, False
-    seen = Seen(None, frozenset())
+    seen, none_saved = Seen(None, frozenset()), f"no checkpoint in {timeout_s:g} s"
     with job.client.watch_with_snapshot(job.keys.prefix) as watch:
         while True:
             while (left_s := deadline - time.monotonic()) > 0:
@@ -225,13 +205,9 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
             try:
                 withdrawn = job.withdraw(asked.host)
             except EtcdError as error:
-                return DrainOutcome(
-                    Ending.LATE, f"no checkpoint in {timeout_s:g} s, but the drain of {asked.host} goes on: {error}"
-                )
+                return DrainOutcome(Ending.LATE, f"{none_saved}, but the drain of {asked.host} goes on: {error}")
             if withdrawn:
-                return DrainOutcome(
-                    Ending.LATE, f"no checkpoint in {timeout_s:g} s: {asked.host} stays in the job; --now does not wait"
-                )
+                return DrainOutcome(Ending.LATE, f"{none_saved}: {asked.host} stays in the job; --now does not wait")
             begun, deadline = True, time.monotonic() + timeout_s
 
 
@@ -243,7 +219,6 @@ def _late(asked: DrainAsked, seen: Seen, timeout_s: float) -> str:
 
 
 def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValue) -> Seen:
-    """Return what is seen after a change to a key."""
     keys = job.keys
     if kv.key == keys.header.encode():
         if kind == "delete":

@@ -1,7 +1,5 @@
 """`elastic-ext status`: the status of a whole job, live or ended, from its etcd or from any of its agents."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -38,8 +36,7 @@ MEANINGS = {
 }
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add this command to `elastic-ext`."""
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     status = commands.add_parser("status", help="show the state of a job: nodes, rounds, failures, checkpoints, stragglers")
     status.description = "Show a job, live or ended. Changes nothing."
     status.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
@@ -97,7 +94,7 @@ def _show(document: Document, as_json: bool, again: bool = False) -> int:
     return EXIT_CODES.get(document.job.state, 3)
 
 
-def _terminal(whole_screen: bool) -> Terminal:
+def _terminal(whole_screen: bool) -> "Terminal":
     """Return what standard output is. whole_screen: the nodes get what the rest leaves of it, at least a few rows."""
     if not sys.stdout.isatty():
         return Terminal()
@@ -132,7 +129,6 @@ class Terminal:
 
 
 def as_text(line: Line, terminal: Terminal) -> str:
-    """Return a line as it is printed."""
     if not terminal.colors:
         return "".join(shown(each) for each, _ in line)
     return "".join(f"\033[{code}m{shown(each)}\033[0m" if code and each else shown(each) for each, code in line)
@@ -271,21 +267,19 @@ def _cut(line: Line, width: int) -> Line:
 
 def _row(node: NodeStatus, here: bool) -> tuple[str, ...]:
     saved = f"step {node.saved_step}, {age(node.saved_s)} ago" if node.saved_step is not None else ""
-    return tuple(
-        shown(cell)
-        for cell in (
-            str(node.node_rank) if node.node_rank >= 0 else "-",
-            node.name or node.id,
-            f"{node.state} {age(node.state_s)}".rstrip(),
-            str(node.workers),
-            "" if node.step is None else str(node.step),
-            "" if node.steps_per_s is None else f"{node.steps_per_s:.2f}",
-            f"{age(node.last_step_s)} ago" if node.last_step_s is not None else "",
-            saved,
-            str(node.standbys or ""),
-            "here" if here else f"{age(node.seen_s)} ago" if node.seen_s is not None else node.told_at,
-        )
+    cells = (
+        str(node.node_rank) if node.node_rank >= 0 else "-",
+        node.name or node.id,
+        f"{node.state} {age(node.state_s)}".rstrip(),
+        str(node.workers),
+        "" if node.step is None else str(node.step),
+        "" if node.steps_per_s is None else f"{node.steps_per_s:.2f}",
+        f"{age(node.last_step_s)} ago" if node.last_step_s is not None else "",
+        saved,
+        str(node.standbys or ""),
+        "here" if here else f"{age(node.seen_s)} ago" if node.seen_s is not None else node.told_at,
     )
+    return tuple(map(shown, cells))
 
 
 def _round(span: RoundSpan) -> str:

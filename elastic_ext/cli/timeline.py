@@ -1,7 +1,5 @@
 """`elastic-ext timeline`: draws the life of a job, from the events of its agents or from its status."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -14,7 +12,6 @@ from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, print_error, print_line
 from elastic_ext.timeline import builder, events
-from elastic_ext.timeline.events import TimelineEvent
 from elastic_ext.timeline.model import Timeline
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
@@ -24,8 +21,7 @@ MOST_FAULTS = 20  # lines named; the rest is counted
 MISSING = "timeline: drawing needs matplotlib: pip install 'elastic_ext[timeline]'"
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add this command to `elastic-ext`."""
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     timeline = commands.add_parser("timeline", help="draw the life of a job: what each node did when, failures, checkpoints")
     timeline.description = (
         "Draw a job, live or ended, as a picture. The events of its agents (setting events_file) show most; its status, "
@@ -76,7 +72,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[str]]:
     """Return the timeline of the events in the files, and the lines that are not events. Raises UsageError."""
-    found: list[TimelineEvent] = []
+    found: list[events.TimelineEvent] = []
     faults: list[str] = []
     for file in files:
         try:

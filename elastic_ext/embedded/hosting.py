@@ -80,10 +80,7 @@ def decide(endpoint: StoreEndpoint, is_host: bool | None, resolved: Sequence[str
     Never by the host's own name: it may lead nowhere, and another host may have the same one. A name that leads to the loopback
     is this host's: Debian gives 127.0.1.1 to its own name.
 
-    Args:
-        is_host: of --rdzv-conf.
-        resolved: the addresses of the endpoint.
-        own: the addresses of this machine's interfaces.
+    is_host: of --rdzv-conf. resolved: the addresses of the endpoint. own: the addresses of this machine's interfaces.
 
     Raises UsageError: the endpoint is several machines.
     """

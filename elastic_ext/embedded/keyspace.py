@@ -4,8 +4,6 @@ Requests and answers are messages of `etcd.messages`. Every change has a revisio
 that knows an earlier store, which is lost with all it held, finds its revisions in the future, or compacted, and reads again.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import secrets
@@ -98,8 +96,6 @@ class Keyspace:
     def header(self) -> Message:
         return self._rpc.ResponseHeader(cluster_id=1, member_id=1, revision=self.revision, raft_term=1)
 
-    # Reading
-
     def range(self, request: Message, pending: Sequence[Change] = ()) -> Message:
         """Answer a RangeRequest. pending: made by this transaction, and not yet in the history. Raises Refused."""
         self._check_range(request)
@@ -157,8 +153,6 @@ class Keyspace:
     def since(self, revision: int) -> Iterable[Change]:
         """Return the changes from this revision on, the oldest first. The revision must be greater than `compacted`."""
         return itertools.islice(self._history, bisect_left(self._history, revision, key=lambda change: change.revision), None)
-
-    # Writing
 
     def txn(self, request: Message) -> Message:
         """Carry out a TxnRequest: all of it or, if it raises Refused, nothing."""
@@ -312,7 +306,6 @@ class Keyspace:
         return answer
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is over."""
         for lease_id in [lease_id for lease_id, lease in self._leases.items() if lease.expires <= now]:
             self._end_lease(lease_id)
 

@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
 
 from elastic_ext.base import goodput, names, round_store
 from elastic_ext.base.contracts import Exchange, SingleNode
-from elastic_ext.base.goodput import HostRecord, Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
@@ -33,10 +27,8 @@ from elastic_ext.etcd.values import Delete
 from elastic_ext.failures import judgement, replicas
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
-from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous import contract, judging, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
-from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.drains import Admission, Answer
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.keys import JobKeys
@@ -93,7 +85,7 @@ class JobFile:
                 self._keyspace.put(self._keys.charge(number), b"", charged_s, time.monotonic())
             self._save()
 
-    def share(self, spent: Spent) -> Shared:
+    def share(self, spent: goodput.Spent) -> goodput.Shared:
         """Add what this agent has spent since its last call; return the sum of the job."""
         with self._lock:
             record = self._record(self._value(self._own)).with_more(spent, time.time(), first=not self._shared)
@@ -103,7 +95,7 @@ class JobFile:
             if self._snapshot is None or not self._snapshot.is_foreign:
                 self._save()
             records = {key: self._record(value) for key, value in self._read(self._keys.goodput).items()}
-            return Shared(goodput.total(records), len(records))
+            return goodput.Shared(goodput.total(records), len(records))
 
     def forget(self) -> None:
         """Delete the file: the job has ended well. Its failures can still be asked for.
@@ -122,12 +114,12 @@ class JobFile:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _record(self, text: str) -> HostRecord:
+    def _record(self, text: str) -> goodput.HostRecord:
         try:
-            return goodput.decode(text, str(self._path)) if text else HostRecord()
+            return goodput.decode(text, str(self._path)) if text else goodput.HostRecord()
         except RecordError as error:
             logger.warning("goodput in %s does not count, because it cannot be read: %s", self._path, printable(str(error)))
-            return HostRecord()
+            return goodput.HostRecord()
 
     def _charges(self) -> list[int]:
         return self._keys.charge_numbers(self._read(self._keys.charges))
@@ -160,7 +152,7 @@ class OneRound:
         self.save_wanted = 0
         # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
         self._job = cast("OneMachine", weakref.proxy(job))
-        self._over: RoundEnd | None = None
+        self._over: contract.RoundEnd | None = None
         self._warned = False
 
     def workers(self) -> None:
@@ -170,7 +162,7 @@ class OneRound:
     def exchange(self) -> Exchange:
         return SingleNode()
 
-    def over(self) -> RoundEnd | None:
+    def over(self) -> contract.RoundEnd | None:
         return self._over
 
     def stop_by(self) -> float | None:
@@ -182,19 +174,19 @@ class OneRound:
 
     def report_stall(self, stalled: bool) -> None:
         if stalled:
-            self._end(RoundEnd(EndKind.STALLED, STALLED))
+            self._end(contract.RoundEnd(contract.EndKind.STALLED, STALLED))
 
-    def _end(self, over: RoundEnd) -> None:
+    def _end(self, over: contract.RoundEnd) -> None:
         self._over = self._over or over
         self._job.on_event()
 
     def report_quiet(self, reach: Reach | None) -> None:
         """Do nothing: there is no other node to reach."""
 
-    def report_hashed(self, hashed: tuple[Hashed, ...]) -> None:
+    def report_hashed(self, hashed: tuple[replicas.Hashed, ...]) -> None:
         found = replicas.difference(hashed)
         if found is not None and found.agreed is not None:
-            self._end(RoundEnd(EndKind.DIFFERS, found.text))
+            self._end(contract.RoundEnd(contract.EndKind.DIFFERS, found.text))
         elif found is not None and not self._warned:
             self._warned = True
             logger.warning("elastic_ext: %s", found.text)
@@ -224,7 +216,7 @@ class OneMachine(contract.Base):
 
     part: OneRound
 
-    def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
+    def __init__(self, params: rendezvous.RendezvousParameters, settings: Settings) -> None:
         """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
         run_id.checked(params.run_id)
         if params.local_addr:
@@ -243,15 +235,15 @@ class OneMachine(contract.Base):
 
     # For torch
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         contract.warn_other_agent(self)
         if self._closed:
-            raise RendezvousClosedError(f"the job {self.get_run_id()} is over: this agent closed it")
+            raise rendezvous.RendezvousClosedError(f"the job {self.get_run_id()} is over: this agent closed it")
         self.part = OneRound(self.round + 1, self)
         self._server = serve(self.address)
         names.ask(self.address)
         store = PrefixStore(round_store.PREFIX, self._server)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.address, self._server.port))
+        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(self.address, self._server.port))
 
     def num_nodes_waiting(self) -> int:
         """Return 0; 1 once the round is over, for an agent that is not ours: that is all it wants to know."""
@@ -276,7 +268,6 @@ class OneMachine(contract.Base):
         return False
 
     def judge(self, report: Report) -> JobVerdict:
-        """Return the verdict on the current round."""
         circumstances = judging.circumstances(self.settings, self._max_restarts, nodes=1, min_nodes=1)
         window_s = self.settings.budget_window or 0
         if window_s:
@@ -290,7 +281,7 @@ class OneMachine(contract.Base):
         self._done = True
         self._file.forget()
 
-    def share_goodput(self, spent: Spent) -> Shared:
+    def share_goodput(self, spent: goodput.Spent) -> goodput.Shared:
         return self._file.share(spent)
 
     def announce_leaving(self, reason: str) -> None:

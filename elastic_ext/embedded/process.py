@@ -6,8 +6,6 @@ It listens where `--rdzv-endpoint` says, and for the agents of its host on a Uni
 lock: one store for each port of a network namespace. `decide` says when it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -73,8 +71,6 @@ START_S = 30  # until it serves: a disk that hangs must not keep the port
 
 
 class Process:
-    """One store, from its start to its end."""
-
     def __init__(self, plan: StorePlan, listener: socket.socket) -> None:
         """listener: for the agents of this host."""
         self._plan = plan
@@ -183,7 +179,7 @@ class Process:
         if agents.rivals and not streams and not agents.number:
             return Lifetime(True, "another job needs the port")
         agents.refuse_rivals("the port of --rdzv-endpoint serves another job on this host: use another port, or wait")
-        if agents.some_leave and self._snapshot is not None:
+        if agents.leaving and self._snapshot is not None:
             self._snapshot.write_now()  # their container may end with them
         if agents.number or (streams and not over):
             agents.stay("others are in the job")

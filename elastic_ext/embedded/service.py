@@ -1,7 +1,5 @@
 """Serves a `Keyspace` over gRPC, with the calls of `etcd.messages`. Everything runs on one event loop: no locks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -135,12 +133,11 @@ class Service:
         keyspace: Keyspace,
         on_streams: Callable[[], None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_streams: called when `streams` has changed. on_change: after each change of a key."""
         self.streams = 0  # number of open streams of watches; each agent has one while it is in a job
         self._on_streams, self._on_change = on_streams, on_change
-        self._keyspace, self._clock = keyspace, clock
+        self._keyspace = keyspace
         self._rpc: Any = etcdrpc()
         self._wakes: set[asyncio.Event] = set()  # of the streams
         self._announced = keyspace.revision
@@ -151,9 +148,9 @@ class Service:
             "Range": self._keyspace.range,
             "Put": self._put,
             "Txn": self._keyspace.txn,
-            "LeaseGrant": lambda request: self._keyspace.grant(request, self._clock()),
+            "LeaseGrant": lambda request: self._keyspace.grant(request, time.monotonic()),
             "LeaseRevoke": self._keyspace.revoke,
-            "LeaseTimeToLive": lambda request: self._keyspace.time_to_live(request, self._clock()),
+            "LeaseTimeToLive": lambda request: self._keyspace.time_to_live(request, time.monotonic()),
             "MemberList": self._members,
             "Alarm": lambda request: self._rpc.AlarmResponse(header=self._keyspace.header()),
             "Status": self._status,
@@ -177,10 +174,10 @@ class Service:
 
     async def look_after_leases(self) -> None:
         """End leases in time, for as long as the service runs."""
-        looked = self._clock()
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
-            now = self._clock()
+            now = time.monotonic()
             if now - looked > TICK_S + PAUSED_S:
                 self._keyspace.prolong(now - looked, now)
             looked = now
@@ -194,8 +191,6 @@ class Service:
             for wake in self._wakes:
                 wake.set()
             self._on_change()
-
-    # Calls
 
     def _unary(self, answer: Callable[[Message], Message]) -> Callable[[Message, Any], Any]:
         async def call(request: Message, context: Any) -> Message:
@@ -222,7 +217,7 @@ class Service:
 
     async def _keep_alive(self, requests: AsyncIterator[Message], context: Any) -> AsyncIterator[Message]:
         async for request in requests:
-            yield self._keyspace.keep_alive(request, self._clock())
+            yield self._keyspace.keep_alive(request, time.monotonic())
 
     async def _watch(self, requests: AsyncIterator[Message], context: Any) -> AsyncIterator[Message]:
         watches, wake = Watches(self._keyspace), asyncio.Event()

@@ -3,8 +3,6 @@
 The format is that of `own_etcd.saved_keys`, and so is the rule when it is removed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -18,7 +16,6 @@ from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
@@ -63,7 +60,7 @@ class SnapshotFile:
             self._before = found
         except FileNotFoundError:
             return
-        except (OSError, RecordError, ValueError, Refused) as error:  # ValueError: no base64
+        except (OSError, records.RecordError, ValueError, Refused) as error:  # ValueError: no base64
             self._warn(f"ledger_file {self._path} cannot be used; starting a new ledger: {error}")
         self._seen = self._keyspace.revision
 
@@ -119,7 +116,7 @@ class SnapshotFile:
         kvs = self._keyspace.under(self._job.header)
         try:
             return decode(Header, kvs[0].value, self._job.header) if kvs else None  # first: the key itself
-        except RecordError:
+        except records.RecordError:
             return None
 
     def _text(self) -> str:

@@ -4,8 +4,6 @@ A new event or field is one more row here; the tables of the reference and the J
 fields that it does not know: SCHEMA grows only when something is removed or means something else. Pure, standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -225,8 +223,6 @@ EVENTS: dict[str, EventType] = {
 
 @dataclass(frozen=True)
 class Source:
-    """The agent that an event comes from."""
-
     run_id: str
     node: str
     pid: int

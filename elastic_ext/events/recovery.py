@@ -4,8 +4,6 @@ If the workers fail again before their first step, the recovery goes on. Metrics
 Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,7 +47,6 @@ class PastRecovery:
         return self.phases[-1].end
 
     def seconds(self) -> dict[str, float]:
-        """Return how long each phase took in all."""
         return _seconds(self.phases)
 
 

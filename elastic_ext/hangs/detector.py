@@ -21,8 +21,6 @@ The setting hang_timeout replaces the limit, even if a worker sleeps in the kern
 START_FACTOR times hang_timeout if no worker does anything. Long phases, and a start at which a worker works, keep their limits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -78,38 +76,25 @@ class WorkerStatus:
     """A snapshot of one running worker.
 
     "Its family" is the worker and every process that it has started.
-
-    Attributes:
-        rank: its global rank.
-        steps, reports: how many signs of life of each kind it has given.
-        quiet_s: seconds since its last sign of life, or since its start.
-        gaps: a histogram of the gaps between earlier signs in this phase: how many were shorter than 2 ** index ms.
-        working: its family has recently used processor time or moved bytes; None: not known.
-        asleep_in_kernel: a thread of its family was recently in state D.
-        idle_s: seconds since its family was last seen to work; 0: not known.
-        state: state of its main thread, a letter from proc(5); "": not known.
-        debugged: a debugger holds it.
-        known: its bootstrap is in place; without it, its progress is not known.
-        wait: what the worker waits for; not known before the first check of calls.
-        stayed_s: seconds for which it has done nothing else, and nothing else of its family did anything.
-        world: number of ranks of the job.
     """
 
-    rank: int
+    rank: int  # its global rank
+    # steps, reports: how many signs of life of each kind it has given
     steps: int
-    quiet_s: float
+    quiet_s: float  # seconds since its last sign of life, or since its start
     reports: int = 0
     phase: str = ""
+    # a histogram of the gaps between earlier signs in this phase: how many were shorter than 2 ** index ms
     gaps: tuple[int, ...] = ()
-    working: bool | None = None
-    asleep_in_kernel: bool = False
-    idle_s: float = 0.0
-    state: str = ""
-    debugged: bool = False
-    known: bool = True
-    wait: WaitFor = WaitFor.NOTHING
-    stayed_s: float = 0.0
-    world: int = 1
+    working: bool | None = None  # its family has recently used processor time or moved bytes; None: not known
+    asleep_in_kernel: bool = False  # a thread of its family was recently in state D
+    idle_s: float = 0.0  # seconds since its family was last seen to work; 0: not known
+    state: str = ""  # state of its main thread, a letter from proc(5); "": not known
+    debugged: bool = False  # a debugger holds it
+    known: bool = True  # its bootstrap is in place; without it, its progress is not known
+    wait: WaitFor = WaitFor.NOTHING  # what the worker waits for; not known before the first check of calls
+    stayed_s: float = 0.0  # seconds for which it has done nothing else, and nothing else of its family did anything
+    world: int = 1  # number of ranks of the job
 
     @property
     def started(self) -> bool:
@@ -198,9 +183,8 @@ def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
 def works(cpu_share: float | None, bytes_s: float | None) -> bool:
     """Return whether a worker works. Unknown counts as work: a job that works must not be stopped.
 
-    Args:
-        cpu_share: the share of a processor that its family has used recently; None: not known.
-        bytes_s: bytes per second that its family has moved through files and sockets; None: not known.
+    cpu_share: the share of a processor that its family has used recently; None: not known. bytes_s: bytes per second that its
+    family has moved through files and sockets; None: not known.
     """
     if cpu_share is None or bytes_s is None:
         return True
@@ -273,10 +257,8 @@ def gaps_s(gaps: Sequence[int]) -> tuple[float, float]:
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:
     """Describe for people what a worker without progress does.
 
-    Args:
-        state, wchan: see process_stats.ProcessStats.
-        cpu_share: the share of a processor that it has used recently; None: not known.
-        waiting_share: the share of the time that it was ready to run but had no processor; None: not known.
+    state, wchan: see process_stats.ProcessStats. cpu_share: the share of a processor that it has used recently; None: not known.
+    waiting_share: the share of the time that it was ready to run but had no processor; None: not known.
     """
     at = f" in {wchan}" if wchan else ""
     if state == STOPPED:
@@ -297,24 +279,18 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
 
 @dataclass(frozen=True)
 class Stuck:
-    """One worker of a node that hangs, after all workers were asked for their stacks.
+    """One worker of a node that hangs, after all workers were asked for their stacks."""
 
-    Attributes:
-        rank, steps, reports, quiet_s, phase, state: see WorkerStatus.
-        condition: what it does, for people; see `condition`.
-        stack: the stacks of its threads, the main thread's last; "": not available.
-        collective: which of its collectives does not complete; None: not known.
-    """
-
+    # rank, steps, reports, quiet_s, phase, state: see WorkerStatus
     rank: int
     steps: int
     reports: int
     quiet_s: float
     phase: str
     state: str
-    condition: str
-    stack: str = ""
-    collective: Collective | None = None
+    condition: str  # what it does, for people; see `condition`
+    stack: str = ""  # the stacks of its threads, the main thread's last; "": not available
+    collective: Collective | None = None  # which of its collectives does not complete; None: not known
 
     @property
     def blame(self) -> tuple[int, ...]:
@@ -355,14 +331,8 @@ _WAITING = (
 _STORING = tuple(
     f"/torch/distributed/checkpoint/{name}.py"
     for name in (
-        "filesystem",
-        "_fsspec_filesystem",
-        "storage",
-        "hf_storage",
-        "quantized_hf_storage",
-        "_hf_utils",
-        "_storage_utils",
-        "_extension",
+        *("filesystem", "_fsspec_filesystem", "storage", "hf_storage", "quantized_hf_storage"),
+        *("_hf_utils", "_storage_utils", "_extension"),
     )
 )
 

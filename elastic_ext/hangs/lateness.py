@@ -16,8 +16,6 @@ Invariant: what is named was late in NAMED_WINDOWS comparisons in a row, in each
 in three quarters of its steps by half of that: noise of a loaded machine comes and goes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -27,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from elastic_ext.base import records
-from elastic_ext.base.records import Count, Name, NameOrEmpty, Rank, Within
 
 SHARE = 0.05  # of a step
 NAMED_WINDOWS = 3
@@ -42,23 +39,17 @@ OUTLIER = 4.0  # times the usual distance from the middle
 SCHEMA = 1
 MAX_LATE = 32  # named at most, the latest first
 
-Microseconds = Annotated[int, Within(-(10**18), 10**18)]
+Microseconds = Annotated[int, records.Within(-(10**18), 10**18)]
 
 
 @dataclass(frozen=True)
 class Window:
-    """When a rank issued collectives of a group.
+    """When a rank issued collectives of a group."""
 
-    Attributes:
-        group: its name, as `recorder.issued` makes it: of the same ranks everywhere.
-        first: number of the first collective; the others follow without a gap.
-        per_step: collectives of the group in an optimizer step.
-        base_us, after_us: time.monotonic_ns() // 1000 of the first one; of each, counted from there.
-    """
-
-    group: Name
-    first: Count
-    per_step: Annotated[float, Within(0, 1e9)]
+    group: records.Name  # its name, as `recorder.issued` makes it: of the same ranks everywhere
+    first: records.Count  # number of the first collective; the others follow without a gap
+    per_step: Annotated[float, records.Within(0, 1e9)]  # collectives of the group in an optimizer step
+    # base_us, after_us: time.monotonic_ns() // 1000 of the first one; of each, counted from there
     base_us: Microseconds
     after_us: tuple[Microseconds, ...]
 
@@ -67,16 +58,14 @@ class Window:
 class WorkerSample:
     """A worker's sample. step: number of steps since its start, the same in all samples to compare. step_us: of one step."""
 
-    step: Count
+    step: records.Count
     step_us: Microseconds
     windows: tuple[Window, ...] = ()
 
 
 @dataclass(frozen=True)
 class RankSample:
-    """The sample of one rank of the job."""
-
-    rank: Rank
+    rank: records.Rank
     sample: WorkerSample
 
 
@@ -84,13 +73,12 @@ class RankSample:
 class NodeSample:
     """The samples of a node's workers, all of one step. clock: hosts with the same text have the same monotonic clock."""
 
-    host: NameOrEmpty
-    clock: NameOrEmpty
+    host: records.NameOrEmpty
+    clock: records.NameOrEmpty
     ranks: tuple[RankSample, ...]
 
 
 def encode(sample: NodeSample) -> str:
-    """Return a sample as JSON."""
     return json.dumps({"schema": SCHEMA, **records.plain(sample)}, separators=(",", ":"))
 
 
@@ -140,24 +128,17 @@ def aligned(pings: Iterable[Ping]) -> Alignment:
 
 @dataclass(frozen=True)
 class Late:
-    """A rank that is later than the others of its host, or a host that is later than the others.
-
-    Attributes:
-        rank: -1: of a host with several ranks.
-        median_us, p90_us: per step, over the window.
-        low_us: in three quarters of the steps it was as late as this, or later.
-        error_us: the error of the alignment; 0 within a host; None: nothing is known of a clock.
-        step_us: of a step.
-    """
+    """A rank that is later than the others of its host, or a host that is later than the others."""
 
     host: str
-    rank: int
+    rank: int  # -1: of a host with several ranks
     group: str
+    # median_us, p90_us: per step, over the window
     median_us: float
     p90_us: float
-    low_us: float
-    error_us: float | None
-    step_us: float
+    low_us: float  # in three quarters of the steps it was as late as this, or later
+    error_us: float | None  # the error of the alignment; 0 within a host; None: nothing is known of a clock
+    step_us: float  # of a step
 
     @property
     def share(self) -> float:
@@ -170,7 +151,7 @@ class Late:
         least = SHARE * self.step_us
         return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
 
-    def less(self, by_us: float) -> Late:
+    def less(self, by_us: float) -> "Late":
         """Return it with so much less lateness."""
         return replace(self, median_us=self.median_us - by_us, p90_us=self.p90_us - by_us, low_us=self.low_us - by_us)
 
@@ -348,26 +329,16 @@ def _error_us(place: int, clocks: Mapping[int, Alignment], waits: float) -> floa
 
 @dataclass(frozen=True)
 class Streak:
-    """For how many comparisons something has been late.
-
-    Attributes:
-        count: comparisons in which it was late.
-        missed: how many it has not been late in since.
-        since: monotonic seconds of the first.
-        named: it is.
-        unseen: how many since the last one say nothing of it.
-        much_since: monotonic seconds since when it has been late by REPLACE_SHARE or more; None: it is not.
-        much_missed: how many it has not been so in since.
-    """
+    """For how many comparisons something has been late."""
 
     late: Late
-    count: int
-    missed: int
-    since: float
-    named: bool
-    unseen: int = 0
-    much_since: float | None = None
-    much_missed: int = 0
+    count: int  # comparisons in which it was late
+    missed: int  # how many it has not been late in since
+    since: float  # monotonic seconds of the first
+    named: bool  # it is
+    unseen: int = 0  # how many since the last one say nothing of it
+    much_since: float | None = None  # monotonic seconds since when it has been late by REPLACE_SHARE or more; None: it is not
+    much_missed: int = 0  # how many it has not been so in since
 
 
 Streaks = Mapping[tuple[str, int], Streak]  # by host and rank

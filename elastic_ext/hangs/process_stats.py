@@ -9,8 +9,6 @@ daemon, which has left both its parent and its session, is missed. (Its environm
 another process can block, and the watch must never wait for the processes that it watches.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform
@@ -39,52 +37,35 @@ _PPOLL = {"x86_64": 271, "aarch64": 73}.get(platform.machine())
 
 @dataclass(frozen=True)
 class ProcessStats:
-    """A snapshot of a worker. Its processes are counted from their start.
+    """A snapshot of a worker. Its processes are counted from their start."""
 
-    Attributes:
-        state: state of the main thread, a letter from proc(5).
-        cpu_s: processor time of the family, including members that have ended and were waited for.
-        own_cpu_s, main_cpu_s: the worker's own part of that, and its main thread's part.
-        waited_s: the time that the worker's own threads were ready to run but had no processor.
-        io_bytes: bytes that the family has moved by read(2) and write(2); None: not known for a member.
-        sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
-        own_sockets: inodes of those that the worker itself has open; None: not known.
-        asleep_in_kernel: a thread of the family is in state D, which no signal ends: it waits for a disk or a file server.
-        wchan: where in the kernel the main thread sleeps; "": not known.
-        debugged: a debugger holds it, or waits for its user at a terminal.
-        awaits_signal: its main thread waits for a signal, such as in signal.pause(), and goes on after any; None: not known.
-    """
-
-    state: str
-    cpu_s: float = 0.0
-    waited_s: float = 0.0
-    io_bytes: int | None = 0
+    state: str  # state of the main thread, a letter from proc(5)
+    cpu_s: float = 0.0  # processor time of the family, including members that have ended and were waited for
+    waited_s: float = 0.0  # the time that the worker's own threads were ready to run but had no processor
+    io_bytes: int | None = 0  # bytes that the family has moved by read(2) and write(2); None: not known for a member
+    # bytes moved by each TCP socket of the family, by inode; None: not known
     sockets: Mapping[int, int] | None = field(default_factory=dict)
-    own_sockets: frozenset[int] | None = frozenset()
+    own_sockets: frozenset[int] | None = frozenset()  # inodes of those that the worker itself has open; None: not known
+    # a thread of the family is in state D, which no signal ends: it waits for a disk or a file server
     asleep_in_kernel: bool = False
-    wchan: str = ""
-    debugged: bool = False
+    wchan: str = ""  # where in the kernel the main thread sleeps; "": not known
+    debugged: bool = False  # a debugger holds it, or waits for its user at a terminal
+    # own_cpu_s, main_cpu_s: the worker's own part of that, and its main thread's part
     own_cpu_s: float = 0.0
     main_cpu_s: float = 0.0
+    # its main thread waits for a signal, such as in signal.pause(), and goes on after any; None: not known
     awaits_signal: bool | None = False
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A worker's activity between two checks.
+    """A worker's activity between two checks."""
 
-    Attributes:
-        cpu_share: the share of a processor that its family used; None: not known.
-        waiting_share: the share of the time that its threads waited for a processor; None: not known.
-        bytes_s: bytes per second that its family moved through files and sockets; None: not known.
-        children_share: the part of cpu_share that other processes used. threads_share: the part of its other threads.
-    """
-
-    cpu_share: float | None = None
-    waiting_share: float | None = None
-    bytes_s: float | None = None
-    children_share: float | None = None
-    threads_share: float | None = None
+    cpu_share: float | None = None  # the share of a processor that its family used; None: not known
+    waiting_share: float | None = None  # the share of the time that its threads waited for a processor; None: not known
+    bytes_s: float | None = None  # bytes per second that its family moved through files and sockets; None: not known
+    children_share: float | None = None  # the part of cpu_share that other processes used
+    threads_share: float | None = None  # the part of its other threads
 
 
 def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
@@ -205,9 +186,6 @@ def _processes() -> dict[int, StatFields]:
             return {}
         found[int(entry)] = StatFields(int(parent), int(group), int(session), state, ticks / _TICKS)
     return found
-
-
-# One process.
 
 
 def _read_process(pid: int) -> ProcessStats:

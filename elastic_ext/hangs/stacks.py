@@ -19,8 +19,6 @@ so stays in no call. A worker that stays gets two signals, and one before its no
 two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S; a new connection resets that.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -33,7 +31,6 @@ from dataclasses import dataclass, replace
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.hangs import detector, process_stats, waits
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
@@ -161,16 +158,16 @@ class Stay:
     """A worker that has not left its call."""
 
     since: float  # monotonic seconds
-    wait: WaitFor  # what the call waits for
+    wait: waits.WaitFor  # what the call waits for
     answers: int  # see Progress; another count means that it has left the call
     others_idle: bool  # its other Python threads waited for work when this began
     stats: ProcessStats  # of its family, when this began
     confirmed: bool = False  # they did when the node was about to claim a stall, too
     outstanding_ns: int = 0  # see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
 
-    def of(self, row: Progress) -> Stay:
+    def of(self, row: Progress) -> "Stay":
         """Return the stay as one in the collective of this row that does not complete."""
-        wait = WaitFor.BEGUN if row.outstanding_begun else WaitFor.QUEUED
+        wait = waits.WaitFor.BEGUN if row.outstanding_begun else waits.WaitFor.QUEUED
         return replace(self, wait=wait, outstanding_ns=row.outstanding_ns)
 
 
@@ -205,10 +202,10 @@ class CallChecks:
         if all(local_rank in stats and can_answer(rows[local_rank], stats[local_rank]) for local_rank in others):
             self._check_calls(others, rows, stacks_files, stats, now)
 
-    def stay(self, local_rank: int, now: float) -> tuple[WaitFor, float]:
+    def stay(self, local_rank: int, now: float) -> tuple[waits.WaitFor, float]:
         """Return what this worker waits for and for how many seconds it has done nothing else."""
         stay = self._stays.get(local_rank)
-        return (stay.wait, now - stay.since) if stay is not None else (WaitFor.NOTHING, 0.0)
+        return (stay.wait, now - stay.since) if stay is not None else (waits.WaitFor.NOTHING, 0.0)
 
     def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
         """Return whether the stacks still show what they did when each stay began; end the stays whose stacks do not.
@@ -248,7 +245,7 @@ class CallChecks:
             before = self._first.pop(local_rank, None)
             stay = stay_of(dumps.get(pid, ""), rows[local_rank], stats[local_rank], now, before)
             if stay is not None:
-                (self._first if stay.wait is WaitFor.NOTHING else self._stays)[local_rank] = stay
+                (self._first if stay.wait is waits.WaitFor.NOTHING else self._stays)[local_rank] = stay
 
 
 class FirstAnswers:
@@ -310,16 +307,15 @@ def stay_of(text: str, row: Progress, stats: ProcessStats, now: float, before: S
     It waits for nothing that is known while only its other threads are seen to wait: a worker asks its recorder late. Once that
     knows of a collective, the stay began when they were first seen to.
 
-    Args:
-        text: the stacks. stats: of its family. now: monotonic seconds.
-        before: what the last check found, if that was a wait for nothing that is known.
+    text: the stacks. stats: of its family. now: monotonic seconds. before: what the last check found, if that was a wait for
+    nothing that is known.
     """
     wait = waits.wait_of(text)
-    if wait is not WaitFor.NOTHING:
+    if wait is not waits.WaitFor.NOTHING:
         return Stay(now, wait, row.answers, waits.others_idle(text), stats)
     if not text or not waits.others_wait(text):
         return None
-    stay = Stay(now, WaitFor.NOTHING, 0, True, stats)
+    stay = Stay(now, waits.WaitFor.NOTHING, 0, True, stats)
     if not is_outstanding(row, now):
         return stay
     if before and row.outstanding_ns <= before.since * 1e9 and continues(before.of(row), row, stats, now):

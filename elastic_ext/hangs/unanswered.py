@@ -10,15 +10,12 @@ of life, too. All workers of a node must have done nothing for that time, and no
 Standard library only; times are in seconds.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.hangs import detector
-from elastic_ext.hangs.detector import LONG_PHASES, Activity, WorkerStatus
 
 # With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7, 15, 31 s;
 # since Linux 6.5, four times a second apart before it doubles (tcp_syn_linear_timeouts). Linux begins at 0.2 s in a fast network:
@@ -36,29 +33,20 @@ MAX_ADDRESSES = 32  # of a node, and that do not answer it
 
 @dataclass(frozen=True)
 class TcpConnection:
-    """A TCP socket, from the kernel's inet_diag_msg and tcp_info.
-
-    Attributes:
-        local, peer: addresses, in the form of `ipaddress`. port: the peer's.
-        connecting: the peer has not accepted the connection yet.
-        retransmissions: of the oldest segment, without an answer.
-        backoff: how often the timeout has doubled since.
-        window_probes: probes of a full receiver, without an answer.
-        timeout_s: the current retransmission timeout; left_s: until it is over.
-        acked_s: seconds since the last acknowledgement; meaningless while connecting.
-    """
+    """A TCP socket, from the kernel's inet_diag_msg and tcp_info."""
 
     inode: int
+    # local, peer: addresses, in the form of `ipaddress`
     local: str
     peer: str
-    port: int
-    connecting: bool = False
-    retransmissions: int = 0
-    backoff: int = 0
-    window_probes: int = 0
-    timeout_s: float = 0.0
-    left_s: float = 0.0
-    acked_s: float = 0.0
+    port: int  # the peer's
+    connecting: bool = False  # the peer has not accepted the connection yet
+    retransmissions: int = 0  # of the oldest segment, without an answer
+    backoff: int = 0  # how often the timeout has doubled since
+    window_probes: int = 0  # probes of a full receiver, without an answer
+    timeout_s: float = 0.0  # the current retransmission timeout
+    left_s: float = 0.0  # until it is over
+    acked_s: float = 0.0  # seconds since the last acknowledgement; meaningless while connecting
 
     @property
     def unanswered_s(self) -> float:
@@ -82,7 +70,6 @@ class Unanswered:
 
     @property
     def text(self) -> str:
-        """One line for people."""
         return f"rank {self.rank} gets no answer from {self.address} (port {self.port}) for {self.for_s:.3g} s"
 
 
@@ -139,7 +126,7 @@ def _between_hosts(address: str) -> bool:
     return not (known.is_loopback or known.is_link_local or known.is_unspecified)
 
 
-def limit_s(workers: Sequence[WorkerStatus], fixed_s: float | None) -> float:
+def limit_s(workers: Sequence[detector.WorkerStatus], fixed_s: float | None) -> float:
     """Return for how long all workers of a node may do nothing while a host does not answer. fixed_s: see `detector.assess`."""
     if fixed_s is not None:
         return fixed_s
@@ -147,14 +134,14 @@ def limit_s(workers: Sequence[WorkerStatus], fixed_s: float | None) -> float:
     return max(UNANSWERED_S, *(LONGEST_FACTOR * usual for usual, _ in gaps), 0.0)
 
 
-def is_quiet(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
+def is_quiet(workers: Sequence[detector.WorkerStatus], limit_s: float) -> bool:
     """Return whether all workers have done nothing for limit_s seconds, so that an answer may be all that is missing."""
-    if not workers or any(not each.known or each.debugged or each.phase in LONG_PHASES for each in workers):
+    if not workers or any(not each.known or each.debugged or each.phase in detector.LONG_PHASES for each in workers):
         return False
-    return all(each.quiet_s >= limit_s for each in workers) and detector.activity_of(workers) is Activity.NONE
+    return all(each.quiet_s >= limit_s for each in workers) and detector.activity_of(workers) is detector.Activity.NONE
 
 
-def needs_stats(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
+def needs_stats(workers: Sequence[detector.WorkerStatus], limit_s: float) -> bool:
     """Return whether all workers have been quiet for so long that their process stats are needed."""
     return all(each.quiet_s >= STATS_SHARE * limit_s for each in workers)
 
@@ -164,7 +151,7 @@ def window_s(limit_s: float) -> float:
     return min(detector.WINDOW_SHARE * limit_s / 2, detector.window_s())
 
 
-def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reachability | None) -> float:
+def next_check_s(workers: Sequence[detector.WorkerStatus], limit_s: float, reach: Reachability | None) -> float:
     """Return after how many seconds there may be news: `is_quiet`, or of those that do not answer.
 
     reach: see `reach_of`; None: not all workers are quiet. While they are, this node claims it, and checks every CALL_CHECK_S at

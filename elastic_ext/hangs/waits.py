@@ -12,8 +12,6 @@ recognised, because the same frame may do the rank's own part (the flight record
 - what computes inside torch.distributed: DTensor, pipelines, state dicts, checkpoints, pickling of objects to send.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -34,8 +32,6 @@ class WaitFor(Enum):
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
-
     path: str
     function: str
 

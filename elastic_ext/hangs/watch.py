@@ -3,8 +3,6 @@
 `HangWatch` follows `detector`; `QuietWatch`, apart from it, looks for a silence that a missing answer explains (`unanswered`).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -20,7 +18,6 @@ from elastic_ext.hangs import detector, process_stats, sockets, stacks, unanswer
 from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.hangs.stacks import CallChecks, FirstAnswers, is_outstanding
-from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
 
@@ -268,15 +265,12 @@ class Stall:
 
 
 class QuietWatch:
-    """The quiet watch of one round. /proc and the kernel's sockets are read only when all workers have been quiet for a while.
-
-    Attributes:
-        reach: the hosts that did not answer these workers at the last check; None: not all of them were quiet.
-    """
+    """The quiet watch of one round. /proc and the kernel's sockets are read only when all workers have been quiet for a while."""
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
         """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
-        self.reach: Reachability | None = None
+        # the hosts that did not answer these workers at the last check; None: not all of them were quiet
+        self.reach: unanswered.Reachability | None = None
         self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
         self._quiet_from = time.monotonic()  # earlier quiet time does not count
         self._next_check = self._quiet_from
@@ -304,11 +298,11 @@ class QuietWatch:
         self.reach = unanswered.lasting(reach, limit_s) if reach is not None else None
         self._next_check = now + unanswered.next_check_s(workers, limit_s, reach)
 
-    def examine(self, pids: Mapping[int, int]) -> Reachability:
+    def examine(self, pids: Mapping[int, int]) -> unanswered.Reachability:
         """Return the hosts that have not answered the workers for so long that it explains a hang. pids: by local rank."""
         return unanswered.explaining(self._read_reach(pids), self._fixed_s)
 
-    def _read_reach(self, pids: Mapping[int, int]) -> Reachability:
+    def _read_reach(self, pids: Mapping[int, int]) -> unanswered.Reachability:
         """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
         inodes = process_stats.open_sockets(pids.values())
         found = sockets.connections({self._ranks[local_rank]: inodes[pid] for local_rank, pid in pids.items()})

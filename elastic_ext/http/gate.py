@@ -9,8 +9,6 @@ send wrong ones as fast as they like: the checks take a bounded share of a core,
 fewest wrong ones comes first. A password that was right once never waits again.
 """
 
-from __future__ import annotations
-
 import hmac
 import importlib
 import ipaddress
@@ -84,16 +82,13 @@ class Gate:
         self._retry_at = 0.0  # time.monotonic()
         self._problem = ""  # the last one shown
         self._verified = Verified()
-        self._checks = Checks(lambda password, hashed: library("bcrypt", "bcrypt", path).checkpw(password, hashed))
+        # readable when there are new `verdicts`; the server forgets clients there who are gone, and closes it
+        self.checks = Checks(lambda password, hashed: library("bcrypt", "bcrypt", path).checkpw(password, hashed))
 
     @property
     def asks(self) -> bool:
         """Whether the pages are closed to strangers: they need a password, or a client certificate."""
         return self._loaded.asks
-
-    def fileno(self) -> int:
-        """Return what becomes readable when there are new `verdicts`."""
-        return self._checks.fileno()
 
     def entered(self, connection: socket.socket) -> socket.socket:
         """Return the connection as the server reads and writes it. The handshake is part of the first reads. Raises OSError."""
@@ -116,7 +111,7 @@ class Gate:
             return Verdict.ALLOWED
         try:
             stand_in = next(iter(users.values()))
-            self._checks.ask(Login(client, address, user, password, hashed or stand_in, hashed is not None))
+            self.checks.ask(Login(client, address, user, password, hashed or stand_in, hashed is not None))
         except RuntimeError as error:
             logger.warning("metrics: cannot check a password: %s", error)
             return Verdict.LATER
@@ -124,18 +119,10 @@ class Gate:
 
     def verdicts(self) -> Iterator[tuple[object, Verdict]]:
         """Yield each client whose password has been checked since the last call, or will not be."""
-        for login, right in self._checks.results():
+        for login, right in self.checks.results():
             if right:
                 self._verified.add(login.user, login.hashed, login.password)
             yield login.client, {True: Verdict.ALLOWED, False: Verdict.REFUSED, None: Verdict.LATER}[right]
-
-    def forget(self, client: object) -> None:
-        """Decide nothing more about a client who is gone."""
-        self._checks.forget(client)
-
-    def close(self) -> None:
-        """End the thread, after the check that is under way."""
-        self._checks.close()
 
     def _refresh(self) -> None:
         """Read the files again if one has changed. While they are wrong, what was read before stays in force."""
@@ -177,13 +164,8 @@ _OPEN = {  # by TLS, and whether strangers are kept out
 }
 
 
-# The file.
-
-
 @dataclass(frozen=True)
 class WebConfig:
-    """What the files held."""
-
     users: Mapping[str, bytes]  # bcrypt hashes by name; empty: no password is asked for
     context: ssl.SSLContext | None  # what the server shows and demands; None: plain HTTP
     files: tuple[str, ...]  # the file itself and those that it names
@@ -198,8 +180,7 @@ class WebConfig:
 def load(path: str) -> WebConfig:
     """Read the file, and the certificates that it names, relative to its folder.
 
-    Raises:
-        UsageError: a file cannot be read, holds something that this server does not know, or a library for it is absent.
+    Raises UsageError: a file cannot be read, holds something that this server does not know, or a library for it is absent.
     """
     yaml = library("yaml", "PyYAML", path)
     stamps = _stamps((path,))  # first: a file that changes meanwhile is read again
@@ -337,13 +318,8 @@ def _refuse_twice(node: object) -> None:
         _refuse_twice(below)
 
 
-# Passwords.
-
-
 @dataclass(eq=False, frozen=True)
 class Login:
-    """A user and password to be checked."""
-
     client: object  # whose login it is
     address: str
     user: str
@@ -409,8 +385,7 @@ class Checks:
     def ask(self, login: Login) -> None:
         """Queue a login; its result, or that of another one which had to go, comes from `results`.
 
-        Raises:
-            RuntimeError: no thread can be started.
+        Raises RuntimeError: no thread can be started.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elastic_ext-metrics-logins", daemon=True)

@@ -5,8 +5,6 @@ So it may serve its metrics until they are scraped once more, or leave them in a
 exporter.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import dataclasses
@@ -28,7 +26,6 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from elastic_ext.base.wakeup import Wakeup, readable
 
 logger = logging.getLogger(__name__)
-
 
 METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/status.json", "/job.json"
 TEXT = "text/plain; charset=utf-8"
@@ -58,7 +55,7 @@ class Request:
     authorization: str
 
 
-def parse(received: bytes) -> Request | Page | None:
+def parse(received: bytes) -> "Request | Page | None":
     """Return the request; the page that says what is wrong with it; None while it is incomplete."""
     head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
     if not end:
@@ -101,7 +98,6 @@ class CpuBudget:
         self._credit_s, self._at = burst_s, 0.0
 
     def spend(self, cpu_s: float, now: float) -> None:
-        """Take note of work that is done."""
         self._credit_s = self._credit(now) - cpu_s
         self._at = now
 
@@ -115,17 +111,14 @@ class CpuBudget:
 
 @dataclass(frozen=True)
 class Page:
-    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it.
-
-    made_at: when it was begun (time.monotonic()); 0: it does not change.
-    """
+    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
     headers: tuple[str, ...] = ()
     sent: Callable[[], None] = lambda: None
-    made_at: float = 0.0
+    made_at: float = 0.0  # when it was begun (time.monotonic()); 0: it does not change
 
     def encoded(self) -> bytes:
         """Return it as HTTP/1.0 sends it."""
@@ -141,7 +134,6 @@ Pages = Mapping[str, MakePage]
 
 
 def text(status: HTTPStatus, line: str, *headers: str) -> Page:
-    """Return a page of one line."""
     return Page(status, TEXT, line.encode("ascii", "replace") + b"\n", headers)
 
 
@@ -196,31 +188,25 @@ def of_agent(
     registry: CollectorRegistry,
     not_ready: Callable[[], str],
     status: Callable[[], Mapping[str, object]],
-    job: Callable[[], bytes] | None = None,
+    job: Callable[[], bytes],
 ) -> Pages:
     """Return all pages of an agent.
 
-    Args:
-        not_ready: why its workers do not run now; "" if they do.
-        status: what the agent knows of its node, as JSON has it.
-        job: the status of the whole job as JSON; None: `/` only lists the other pages.
+    not_ready: why its workers do not run now; "" if they do. status: what the agent knows of its node, as JSON has it. job: the
+    status of the whole job as JSON.
     """
 
     def ready(_: str) -> Page:
         why = not_ready()
         return text(HTTPStatus.SERVICE_UNAVAILABLE, why) if why else text(HTTPStatus.OK, "ready")
 
-    pages = {
+    return {
+        **of_job(job),
         HEALTH: lambda _: text(HTTPStatus.OK, "ok"),
         READY: ready,
         STATUS: lambda _: Page(HTTPStatus.OK, JSON, json.dumps(status()).encode()),
         **of_metrics(registry),
     }
-    if job is not None:
-        return {**of_job(job), **pages}
-    links = "".join(f'<li><a href="{path}">{path[1:]}</a>' for path in pages)
-    index = f"<!DOCTYPE html><title>elastic_ext</title><ul>{links}</ul>\n".encode()
-    return {"/": lambda _: Page(HTTPStatus.OK, HTML, index), **pages}
 
 
 class LastScrape:
@@ -310,7 +296,6 @@ class TextFile:
     """
 
     def __init__(self, path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
-        """See `write`."""
         self._path, self._registry, self._labels = path, registry, labels
         self._thread: threading.Thread | None = None
         self._again = self._warned = False

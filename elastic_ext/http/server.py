@@ -4,8 +4,6 @@ Nothing here may stop a training job: a port in use causes a warning, and client
 of descriptors and no threads. One thread serves them all with poll.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -56,12 +54,9 @@ class MetricsServer:
     If `port` of `host` is not available, the server takes any free port. If it cannot bind `host` at all, it takes a free port of
     127.0.0.1. Both cause one warning. If that also fails, it warns and serves nothing.
 
-    Args:
-        pages: by path. Called on the server's thread.
-        host: address or name to bind, IPv4 or IPv6.
-        port: the port; 0 takes any free one.
-        announce: log level of the line with the address.
-        gate: TLS and passwords; None: anyone may read. Belongs to the server from now on.
+    pages: by path. Called on the server's thread. host: address or name to bind, IPv4 or IPv6. port: the port; 0 takes any free
+    one. announce: log level of the line with the address. gate: TLS and passwords; None: anyone may read. Belongs to the server
+    from now on.
     """
 
     def __init__(
@@ -73,7 +68,7 @@ class MetricsServer:
         self._server = _bind(pages, host, port, gate)
         if self._server is None:
             if gate is not None:
-                gate.close()
+                gate.checks.close()
             return
         self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
         try:
@@ -99,7 +94,7 @@ class MetricsServer:
         server.close()
 
 
-def _bind(pages: Pages, host: str, port: int, gate: Gate | None) -> _Server | None:
+def _bind(pages: Pages, host: str, port: int, gate: Gate | None) -> "_Server | None":
     try:
         return _Server(pages, host, port, gate)
     except (OSError, OverflowError) as error:
@@ -185,10 +180,9 @@ class _Server:
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         if gate is not None:
-            self._selector.register(gate, selectors.EVENT_READ, gate)
+            self._selector.register(gate.checks, selectors.EVENT_READ, gate)
 
     def serve(self) -> None:
-        """Serve until `stop`."""
         try:
             while not self._stopping:
                 self._serve_events()
@@ -210,7 +204,7 @@ class _Server:
         self._selector.close()
         self._listener.close()
         if self._gate is not None:
-            self._gate.close()
+            self._gate.checks.close()
 
     def _serve_events(self) -> None:
         """Wait for events and handle them. Answer whole requests before any client loses its slot."""
@@ -342,7 +336,7 @@ class _Server:
     def _forget(self, client: _Client) -> None:
         self._clients.remove(client)
         if client.stage is _Stage.WAITS and self._gate is not None:
-            self._gate.forget(client)
+            self._gate.checks.forget(client)
         else:
             self._selector.unregister(client.connection)
 
@@ -376,10 +370,8 @@ def target(address: str, port: int, host: str) -> str:
 def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) -> Callable[[], None]:
     """Write the file of this agent; return what removes it. Also removes those that killed agents of this host have left.
 
-    Args:
-        directory: made if it is absent; Prometheus reads `*.json` in it, at once after a change.
-        endpoint: address and port of the server.
-        labels: of the target; they name the job and the node. Without them two jobs would mix.
+    directory: made if it is absent; Prometheus reads `*.json` in it, at once after a change. endpoint: address and port of the
+    server. labels: of the target; they name the job and the node. Without them two jobs would mix.
     """
     folder = Path(directory)
     run_id = re.sub(r"[^A-Za-z0-9.-]", "-", labels.get("run_id", ""))[:100]

@@ -4,8 +4,6 @@ keeper   {"say": "ready", "endpoints": ..., "ca": ..., "cert": ..., "key": ...} 
 keeper   {"say": "silent", "text": ...}                 the hosts for which all wait
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -53,8 +51,7 @@ class Attachment:
     def await_access(self, timeout_s: float) -> Access:
         """Return what a client needs, once etcd serves.
 
-        Raises:
-            HelperFailed: it does not within timeout_s, or cannot; the message names the hosts that do not answer.
+        Raises HelperFailed: it does not within timeout_s, or cannot; the message names the hosts that do not answer.
         """
         with self._changed:
             for level, text in self._unsaid or ():

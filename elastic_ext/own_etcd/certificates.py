@@ -35,13 +35,10 @@ MAX_BYTES = 1 << 16
 def job_secret(variable: str | None, path: str | None, loopback: bool, own_folder: Path) -> bytes:
     """Return the job's secret.
 
-    Args:
-        variable: the setting `job_secret`.
-        path: the setting `job_secret_file`: made if it does not exist. All hosts end with the same content.
-        loopback: the job is on this machine: then a file in own_folder, which only this user can read, will do.
+    variable: the setting `job_secret`. path: the setting `job_secret_file`: made if it does not exist. All hosts end with the
+    same content. loopback: the job is on this machine: then a file in own_folder, which only this user can read, will do.
 
-    Raises:
-        UsageError: there is none and the job needs one, or the file cannot be used.
+    Raises UsageError: there is none and the job needs one, or the file cannot be used.
     """
     if variable is not None:
         return _long_enough(variable.encode(), "job_secret")
@@ -128,8 +125,7 @@ class CertificateFiles:
 def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> CertificateFiles:
     """Write the files into a folder that only this user can read. names: host names and addresses of this host.
 
-    Raises:
-        UsageError: the library `cryptography` is missing.
+    Raises UsageError: the library `cryptography` is missing.
     """
     check_library()
     from cryptography.hazmat.primitives import serialization

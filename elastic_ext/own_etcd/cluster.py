@@ -1,7 +1,5 @@
 """What the keeper of a host knows of the cluster and of the other hosts, and what it reports to them. For one thread."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -9,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_ext.base import records
-from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
 from elastic_ext.etcd.client import Member
 from elastic_ext.own_etcd import keys
@@ -34,23 +31,16 @@ class Call:
 
 
 class Cluster:
-    """The client of one keeper.
-
-    Attributes:
-        hosts: by name; empty unless `watch_hosts` was called.
-        header: of the job; None: there is no job.
-        call: to this host.
-        silent: since when etcd has not served our watches, monotonic; None if it does.
-    """
+    """The client of one keeper."""
 
     def __init__(self, endpoints: str, run_id: str, own: str, files: CertificateFiles, wake: Callable[[], None]) -> None:
         """own: name of this host. wake: called on another thread when `update` has something to do."""
         self.client = EtcdClient(endpoints, tls=Tls(files.ca, files.cert, files.key), timeout_s=CALL_S)
-        self.hosts: dict[str, KeeperRecord] = {}
-        self.header: Header | None = None
-        self.call: Call | None = None
+        self.hosts: dict[str, KeeperRecord] = {}  # by name; empty unless `watch_hosts` was called
+        self.header: Header | None = None  # of the job; None: there is no job
+        self.call: Call | None = None  # to this host
         self.endpoints = endpoints
-        self.silent: float | None = None
+        self.silent: float | None = None  # since when etcd has not served our watches, monotonic; None if it does
         self.job_keys = JobKeys(run_id)
         self._own = own
         self._wake = wake
@@ -65,7 +55,6 @@ class Cluster:
                 self._wake()
 
     def update(self) -> None:
-        """Take in all changes."""
         try:
             for prefix, watch in self._watches.items():
                 while (item := watch.get(0)) is not None:
@@ -108,7 +97,7 @@ class Cluster:
             elif key == keys.ENDPOINTS and value is not None:
                 self.endpoints = value.decode()
                 self.client.follow(self.endpoints)
-        except (RecordError, EtcdError, UnicodeDecodeError) as error:
+        except (records.RecordError, EtcdError, UnicodeDecodeError) as error:
             logger.warning("%s cannot be used: %s", key, error)
 
     @property
@@ -123,7 +112,7 @@ class Cluster:
             key = kv.key.decode(errors="replace")
             try:
                 found[key.removeprefix(keys.HOSTS)] = records.read(KeeperRecord, kv.value, key, SCHEMA)
-            except RecordError as error:
+            except records.RecordError as error:
                 logger.warning("%s cannot be used: %s", key, error)
         return found
 

@@ -4,8 +4,6 @@ A member's data is in memory, so a host that is lost is lost with its data, and 
 the lease of its keeper has expired, or when another keeper of its name says that it holds no member.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,29 +15,17 @@ LAST_S = 10.0  # after a signal: for the agents of other hosts, which end at the
 
 @dataclass(frozen=True)
 class Situation:
-    """What a keeper knows. Times are monotonic seconds; None: it is not so.
+    """What a keeper knows. Times are monotonic seconds; None: it is not so."""
 
-    Attributes:
-        started: since when it runs.
-        agents: number of agents on this host that have come in and not left.
-        had_agents: there has been one.
-        is_member: it runs a member, or is about to.
-        over: the job has ended, or none has begun.
-        elsewhere: some host of the job has an agent.
-        orderly: the last agent here has left by itself; one that was killed may be started again, and finds its job.
-        silent: since when etcd has not answered.
-        signalled: since when a signal has asked it to end.
-    """
-
-    started: float
-    agents: int
-    had_agents: bool
-    is_member: bool
-    over: bool
-    elsewhere: bool
-    orderly: bool
-    silent: float | None = None
-    signalled: float | None = None
+    started: float  # since when it runs
+    agents: int  # number of agents on this host that have come in and not left
+    had_agents: bool  # there has been one
+    is_member: bool  # it runs a member, or is about to
+    over: bool  # the job has ended, or none has begun
+    elsewhere: bool  # some host of the job has an agent
+    orderly: bool  # the last agent here has left by itself; one that was killed may be started again, and finds its job
+    silent: float | None = None  # since when etcd has not answered
+    signalled: float | None = None  # since when a signal has asked it to end
 
 
 @dataclass(frozen=True)
@@ -51,7 +37,7 @@ class Lifetime:
     look_again: float | None = None
 
     @classmethod
-    def until_first(cls, limits: Sequence[tuple[float, str]], now: float, otherwise: str) -> Lifetime:
+    def until_first(cls, limits: Sequence[tuple[float, str]], now: float, otherwise: str) -> "Lifetime":
         """Return what the first of these times, each with its reason, decides. otherwise: the reason to go on without any."""
         if not limits:
             return cls(False, otherwise)
@@ -63,8 +49,7 @@ def forgets_data(seen: Situation, members: int, now: float) -> bool:
     """Return whether the member is to forget its data: it has had no majority for so long that the other members' data, which
     is in memory, is gone with their hosts. Else it would hold up those for ever: etcd takes no member back without its data.
 
-    Args:
-        members: number that the job began with. One alone is its own majority.
+    members: number that the job began with. One alone is its own majority.
 
     Where the others live on, and only this host is cut off, etcd does not let it in as it comes back, and it is replaced.
     """
@@ -94,18 +79,13 @@ def decide_end(seen: Situation, now: float) -> Lifetime:
 
 @dataclass(frozen=True)
 class KeeperRecord:
-    """What the keeper of a host says of it, under its lease.
+    """What the keeper of a host says of it, under its lease."""
 
-    Attributes:
-        peer, client: URLs of the member that it has or could have; peer "": it cannot run one.
-        member: it has one.
-        agents: number of agents on it.
-    """
-
+    # peer, client: URLs of the member that it has or could have; peer "": it cannot run one
     peer: str
     client: str
-    member: bool
-    agents: int
+    member: bool  # it has one
+    agents: int  # number of agents on it
 
 
 @dataclass(frozen=True)
@@ -135,11 +115,8 @@ def next_step(
     Invariants: a majority of the members lives, before and after each step; a cluster of one is never touched; a lost member
     stays in the list until a host can take its place.
 
-    Args:
-        size: number of members that the job began with.
-        hosts: by name.
-        order: names; hosts are chosen in this order, then by name.
-        patient: the job has only just begun: a member that nobody has seen may still come.
+    size: number of members that the job began with. hosts: by name. order: names; hosts are chosen in this order, then by name.
+    patient: the job has only just begun: a member that nobody has seen may still come.
     """
     if size < 2:
         return None

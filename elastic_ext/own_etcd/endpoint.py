@@ -4,8 +4,6 @@
 costs a process that ends again (`launch.begin`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import ipaddress
 import re
@@ -27,18 +25,12 @@ _EXAMPLE = "expected job: under Slurm, or job:host1,host2,host3[:port]"
 
 @dataclass(frozen=True)
 class Plan:
-    """The etcd of one job, the same on all its hosts.
-
-    Attributes:
-        hosts: of the members at the start, as the hosts of the job know them; IPv6 without brackets.
-        others: further hosts of the job, in their order: the first to take the place of one that is lost.
-        client_port: of each member; its peer port is the next one.
-    """
+    """The etcd of one job, the same on all its hosts."""
 
     run_id: str
-    hosts: tuple[str, ...]
-    others: tuple[str, ...]
-    client_port: int
+    hosts: tuple[str, ...]  # of the members at the start, as the hosts of the job know them; IPv6 without brackets
+    others: tuple[str, ...]  # further hosts of the job, in their order: the first to take the place of one that is lost
+    client_port: int  # of each member; its peer port is the next one
 
     @property
     def peer_port(self) -> int:
@@ -87,8 +79,7 @@ def is_loopback(host: str) -> bool:
 def make_plan(endpoint: str, run_id: str, listed: Sequence[str]) -> Plan:
     """Return the plan for an endpoint `job:...`. listed: the hosts of Slurm's list; none outside Slurm.
 
-    Raises:
-        UsageError: no hosts, a bad host or port, or hosts of which some are the loopback.
+    Raises UsageError: no hosts, a bad host or port, or hosts of which some are the loopback.
     """
     text, port = _split_port(endpoint.strip().removeprefix(PREFIX).strip(), endpoint)
     named = tuple(dict.fromkeys(_host(each, endpoint) for each in text.split(",") if each.strip()))

@@ -11,8 +11,6 @@ listens. Each agent that is in shares `agents`: a folder where nobody holds any 
 keeper removes the folder with its locks: a process that gets a lock looks whether the file is still there.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -25,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.helper_process import peer_of
+from elastic_ext.base.helper_process import SocketPeer, peer_of
 
 IN_MEMORY = "/dev/shm"
 MAX_PARENT = 32  # characters; 107 is the limit for a socket's path (unix(7)), and the folder's name and the file's take 70
@@ -120,7 +118,7 @@ def take(folder: Path) -> tuple[int, int] | None:
         start = _locked(folder / "start.lock")
         if start is None:
             continue
-        if is_up(folder):
+        if keeper_of(folder) is not None:
             os.close(start)
             return None
         own = _locked(folder / "lock")
@@ -136,25 +134,14 @@ def hold(folder: Path) -> int | None:
     return _locked(folder / "agents", fcntl.LOCK_SH)
 
 
-def is_up(folder: Path) -> bool:
-    """Return whether a keeper takes connections."""
+def keeper_of(folder: Path) -> SocketPeer | None:
+    """Return the keeper that takes connections there; None: there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(folder / "socket"))
         except OSError:
-            return False
-    return True
-
-
-def keeper_of(folder: Path) -> int:
-    """Return the process id of the keeper that listens there; 0 if there is none, or in another container."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(folder / "socket"))
-        except OSError:
-            return 0
-        peer = peer_of(probe)
-        return peer.pid if peer.user == os.geteuid() else 0
+            return None
+        return peer_of(probe)
 
 
 def _locked(path: Path, how: int = fcntl.LOCK_EX) -> int | None:

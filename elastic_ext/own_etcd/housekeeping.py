@@ -3,8 +3,6 @@
 For the keeper's one thread. Calls to etcd wait for CALL_S at most, and one that fails is tried again a second later.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets
@@ -30,18 +28,11 @@ BEGIN_CALL_S = 3.0
 
 
 class Housekeeping:
-    """See the module.
-
-    Attributes:
-        cluster: what is known of it.
-        ready: agents may use etcd, or could once.
-    """
-
     def __init__(
         self, job: KeeperJob, files: CertificateFiles, runner: MemberRunner, agents: Agents, wake: Callable[[], None]
     ) -> None:
-        self.cluster: Cluster
-        self.ready = False
+        self.cluster: Cluster  # what is known of it
+        self.ready = False  # agents may use etcd, or could once
         self._job, self._files, self._runner, self._agents, self._wake = job, files, runner, agents, wake
         self._patient_until = time.monotonic() + PATIENCE_S
         self._record: KeeperRecord | None = None  # as written
@@ -69,7 +60,6 @@ class Housekeeping:
             self.cluster.watch(self.cluster.job_keys.header, keys.SHARED)
 
     def member_serves(self) -> None:
-        """Note that this host's member serves from now on."""
         self.cluster.watch(self.cluster.job_keys.header, keys.SHARED, keys.HOSTS)
         program = self._job.program
         self._agents.say(

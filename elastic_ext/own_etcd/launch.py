@@ -1,12 +1,10 @@
 """`--rdzv-endpoint=job:`, from the agent's options to an etcd that serves; and the same for `elastic-ext`, which starts none."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic_ext.base import settings as settings_module
@@ -16,9 +14,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import slurm
 from elastic_ext.own_etcd import certificates, folder, job
 from elastic_ext.own_etcd.attachment import Access, Attachment
-from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.endpoint import Plan, early_options, is_job, make_plan
-from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.rendezvous.address import address_towards, chosen
 from elastic_ext.rendezvous.run_id import checked_given
 
@@ -39,19 +35,15 @@ def begin_early(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     options = early_options(argv, environ)
     if options is None or not is_job(options.endpoint):
         return
-    try:
+    with suppress(ElasticExtError, OSError):
         known = settings_module.read(options.rdzv_conf, environ)
         _begun[options.endpoint, options.run_id] = begin(options.endpoint, options.run_id, options.local_addr, known, environ)
-    except (ElasticExtError, OSError):
-        pass
 
 
 def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, environ: Mapping[str, str]) -> Attachment:
     """Come in to the keeper of this host, which is started if there is none. Returns before etcd serves.
 
-    Args:
-        run_id: checked.
-        address: by which the other hosts reach this one, if the user has said so.
+    run_id: checked. address: by which the other hosts reach this one, if the user has said so.
 
     Raises:
         UsageError: bad hosts, no secret, no etcd, or the library `cryptography` is missing.
@@ -65,7 +57,7 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     program = _program(own.name in plan.hosts, plan, settings, environ)
     saved_dir = _made(settings.etcd_data_dir) if settings.etcd_data_dir else None
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
-    return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
+    return Attachment(job.KeeperJob(plan, own, place, key, program, saved_dir))
 
 
 def _made(data_dir: str) -> str:
@@ -113,7 +105,6 @@ def _program(first: bool, plan: Plan, settings: Settings, environ: Mapping[str, 
 
 
 def with_access(settings: Settings, access: Access) -> Settings:
-    """Return the settings for a client of the job's etcd."""
     return dataclasses.replace(settings, etcd_ca=access.files.ca, etcd_cert=access.files.cert, etcd_key=access.files.key)
 
 
@@ -130,5 +121,5 @@ def visitor(endpoint: str, run_id: str, settings: Settings) -> Iterator[tuple[st
         )
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     with tempfile.TemporaryDirectory() as scratch:
-        files: CertificateFiles = certificates.write(key, run_id, ("visitor",), Path(scratch))
+        files: certificates.CertificateFiles = certificates.write(key, run_id, ("visitor",), Path(scratch))
         yield plan.endpoints, with_access(settings, Access(plan.endpoints, files))

@@ -2,8 +2,6 @@
 an end by itself. For the keeper's one thread.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import logging
@@ -26,7 +24,6 @@ from elastic_ext.own_etcd.job import KeeperJob, Program, Version
 
 logger = logging.getLogger(__name__)
 
-
 CORRUPT_CHECK_TIME = "5m"
 # etcd's defaults: training keeps the hosts busy, and a leader that is only late should keep its office. A member without peers
 # sends no heartbeats; it only waits before it elects itself (0.1 s to start instead of 0.5 s, measured).
@@ -41,23 +38,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a member sits.
+    """Where a member sits."""
 
-    Attributes:
-        name: of the member, unique in the cluster for all time.
-        host: as the others know it.
-        listen: numeric address to listen at; "" for all.
-        data: its directory.
-        token: of the run: members of an earlier run of the job, on the same hosts, are another cluster's.
-    """
-
-    name: str
-    host: str
-    listen: str
+    name: str  # of the member, unique in the cluster for all time
+    host: str  # as the others know it
+    listen: str  # numeric address to listen at; "" for all
     client_port: int
     peer_port: int
-    data: Path
-    token: str
+    data: Path  # its directory
+    token: str  # of the run: members of an earlier run of the job, on the same hosts, are another cluster's
 
     @property
     def client_url(self) -> str:
@@ -153,11 +142,6 @@ def _die_with(keeper: int) -> None:
         os._exit(1)
 
 
-def forget_data(data: Path) -> None:
-    """Remove a member's data, before it joins as a new one."""
-    shutil.rmtree(data, ignore_errors=True)
-
-
 # Whether the others already run: a member that serves answers a handshake in milliseconds. All hosts begin at the same time, so
 # usually nobody is there yet; this is then the price. So for the handshake: a member listens from its start on, but answers
 # only once there is a leader, which may need this very member.
@@ -177,17 +161,12 @@ class MemberState(Enum):
 
 
 class MemberRunner:
-    """At most one member.
-
-    Attributes:
-        state: of it.
-        running: it, if it has been started.
-        able: this host can run one: there is a program, and a member that was called here has not failed to serve.
-    """
+    """At most one member."""
 
     def __init__(self, job: KeeperJob, files: CertificateFiles) -> None:
-        self.state = MemberState.NONE
-        self.running: RunningMember | None = None
+        self.state = MemberState.NONE  # of it
+        self.running: RunningMember | None = None  # it, if it has been started
+        # this host can run one: there is a program, and a member that was called here has not failed to serve
         self.able = job.program is not None
         self._job, self._files = job, files
         self._data = folders.data_of(job.folder)
@@ -211,7 +190,7 @@ class MemberRunner:
 
     def join(self, call: Call) -> None:
         """Start a member that has been added to the cluster. Raises MemberFailed."""
-        forget_data(self._data)
+        self.forget_data()
         self.able = False  # until it serves
         self._start(call.name, call.cluster, True)
 
@@ -254,7 +233,8 @@ class MemberRunner:
         self.running, self.state = None, MemberState.NONE
 
     def forget_data(self) -> None:
-        forget_data(self._data)
+        """Remove the member's data, before it joins as a new one."""
+        shutil.rmtree(self._data, ignore_errors=True)
 
     def others_serve(self) -> bool:
         """Return whether another of the first members serves already."""

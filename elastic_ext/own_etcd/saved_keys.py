@@ -7,8 +7,6 @@ Which file is newest is found by counting, not by clocks: a file holds how many 
 time that a record has left is another matter: that is measured by the clock, and a wrong one only shortens or prolongs it.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -21,7 +19,6 @@ from pathlib import Path
 
 from elastic_ext.base import records
 from elastic_ext.base.files import write_whole
-from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, Put, SnapshotWatch, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.failures.ledger import decode_verdict
@@ -49,17 +46,14 @@ class SavedKey:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """launch: name of the etcd, `starts`: how many the job has had, with this one. revision: of etcd. at: Unix time.
-
-    run_id: where the file's name does not say it.
-    """
+    """launch: name of the etcd, `starts`: how many the job has had, with this one. revision: of etcd. at: Unix time."""
 
     launch: str
     starts: int
     revision: int
     at: int
     keys: tuple[SavedKey, ...]
-    run_id: str = ""
+    run_id: str = ""  # where the file's name does not say it
 
     @property
     def age(self) -> tuple[int, int]:
@@ -87,7 +81,7 @@ def newest(directory: Path, run_id: str) -> SavedFile | None:
         try:
             with path.open("rb") as file:
                 found.append(records.read(SavedFile, file.read(MAX_BYTES), str(path), SCHEMA))
-        except (OSError, RecordError) as error:
+        except (OSError, records.RecordError) as error:
             logger.warning("%s cannot be used: %s", path, error)
     return max(found, key=lambda each: each.age, default=None)
 
@@ -208,12 +202,12 @@ def is_for_good(header: Header) -> bool:
         return True
     try:
         return header.state is State.CLOSED and bool(header.verdict) and not decode_verdict(header.verdict).keeps_ledger
-    except RecordError:
+    except records.RecordError:
         return False
 
 
 def _beginning(kv: KeyValue | None) -> Beginning:
     try:
         return records.read(Beginning, kv.value, keys.SAVED, SCHEMA) if kv is not None else Beginning("", 0, 0)
-    except RecordError:
+    except records.RecordError:
         return Beginning("", 0, 0)

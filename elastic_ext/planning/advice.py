@@ -1,7 +1,5 @@
 """One job before it runs: the failures to expect, where its time will go, what to set, and what limits it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -31,44 +29,30 @@ DETECTION, VERDICT, ROUND, START, CONNECT, LOAD, SETUP = "detection", "verdict",
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job and its cluster.
-
-    Attributes:
-        node_mtbf_s: mean time between two failures of one node.
-        step_s: a training step.
-        state_bytes: the whole training state, over all ranks.
-        write_bytes_s, read_bytes_s: of the storage, for the whole job.
-        spares: None to have them advised.
-        repair_s: mean time until a node that has left is back.
-        every_s: time between two checkpoints; None for the best one.
-        connect_s: until all process groups are connected; None for the published figure at this size.
-        memory: whether the script makes copies in memory.
-        replaced, lost, hangs: shares of the failures after which a node leaves, that take a node at once, and that are hangs.
-            After the rest the same nodes go on.
-        together: share of those that take nodes and take several at once: both copies of a part of the state may be gone, so the
-            job resumes from disk.
-        etcd_outages_s: outages of etcd in a second. etcd_away_s: how long one lasts.
-    """
-
     nodes: int
-    node_mtbf_s: float
-    step_s: float
-    state_bytes: float
+    node_mtbf_s: float  # mean time between two failures of one node
+    step_s: float  # a training step
+    state_bytes: float  # the whole training state, over all ranks
+    # write_bytes_s, read_bytes_s: of the storage, for the whole job
     write_bytes_s: float
     read_bytes_s: float
     gpus_per_node: int = 8
-    spares: int | None = None
-    repair_s: float = REPAIR_S
-    every_s: float | None = None
+    spares: int | None = None  # None to have them advised
+    repair_s: float = REPAIR_S  # mean time until a node that has left is back
+    every_s: float | None = None  # time between two checkpoints; None for the best one
     setup_s: float = SETUP_S
-    connect_s: float | None = None
-    memory: bool = True
+    connect_s: float | None = None  # until all process groups are connected; None for the published figure at this size
+    memory: bool = True  # whether the script makes copies in memory
+    # replaced, lost, hangs: shares of the failures after which a node leaves, that take a node at once, and that are hangs. After
+    # the rest the same nodes go on
     replaced: float = REPLACED_SHARE
     lost: float = LOST_SHARE
     hangs: float = HANG_SHARE
+    # share of those that take nodes and take several at once: both copies of a part of the state may be gone, so the job resumes
+    # from disk
     together: float = TOGETHER_SHARE
-    etcd_outages_s: float = 1 / (30 * DAY_S)
-    etcd_away_s: float = ETCD_AWAY_S
+    etcd_outages_s: float = 1 / (30 * DAY_S)  # outages of etcd in a second
+    etcd_away_s: float = ETCD_AWAY_S  # how long one lasts
 
     @property
     def ranks(self) -> int:
@@ -92,40 +76,25 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Saves:
-    """How often the state is saved: to disk by seconds, to memory by steps (0: never), and what that costs.
-
-    Attributes:
-        write_s: how long the storage takes to write one checkpoint.
-        stalled: share of the running time for which saves hold up training.
-        ready_s: until a copy in memory can be used.
-    """
+    """How often the state is saved: to disk by seconds, to memory by steps (0: never), and what that costs."""
 
     disk_s: float
-    write_s: float
+    write_s: float  # how long the storage takes to write one checkpoint
     memory_steps: int
-    ready_s: float
-    stalled: float
+    ready_s: float  # until a copy in memory can be used
+    stalled: float  # share of the running time for which saves hold up training
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect of a job, and what to set.
-
-    Attributes:
-        spares: those of the job, or advised.
-        settings: values by name, each with why.
-        control_plane: what the job asks of etcd, and what an outage of it costs.
-        notes: what limits the job.
-    """
-
     job: PlannedJob
     expected: Expectation
-    spares: int
+    spares: int  # those of the job, or advised
     saves: Saves
     hang_limit_s: float
-    settings: Mapping[str, tuple[str, str]]
-    control_plane: Mapping[str, str]
-    notes: tuple[str, ...]
+    settings: Mapping[str, tuple[str, str]]  # values by name, each with why
+    control_plane: Mapping[str, str]  # what the job asks of etcd, and what an outage of it costs
+    notes: tuple[str, ...]  # what limits the job
 
 
 def saves_of(job: PlannedJob) -> Saves:
@@ -144,9 +113,8 @@ def saves_of(job: PlannedJob) -> Saves:
 def memory_steps(often: int, copy_s: float, rate_s: float, step_s: float) -> int:
     """Return every how many steps a copy in memory costs least, together with the steps that a failure loses.
 
-    Args:
-        often: as often as the product copies by itself after a failure: as its cost allows.
-        copy_s: what a copy stalls. rate_s: failures of the job in a second.
+    often: as often as the product copies by itself after a failure: as its cost allows. copy_s: what a copy stalls. rate_s:
+    failures of the job in a second.
     """
     return max(often, round(best_interval_s(copy_s, 1 / rate_s) / step_s))
 
@@ -179,16 +147,14 @@ def classes_of(job: PlannedJob, saves: Saves, settings: Settings) -> tuple[Failu
     return tuple(each for each in found if each.share > 1e-12)
 
 
-def advise(job: PlannedJob, target: float | None = None, settings: Settings | None = None) -> Advice:
+def advise(job: PlannedJob, target: float | None = None) -> Advice:
     """Return what to expect and what to set.
 
-    Args:
-        target: an ETTR that spares should make possible; None: as many as keep the time without a node below WAITING_SHARE.
+    target: an ETTR that spares should make possible; None: as many as keep the time without a node below WAITING_SHARE.
 
-    Raises:
-        UsageError: the shares of the failures are more than 1, or the job fails more often than MOST_RATE_S.
+    Raises UsageError: the shares of the failures are more than 1, or the job fails more often than MOST_RATE_S.
     """
-    settings = settings or Settings()
+    settings = Settings()
     if job.rate_s > MOST_RATE_S:
         raise UsageError(
             f"{job.nodes:,} nodes with {job.node_mtbf_s:.3g} s between two failures of one have {job.rate_s:.3g} failures in a "

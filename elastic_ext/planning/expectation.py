@@ -8,8 +8,6 @@ With T between two saves that do not stall training, w = 0 and one class, this i
 order of it, as published.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,22 +18,14 @@ MAX_SPARES = 1_000_000
 
 @dataclass(frozen=True)
 class FailureClass:
-    """Failures that a job recovers from in the same way.
-
-    Attributes:
-        share: of all failures, from 0 to 1.
-        phases: seconds from the failure until training goes on, by phase, in order.
-        every_s: running time from one copy to the next of those that the job resumes from.
-        ready_s: seconds after which a copy can be used.
-        replaces: whether a node leaves for repair.
-    """
+    """Failures that a job recovers from in the same way."""
 
     name: str
-    share: float
-    phases: Mapping[str, float]
-    every_s: float
-    ready_s: float = 0.0
-    replaces: bool = False
+    share: float  # of all failures, from 0 to 1
+    phases: Mapping[str, float]  # seconds from the failure until training goes on, by phase, in order
+    every_s: float  # running time from one copy to the next of those that the job resumes from
+    ready_s: float = 0.0  # seconds after which a copy can be used
+    replaces: bool = False  # whether a node leaves for repair
 
     @property
     def recovery_s(self) -> float:
@@ -52,17 +42,12 @@ class Supply:
 
 @dataclass(frozen=True)
 class Expectation:
-    """Shares of the job's time, which add up to 1.
+    """Shares of the job's time, which add up to 1."""
 
-    Attributes:
-        productive: the effective training time ratio, ETTR.
-        lost: the other shares by what takes them; phases of recoveries by their names.
-        held: productive share of the time of all nodes that the job holds, spares included.
-    """
-
-    productive: float
+    productive: float  # the effective training time ratio, ETTR
+    # the other shares by what takes them; phases of recoveries by their names
     lost: Mapping[str, float] = field(default_factory=dict)
-    held: float = 0.0
+    held: float = 0.0  # productive share of the time of all nodes that the job holds, spares included
 
     @property
     def dominates(self) -> str:
@@ -75,10 +60,8 @@ def expect(
 ) -> Expectation:
     """Return what to expect.
 
-    Args:
-        classes: their shares add up to 1.
-        rate_s: failures of the whole job in a second, more than 0.
-        stalled: share of the running time for which saves hold up training.
+    classes: their shares add up to 1. rate_s: failures of the whole job in a second, more than 0. stalled: share of the running
+    time for which saves hold up training.
     """
     supply = supply or Supply()
     again = sum(each.share * -math.expm1(-rate_s * each.recovery_s) for each in classes)
@@ -119,8 +102,7 @@ def waiting_share(out: float, spares: int | None) -> float:
     It runs as long as no more nodes than it has spares are out, and none fails while it waits: Erlang's loss formula for one
     server more than spares, whatever the distribution of the repair times.
 
-    Args:
-        out: see `out_for_repair`.
+    out: see `out_for_repair`.
     """
     if spares is None or out <= 0:
         return 0.0
@@ -155,10 +137,8 @@ def most_within(mean: float, risk: float) -> int:
 def meta_ratio(nodes: int, failures_node_day: float, restart_s: float, every_s: float, save_s: float) -> float:
     """Return the expected ETTR by Meta's formula (arXiv 2410.21680), a first order: it holds while failures cost little.
 
-    Args:
-        failures_node_day: failures of one node in a day.
-        restart_s: u0, from a failure until training goes on.
-        every_s: time from one checkpoint to the next. save_s: how long one stalls training.
+    failures_node_day: failures of one node in a day. restart_s: u0, from a failure until training goes on. every_s: time from one
+    checkpoint to the next. save_s: how long one stalls training.
     """
     rate_s = nodes * failures_node_day / 86400
     return (1.0 - rate_s * (restart_s + every_s / 2)) / (1.0 + save_s / every_s)

@@ -5,16 +5,12 @@ published figures for what only a cluster shows; and the limits that the product
 them. Each constant names its source. What has none is an argument.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
 
 from elastic_ext.checkpoints.memory import pace
-from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.hangs import detector
-from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.waits import WaitFor
 
 # Of our benchmarks.
@@ -74,7 +70,7 @@ def hang_limit_s(step_s: float, ranks: int) -> float:
     """Return for how long a steady job may stand in a collective before it counts as a hang: `hangs.detector` decides."""
     steps = max(detector.STEADY_GAPS, 100)
     bucket = max(0, math.ceil(math.log2(max(step_s, 1e-3) * 1000)))
-    status = WorkerStatus(0, steps, 0.0, gaps=(*(0,) * bucket, steps), wait=WaitFor.QUEUED, world=ranks)
+    status = detector.WorkerStatus(0, steps, 0.0, gaps=(*(0,) * bucket, steps), wait=WaitFor.QUEUED, world=ranks)
     return detector.wait_limit_s(status)
 
 
@@ -84,5 +80,5 @@ def copies(state_bytes: float, nodes: int, per_node: int, step_s: float, age_s: 
     age_s: for how long the job has not failed. Without any, the agent copies most often.
     """
     stall_s, commit_s = state_bytes / (nodes * per_node) / COPY_BYTES_S, state_bytes / nodes / PEER_BYTES_S
-    every, _ = pace.choose(None, [Timing(step_s, stall_s, commit_s, age_s=age_s)])
+    every, _ = pace.choose(None, [pace.Timing(step_s, stall_s, commit_s, age_s=age_s)])
     return every, stall_s, commit_s

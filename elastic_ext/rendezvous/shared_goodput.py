@@ -75,7 +75,7 @@ class EtcdGoodput:
             lease_id = outliving_lease(self._client, self._own.lease_id)
             puts: list[Op] = [Put(self._key, goodput.encode(record), lease_id=lease_id)]
             if position.rank == 0 and shared is not None:
-                puts.append(Put(self._keys.goodput_sum, goodput.encode_sum(shared), lease_id=lease_id))
+                puts.append(Put(self._keys.goodput_sum, goodput.encode(shared), lease_id=lease_id))
             else:
                 puts.append(Get(self._keys.goodput_sum))
             try:

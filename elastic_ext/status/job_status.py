@@ -1,12 +1,9 @@
 """Builds the status of a whole job from the records of a rendezvous and the reports of its nodes. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import Shared, StateSeconds
 from elastic_ext.base.printable import counted, cut, shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.ledger import JobVerdict
@@ -29,7 +26,7 @@ class Own:
 
     id: str
     report: NodeReport
-    spent: Shared
+    spent: goodput.Shared
     points: tuple[status_records.GoodputPoint, ...] = ()
     nodes: int = 0
     world: int = 0
@@ -37,8 +34,6 @@ class Own:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a document is made of."""
-
     status: JobStatus
     backend: str
     own: Own | None = None  # None for a reader that is not a node of the job
@@ -49,7 +44,6 @@ class Sources:
 
 
 def build(sources: Sources) -> Document:
-    """Return the document."""
     status, own = sources.status, sources.own
     faults = [Unknown("records", shown(each)) for each in status.faults]
     reports: dict[str, tuple[NodeReport, float | None]] = {}
@@ -73,7 +67,7 @@ def build(sources: Sources) -> Document:
         failures=failures,
         stragglers=_stragglers(reports),
         refused=tuple(Refusal(shown(host), cut(shown(why), MAX_TEXT)) for host, why in sorted(status.refused.items())),
-        goodput=tuple(StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
+        goodput=tuple(goodput.StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
         goodput_points=own.points if own is not None else (),
         unknown=(
             *(Unknown(what, why) for what, why in status.unknown.items()),
@@ -245,7 +239,7 @@ def _uncompared(reports: Sequence[NodeReport]) -> list[Unknown]:
     ]
 
 
-def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]:
+def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[goodput.StateSeconds, ...]:
     """Return the goodput of the job by its records; add to `faults` what cannot be read."""
     found = {}
     for host, text in status.goodput.items():
@@ -256,7 +250,7 @@ def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]
     return goodput.total(found).seconds
 
 
-def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[StateSeconds, ...]) -> list[Unknown]:
+def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[goodput.StateSeconds, ...]) -> list[Unknown]:
     """Return what is missing here although it is known in other cases."""
     found = []
     silent = sum(each.state == status_records.SILENT for each in nodes)

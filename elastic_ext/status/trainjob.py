@@ -9,8 +9,6 @@ A post replaces the whole status: what it leaves out is unknown from then on. So
 process of a job should post.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -26,8 +24,6 @@ NOT_DONE = 99  # the highest percentage of a job that has not ended well
 
 
 class TrainJobState(Enum):
-    """What the job does now."""
-
     TRAINING = "training"
     STOPPED = "stopped"  # between two rounds, or for good after a failure: for an unknown time
     DONE = "done"
@@ -35,8 +31,6 @@ class TrainJobState(Enum):
 
 @dataclass(frozen=True)
 class Training:
-    """How far the training is."""
-
     step: int  # optimizer steps done since the beginning of the job
     total: int | None  # of the whole job; None: unknown
     step_s: float | None  # seconds per step in this round; None: unknown

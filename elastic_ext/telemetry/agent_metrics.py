@@ -5,8 +5,6 @@ they live in files in that directory: the agent would not start without the dire
 their values, and the workers' own /metrics would show the agent's values.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import numbers
@@ -64,14 +62,9 @@ class UnixClock:
 class AgentMetrics(FamilyCollector):
     """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
 
-    Args:
-        version, torch: versions of this package and of torch, which this module does not import.
-        node: this node's name; default: its host name.
-        cold_reasons: all reasons for a cold start.
-        gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
-        progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
-
-    progress: as given. state: what the agent does.
+    version, torch: versions of this package and of torch, which this module does not import. node: this node's name; default: its
+    host name. cold_reasons: all reasons for a cold start. gpus: returns at once the UUID of each worker's GPU, by local rank, ""
+    if unknown. progress: should not raise, which would fail the whole scrape. Both are called at each scrape, in its thread.
     """
 
     table: ClassVar = {**families.JOB, **families.OTHERS, **families.WORKERS}
@@ -101,7 +94,7 @@ class AgentMetrics(FamilyCollector):
         self._full = False
         self._phases = {phase: HistogramCounts(RECOVERY_BUCKETS) for phase in families.PHASES}
         self._spans = {name: HistogramCounts(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
-        self.state = AgentState()
+        self.state = AgentState()  # what the agent does
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -166,7 +159,6 @@ class AgentMetrics(FamilyCollector):
         self._set(replicas_uncompared_workers=workers)
 
     def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
-        """Set the number of this agent's workers in each state."""
         counts = zip(families.WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
         with self._lock:
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
@@ -187,12 +179,9 @@ class AgentMetrics(FamilyCollector):
     def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
         """Record the progress of copying checkpoints.
 
-        Args:
-            size: bytes copied since the last call.
-            lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None while checkpoint_dir is empty.
-            lag_s: for how long the oldest checkpoint that is not copied has waited; 0 if all are.
-            complete: whether a checkpoint has become complete in checkpoint_dir.
-            failed: whether an attempt to copy failed.
+        size: bytes copied since the last call. lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None while checkpoint_dir is
+        empty. lag_s: for how long the oldest checkpoint that is not copied has waited; 0 if all are. complete: whether a
+        checkpoint has become complete in checkpoint_dir. failed: whether an attempt to copy failed.
         """
         now = time.monotonic()
         with self._lock:
@@ -205,7 +194,6 @@ class AgentMetrics(FamilyCollector):
                 self._set(checkpoint_last_copy_timestamp_seconds=self._clock.at(now))
 
     def copy_took(self, seconds: float) -> None:
-        """Record how long it took to copy a checkpoint."""
         with self._lock:
             self._spans[families.COPY].observe(seconds)
 
@@ -312,17 +300,12 @@ def _number(value: object) -> float | None:
 
 
 class AgentState:
-    """The state of one agent, one of families.STATES.
-
-    Attributes:
-        name: of the state.
-        since: when it began, monotonic.
-        on_change: called with name and time of each new state, by the agent's loop: it must return at once.
-    """
+    """The state of one agent, one of families.STATES."""
 
     def __init__(self) -> None:
-        self.name = ""
-        self.since = 0.0
+        self.name = ""  # of the state
+        self.since = 0.0  # when it began, monotonic
+        # called with name and time of each new state, by the agent's loop: it must return at once
         self.on_change: Callable[[str, float], None] = lambda name, at: None
 
     def enter(self, name: str, now: float) -> None:

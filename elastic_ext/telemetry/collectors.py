@@ -1,7 +1,5 @@
 """Metrics of what an agent learns from others: verdicts and hangs of the job, calls of etcd, the goodput of all hosts."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -41,18 +39,14 @@ class VerdictMetrics(FamilyCollector):
         self._last: tuple[int, str, str] | None = None
 
     def hung(self) -> None:
-        """Count a hang of the job."""
         with self._lock:
             self._counts["elastic_ext_hangs"][()] += 1
 
     def decided(self, round_: int, decision: str, kind: str, host: str) -> None:
         """Count a verdict once, however often it is reported.
 
-        Args:
-            round_: the round that it ended.
-            decision: one of families.DECISIONS; another one counts as a stop.
-            kind: the kind of the failure; it may come from a newer agent.
-            host: that of the cause.
+        round_: the round that it ended. decision: one of families.DECISIONS; another one counts as a stop. kind: the kind of the
+        failure; it may come from a newer agent. host: that of the cause.
         """
         with self._lock:
             if self._last == (round_, decision, host):
@@ -84,9 +78,8 @@ class LatenessMetrics(FamilyCollector):
     def show(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
         """Show these and no others.
 
-        Args:
-            named: host, rank (-1: the whole host), seconds and share of a step of each.
-            largest: share of the latest, named or not; None if unknown.
+        named: host, rank (-1: the whole host), seconds and share of a step of each. largest: share of the latest, named or not;
+        None if unknown.
         """
         found: list[tuple[str, Labels, float | None]] = [("elastic_ext_lateness_largest_ratio", (), largest)]
         for host, rank, late_s, share in named:

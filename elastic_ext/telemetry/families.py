@@ -5,8 +5,6 @@ beside failures, and known label values from 0 on, so that increase() sees the f
 `most` says how many series one agent has.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math
@@ -15,13 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, cast
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    SummaryMetricFamily,
-)
+from prometheus_client import core
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -65,21 +57,22 @@ class Family:
     @classmethod
     def of(
         cls, kind: type[Metric], help: str, *labels: str, known: tuple[Labels, ...] = (), most: str = "", unit: str = ""
-    ) -> Family:
-        usually = str(len(known)) if known else "one histogram" if kind is HistogramMetricFamily else "1"
+    ) -> "Family":
+        usually = str(len(known)) if known else "one histogram" if kind is core.HistogramMetricFamily else "1"
         return cls(kind, help, labels, known, most or usually, unit)
 
     def new(self, name: str) -> Metric:
         """Return the family without values."""
-        if self.kind is InfoMetricFamily:
-            return InfoMetricFamily(name, self.help, labels=self.labels)
+        if self.kind is core.InfoMetricFamily:
+            return core.InfoMetricFamily(name, self.help, labels=self.labels)
         make: Callable[..., Metric] = self.kind
         ending = name.rpartition("_")[2]
         return make(name, self.help, labels=self.labels, unit=self.unit or (ending if ending in UNITS else ""))
 
 
-counter, gauge, info = (partial(Family.of, kind) for kind in (CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily))
-summary, histogram = (partial(Family.of, kind) for kind in (SummaryMetricFamily, HistogramMetricFamily))
+counter, gauge = partial(Family.of, core.CounterMetricFamily), partial(Family.of, core.GaugeMetricFamily)
+summary, histogram = partial(Family.of, core.SummaryMetricFamily), partial(Family.of, core.HistogramMetricFamily)
+info = partial(Family.of, core.InfoMetricFamily)
 
 
 def _per_worker(found: Mapping[str, Family]) -> dict[str, Family]:
@@ -109,13 +102,12 @@ class HistogramCounts:
         self.sum += seconds
         self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
 
-    def copy(self) -> HistogramCounts:
+    def copy(self) -> "HistogramCounts":
         made = HistogramCounts(self._bounds)
         made.sum, made._counts = self.sum, list(self._counts)
         return made
 
     def buckets(self) -> list[tuple[str, float]]:
-        """See `cumulative`."""
         return cumulative(self._bounds, self._counts)
 
 
@@ -127,9 +119,8 @@ class Total:
     seconds: float
 
 
-Value = (
-    float | Mapping[str, str] | Total | HistogramCounts | None
-)  # of a counter or gauge, info, summary, histogram; None: not shown
+# Of a counter or gauge, info, summary, histogram; None: not shown.
+Value = float | Mapping[str, str] | Total | HistogramCounts | None
 Values = Iterator[tuple[str, Labels, Value]]  # name and labels of each
 
 
@@ -147,13 +138,13 @@ class FamilyCollector(Collector):
         found = {name: family.new(name) for name, family in self.table.items()}
         for name, labels, value in self.values():
             if isinstance(value, HistogramCounts):
-                cast("HistogramMetricFamily", found[name]).add_metric(labels, value.buckets(), value.sum)
+                cast("core.HistogramMetricFamily", found[name]).add_metric(labels, value.buckets(), value.sum)
             elif isinstance(value, Total):
-                cast("SummaryMetricFamily", found[name]).add_metric(labels, value.count, value.seconds)
+                cast("core.SummaryMetricFamily", found[name]).add_metric(labels, value.count, value.seconds)
             elif isinstance(value, Mapping):
-                cast("InfoMetricFamily", found[name]).add_metric(labels, dict(value))
+                cast("core.InfoMetricFamily", found[name]).add_metric(labels, dict(value))
             elif value is not None:
-                cast("CounterMetricFamily", found[name]).add_metric(labels, value)
+                cast("core.CounterMetricFamily", found[name]).add_metric(labels, value)
         yield from found.values()
 
     def values(self) -> Values:

@@ -5,8 +5,6 @@ their next step, progress report or change of phase. What is not settled yet is 
 the settled seconds and the unsettled ones together are the time since the start, whenever one looks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -123,7 +121,6 @@ class TimeLedger:
         return Look(replace(counts, seconds=seconds_of(self._shown)), unsettled_s, tokens, flops)
 
     def _own(self, now: float) -> dict[str, float]:
-        """Return the time in the agent's present state."""
         seconds = now - self._since
         state = _OF_AGENT[self._state]
         if state != goodput.RENDEZVOUS:

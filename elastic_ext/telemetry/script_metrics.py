@@ -7,8 +7,6 @@ prometheus_client makes the families. Its `MultiProcessCollector.merge` is not u
 scrape, a negative size in a file can make it read for ever, and the files of ended processes would stay.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -54,7 +52,6 @@ def newer(definition: Definition, last: Values | None, read: Values) -> Values |
 
 
 def added(one: Values | None, other: Values) -> Values:
-    """Return the sum of two counters or histograms."""
     return other if one is None else tuple(map(sum, zip(one, other, strict=True)))
 
 

@@ -4,8 +4,6 @@ Between two events an agent is in the state that the first of them began. Some e
 hang, and of the stop before a verdict.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -66,8 +64,6 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
 
 
 class Track:
-    """What an agent did."""
-
     def __init__(self, agent: Agent, first_state: str) -> None:
         """first_state: of workers before their first step."""
         self.changes: list[tuple[float, str]] = []  # when it entered which state; the last one lasts until something else ends it
@@ -434,8 +430,6 @@ def _notes(job: Aligned) -> tuple[str, ...]:
     )
     return tuple(note for is_so, note in notes if is_so)
 
-
-# From the status.
 
 # What a node does now, by the state of its agent.
 NOW = {

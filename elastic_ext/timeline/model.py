@@ -1,7 +1,5 @@
 """A timeline as plain values, and times for people. Times are seconds since the beginning of the timeline. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -96,8 +94,6 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Start:
-    """A round began."""
-
     at: float
     round: int
 
@@ -113,8 +109,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The whole."""
-
     run_id: str
     began_unix: float | None  # Unix time of its beginning; None if unknown
     length: float

@@ -5,8 +5,6 @@ nodes. Above it stands the title; below it the meanings of the colours, the inte
 inches from the left and the top.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 import warnings
@@ -49,7 +47,6 @@ REASON = 110  # characters
 
 
 def png(of: Timeline, dpi: int = 100) -> bytes:
-    """Return the picture as PNG."""
     with _style():
         return _saved(_drawn(of, listed=True), "png", dpi)
 
@@ -92,7 +89,7 @@ def _style() -> AbstractContextManager[None]:
     return context
 
 
-def _saved(drawing: _Drawing, kind: str, dpi: int) -> bytes:
+def _saved(drawing: "_Drawing", kind: str, dpi: int) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks
@@ -333,7 +330,6 @@ def _write(figure: Figure, text: Text, whole: float) -> None:
 
 
 def headline(of: Timeline) -> str:
-    """Return what the picture shows, in one line."""
     return f"Job {of.run_id}: {model.duration(of.length)}, {of.restarts}, {of.end}"
 
 
@@ -418,8 +414,6 @@ def _notes(of: Timeline, y: float) -> tuple[list[Text], float]:
             y += LINE - 0.02
     return texts, y
 
-
-# The page.
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -25,12 +25,9 @@ def health_barrier(timeout_s: float) -> None:
     The barrier uses the store that torchrun's workers share, not a collective, so a rank that is stuck in a collective cannot
     block this one. Every rank must call this the same number of times. A call costs each rank two requests to the store.
 
-    Args:
-        timeout_s: how long to wait for the other ranks, in seconds.
-
-    Raises:
-        RanksMissing: a rank did not arrive in time, or the store does not answer; `ranks` and the message name the ranks.
-        UsageError: torchrun did not start this process, or the timeout is not positive.
+    timeout_s: how long to wait for the other ranks. Raises RanksMissing: a rank did not arrive in time, or the store does not
+    answer; `ranks` and the message name the ranks. Raises UsageError: torchrun did not start this process, or the timeout is not
+    positive.
     """
     if not timeout_s > 0:
         raise UsageError(f"health_barrier({timeout_s!r}): expected a number of seconds greater than 0")

@@ -1,7 +1,5 @@
 """How a job keeps its global batch when its number of ranks changes: other micro-steps per optimizer step."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -16,20 +14,14 @@ _warned: set[str] = set()  # reasons that this process has logged
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The micro-steps of each optimizer step.
+    """The micro-steps of each optimizer step."""
 
-    Attributes:
-        micro_steps: forward and backward passes of each rank for one optimizer step.
-        global_batch: samples of one optimizer step, over all ranks: what was asked for, or the nearest that is possible.
-        loss_factor: multiply the mean loss of each micro-batch by this before `backward`. DDP and FSDP average gradients over
-            the ranks, so the gradient is then the mean over the samples of `global_batch`.
-        reason: one line: how these follow from what was asked for.
-    """
-
-    micro_steps: int
-    global_batch: int
+    micro_steps: int  # forward and backward passes of each rank for one optimizer step
+    global_batch: int  # samples of one optimizer step, over all ranks: what was asked for, or the nearest that is possible
+    # multiply the mean loss of each micro-batch by this before `backward`. DDP and FSDP average gradients over the ranks, so the
+    # gradient is then the mean over the samples of `global_batch`
     loss_factor: float
-    reason: str
+    reason: str  # one line: how these follow from what was asked for
 
 
 def accumulation(global_batch: int, micro_batch: int, ranks: int | None = None) -> Accumulation:
@@ -37,14 +29,11 @@ def accumulation(global_batch: int, micro_batch: int, ranks: int | None = None) 
 
     Where no number of micro-steps gives exactly this global batch, rank 0 logs a warning, once.
 
-    Args:
-        global_batch: samples of one optimizer step, over all ranks.
-        micro_batch: samples of one forward and backward pass on one rank.
-        ranks: how many ranks train on different samples. Default: all, by torch.distributed where it is initialized, else by
-            WORLD_SIZE, else 1. With tensor or pipeline parallelism give the size of the data-parallel group.
+    global_batch: samples of one optimizer step, over all ranks. micro_batch: samples of one forward and backward pass on one
+    rank. ranks: how many ranks train on different samples. Default: all, by torch.distributed where it is initialized, else by
+    WORLD_SIZE, else 1. With tensor or pipeline parallelism give the size of the data-parallel group.
 
-    Raises:
-        UsageError: an argument is no whole number of 1 or more, or WORLD_SIZE is none.
+    Raises UsageError: an argument is no whole number of 1 or more, or WORLD_SIZE is none.
     """
     if ranks is None:
         ranks = _world_size()

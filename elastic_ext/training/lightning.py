@@ -7,8 +7,6 @@ The agent's `checkpoint_dir` is the directory of the ModelCheckpoint. Saves on d
 instance with `elastic-ext checkpoints prune`: the ModelCheckpoint counts only its own saves.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os
@@ -54,16 +52,12 @@ class SaveOnDemand:
     An instance is a Callback of the library that the script has imported.
     """
 
-    def __new__(cls, *args: object, **kwargs: object) -> SaveOnDemand:
+    def __new__(cls, *args: object, **kwargs: object) -> "SaveOnDemand":
         missing = tuple(base for base in _callbacks() if not issubclass(cls, base))
         return super().__new__(type(cls.__name__, (cls, *missing), {}) if missing else cls)
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
-        """Create the callback.
-
-        Args:
-            dirpath: path or URL to save to; default: the directory of the first ModelCheckpoint, else `default_root_dir`.
-        """
+        """dirpath: path or URL to save to; default: the directory of the first ModelCheckpoint, else `default_root_dir`."""
         self._dirpath = dirpath
         self._step = 0
 

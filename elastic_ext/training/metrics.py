@@ -100,13 +100,10 @@ class Series:
 
 
 class ProcessMetrics:
-    """The series of this process. A forked child has the same ones, begins at 0, and makes a file of its own when it needs one.
-
-    Attributes:
-        lock: held for each change; only by threads of this process. Re-entrant, since a signal handler may count, too.
-    """
+    """The series of this process. A forked child has the same ones, begins at 0, and makes its own file when it needs one."""
 
     def __init__(self) -> None:
+        # held for each change; only by threads of this process. Re-entrant, since a signal handler may count, too
         self.lock = threading.RLock()
         self._file: _File | None = None
         self._alone = False  # no agent, or no room
@@ -167,8 +164,7 @@ _Result = TypeVar("_Result")
 def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
     """Return the counter of this name, which can only grow. It is shown with the suffix _total.
 
-    Raises:
-        UsageError: Prometheus does not allow these names, or another metric has this one.
+    Raises UsageError: Prometheus does not allow these names, or another metric has this one.
     """
     return _defined(Counter, layout.COUNTER, name, help, labels)
 
@@ -193,11 +189,7 @@ class _Metric(Series):
         self._children: dict[tuple[str, ...] | None, _Metric] = {}  # by label values; None: those beyond the limit
 
     def labels(self: _AnyMetric, *values: object, **named: object) -> _AnyMetric:
-        """Return the series with these label values, given in the order of the names or by name.
-
-        Raises:
-            UsageError: the metric has other labels.
-        """
+        """Return the series with these label values, in the order of the names or by name. Raises UsageError for other labels."""
         names = self.definition.labels
         if named and not values and named.keys() == {*names}:
             values = tuple(named[name] for name in names)

@@ -1,7 +1,5 @@
 """Progress, phases and amounts of work, which a script reports to the agent besides its optimizer steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,12 +19,8 @@ def report_progress() -> None:
 def report_total_steps(total: int, done: int | None = None) -> None:
     """Report how many optimizer steps the whole job will make; the agent works out from it how far the job is.
 
-    Args:
-        total: from the beginning of the job to its end, not from the last restart.
-        done: how many of them are done now; default: as many as the checkpoint has that the agent chose.
-
-    Raises:
-        UsageError: `total` is not a whole number of 1 or more, or `done` not one of 0 or more.
+    total: from the beginning of the job to its end, not from the last restart. done: how many of them are done now; default: as
+    many as the checkpoint has that the agent chose. Raises UsageError unless they are whole numbers, of 1 and of 0 or more.
     """
     if not _is_whole(total, 1) or not (done is None or _is_whole(done, 0)):
         raise UsageError(f"report_total_steps({total!r}, {done!r}): expected whole numbers, of 1 or more and of 0 or more")
@@ -38,17 +32,13 @@ def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and least <= value < 1 << 62
 
 
-def phase(name: str) -> Phase:
+def phase(name: str) -> "Phase":
     """Begin a phase of this process.
 
     The phase lasts until the next call, or, as `with elastic_ext.phase("eval"):`, until the block ends. Call this in the training
     thread; other threads have no phase. The hang detector is more patient with "compile", "checkpoint" and "eval".
 
-    Args:
-        name: "compile", "data", "step", "checkpoint" or "eval"; "" for none of them.
-
-    Raises:
-        UsageError: the name is not one of these.
+    name: "compile", "data", "step", "checkpoint" or "eval"; "" for none of them. Raises UsageError for any other.
     """
     if name not in _PHASES:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
@@ -63,7 +53,7 @@ class Phase:
     def __init__(self, before: int) -> None:
         self._before = before
 
-    def __enter__(self) -> Phase:
+    def __enter__(self) -> "Phase":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:

@@ -15,8 +15,6 @@ collectives of that step, and rank 0 starts those after it has written the numbe
 request is pending, each boundary waits for the device. Without a request, a boundary costs one read of a word of memory.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -30,7 +28,6 @@ from elastic_ext.training.worker import Worker, this_worker
 from elastic_ext.workers.worker_env import MEMORY_THREAD as MEMORY_THREAD  # for the checkpoints
 
 logger = logging.getLogger(__name__)
-
 
 CLOCK_S = 0.001  # tolerance for adding and subtracting times
 
@@ -52,11 +49,9 @@ def note_save_begins(step: int) -> None:
 
 
 def report_saved(step: int, seconds: float) -> None:
-    """Report that a checkpoint is complete on its storage. One rank must call this; all ranks should.
+    """Report that a checkpoint of this step is complete on its storage. One rank must call this; all ranks should.
 
-    Args:
-        step: the step of the checkpoint.
-        seconds: time from the request to the complete checkpoint.
+    seconds: time from the request to the complete checkpoint.
     """
     if (boundaries := _this_workers_boundaries()) is not None:
         boundaries.saved(step, seconds)
@@ -128,7 +123,6 @@ class _StepBoundaries:
         return self._store
 
     def begins(self, step: int) -> None:
-        """See `note_save_begins`."""
         self._begun = step, self._worker.row.steps
 
     def saved(self, step: int, seconds: float) -> None:
@@ -143,31 +137,24 @@ class _StepBoundaries:
         self._worker.row.report_save_failed(self._answered)
 
 
+_boundaries_of = functools.cache(_StepBoundaries)
+
+
 def _this_workers_boundaries() -> _StepBoundaries | None:
     worker = this_worker()
     return None if worker is None else _boundaries_of(worker)
 
 
-@functools.cache
-def _boundaries_of(worker: Worker) -> _StepBoundaries:
-    return _StepBoundaries(worker)
-
-
 def resume_from() -> str | None:
-    """Return the checkpoint that the agent chose for this round; it is the same on all ranks.
+    """Return the checkpoint that the agent chose for this round; it is the same on all ranks. None to start from nothing.
 
-    Returns:
-        A path or a URL: of this rank's own file, if each rank wrote one. None to start from nothing.
+    It is a path or a URL: of this rank's own file, if each rank wrote one.
     """
     return os.environ.get(checkpoint_variables.RESUME_FROM) or None
 
 
 def resume_step() -> int | None:
-    """Return the step of the checkpoint from `resume_from`.
-
-    Returns:
-        The step in the checkpoint's content, else in its name; None if neither holds one, or if there is nothing to resume from.
-    """
+    """Return the step in the content of the checkpoint of `resume_from`, else in its name; None if neither holds one."""
     step = os.environ.get(checkpoint_variables.RESUME_STEP)
     return int(step) if step else None
 

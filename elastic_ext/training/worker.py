@@ -4,8 +4,6 @@
 in shared memory.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os
@@ -16,7 +14,6 @@ from elastic_ext.workers import progress_layout, worker_env
 
 logger = logging.getLogger(__name__)
 
-
 _WORKING = tuple(map(progress_layout.PHASES.index, ("step", "eval")))
 
 
@@ -24,20 +21,11 @@ class ProgressRow:
     """This worker's row of the progress table. Each value is one 64-bit word, written with a single store."""
 
     def __init__(self, path: str, slot: int, wake_path: str) -> None:
-        """Map the row.
-
-        Args:
-            path: the file of the progress table.
-            slot: the number of the row.
-            wake_path: the pipe that wakes the agent.
-
-        Raises:
-            OSError, ValueError: there is no such row.
-        """
+        """path: the progress table. wake_path: the pipe that wakes the agent. Raises OSError, ValueError: there is no row."""
         first = slot * progress_layout.ROW_BYTES
         with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES)
-        self._words = memoryview(self._map)[first:].cast("Q")
+            table = mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES)
+        self._words = memoryview(table)[first:].cast("Q")
         self._wake_path = wake_path
 
     def report_progress(self) -> None:
@@ -114,12 +102,10 @@ class ProgressRow:
         worker_env.wake(self._wake_path)
 
     def report_loaded(self, seconds: float) -> None:
-        """Report a checkpoint that was loaded in `seconds`."""
         self._words[progress_layout.LOADS_NS] += int(seconds * 1e9)
         self._words[progress_layout.LOADS] += 1
 
     def report_checked(self, seconds: float) -> None:
-        """Report a checkpoint whose files were checked for damage in `seconds`."""
         self._words[progress_layout.CHECKS_NS] += int(seconds * 1e9)
         self._words[progress_layout.CHECKS] += 1
 

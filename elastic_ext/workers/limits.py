@@ -4,14 +4,12 @@ Its workers keep the limit that the user has set: rank 0's agent holds a connect
 very high limit could harm a worker. select(2) takes no descriptor above 1,023, and some programs loop over all possible ones.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import resource
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -146,9 +144,7 @@ def proportional_set_size(pids: Iterable[int]) -> int:
     """Return how many bytes these processes use; a page that several of them share counts once (PSS)."""
     total = 0
     for pid in pids:
-        try:
-            with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
-                total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
-        except OSError:
-            pass  # the process has ended, or runs as another user
+        # OSError: the process has ended, or runs as another user
+        with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
+            total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
     return total

@@ -4,8 +4,6 @@ In every version of torch, `reify` is the public hook in which a plug-in sees th
 torch's own LogsSpecs sets TORCHELASTIC_ERROR_FILE in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -28,19 +26,7 @@ OWNER = "elastic_ext.lock"  # in such a directory, as long as it has no logs: it
 
 
 class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is untyped
-    """Adds our variables to the workers' environment and keeps their error files from torch's reader.
-
-    Attributes:
-        variables: set before each round: environment variables for all workers of this node, including
-            TORCHELASTIC_RESTART_COUNT, which names the log directory.
-        own_variables: set before each round: what differs for a worker, by local rank.
-        messages: set before each round: keys of each worker's message, by local rank; see `worker_env`. `reify` adds the rest.
-        modules_file: set before each round: where a worker of this round writes what it has imported.
-        run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
-        stderr: set once: keeps the end of what the workers write to stderr.
-        error_files, stacks_files: read after the start: where each worker writes them, by local rank.
-        failed: set before the end: whether torch's message names the last round's error files, as far as there are any.
-    """
+    """Adds our variables to the workers' environment and keeps their error files from torch's reader."""
 
     def __init__(self, inner: LogsSpecs) -> None:
         """Wrap `inner`, the user's own LogsSpecs."""
@@ -48,19 +34,21 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         self._inner = inner
         self._round_dir = ""
         self._on_disk: str | None = None  # this round's directory if run_dir is full
-        self.modules_file = ""
+        # Set once: the agent's private directory, for the files of a job that wants no logs; the end of the workers' stderr.
         self.run_dir = ""
-        self.variables: dict[str, str] = {}
-        self.own_variables: dict[int, dict[str, str]] = {}
-        self.messages: dict[int, dict[str, object]] = {}
         self.stderr = StderrTails(enabled=False)
+        # Set before each round, by local rank or for all workers of this node.
+        self.variables: dict[str, str] = {}  # for their environment; TORCHELASTIC_RESTART_COUNT names the log directory
+        self.own_variables: dict[int, dict[str, str]] = {}  # what differs for a worker
+        self.messages: dict[int, dict[str, object]] = {}  # keys of each worker's message; see `worker_env`. `reify` adds the rest
+        self.modules_file = ""  # where a worker of this round writes what it has imported
+        # Read after the start: where each worker writes them, by local rank.
         self.error_files: dict[int, str] = {}
         self.stacks_files: dict[int, str] = {}
-        self.failed = False
+        self.failed = False  # set before the end: whether torch's message names the last round's error files, if there are any
 
     @property
     def root_log_dir(self) -> str:
-        """The user's log directory."""
         return str(self._inner.root_log_dir)
 
     @contextlib.contextmanager

@@ -5,8 +5,6 @@ an interpreter may have been built against old headers. Only for children that t
 process can have their pids.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import logging
@@ -16,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from elastic_ext.workers.reaper.reaper import BLOCKED_SIGNALS
 
@@ -75,10 +73,8 @@ def of(pid: int) -> int | None:
 def watch(pid: int) -> int:
     """Return a descriptor that becomes readable when this child has ended. The caller closes it.
 
-    Raises:
-        ProcessLookupError: the child has ended and was reaped.
-        OSError: ENOTSUP if there are no pidfds and this is not a child of this process (start method forkserver); another
-            errno if no descriptor or thread is available.
+    Raises ProcessLookupError: it has ended and was reaped; OSError: ENOTSUP if there are no pidfds and this is not a child of
+    this process (start method forkserver), another errno if no descriptor or thread is available.
     """
     pidfd = of(pid)
     if pidfd is not None:
@@ -94,14 +90,10 @@ def watch(pid: int) -> int:
 
 
 def _await_end(pid: int, writer: int) -> None:
-    try:
+    with suppress(ChildProcessError):  # it was already reaped
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:
-        pass  # it was already reaped
-    try:
+    with suppress(OSError):  # no thread waits anymore
         os.write(writer, b".")  # closing it is not enough: a forked process may hold another copy
-    except OSError:
-        pass  # no thread waits anymore
     os.close(writer)
 
 
@@ -121,11 +113,7 @@ def status(descriptor: int, pid: int) -> os.waitid_result | None:
 
 def state(pid: int) -> str:
     """Return the state of a process, a letter from proc_pid_stat(5); "" if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
+    return _stat(pid)[:1]
 
 
 def is_ending(pid: int) -> bool:
@@ -134,11 +122,17 @@ def is_ending(pid: int) -> bool:
     The kernel marks a process before it closes its connections and devices, and reports its end only afterwards: seconds later
     where a driver has much to release.
     """
+    fields = _stat(pid).split()
+    return len(fields) > _FLAGS and bool(int(fields[_FLAGS]) & _PF_EXITING)
+
+
+def _stat(pid: int) -> str:
+    """Return what proc_pid_stat(5) says of a process from its third field on; "" if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return bool(int(stat.read().rpartition(") ")[2].split()[_FLAGS]) & _PF_EXITING)
-    except (OSError, ValueError, IndexError):
-        return False
+            return stat.read().rpartition(") ")[2]
+    except OSError:
+        return ""
 
 
 @contextmanager
@@ -180,8 +174,6 @@ def resume(pid: int, what: str) -> bool:
     if state(pid) != "T":
         return False
     logger.warning("the %s (pid %s) was stopped from outside; resuming it", what, pid)
-    try:
+    with suppress(OSError):  # it has ended
         os.kill(pid, signal.SIGCONT)
-    except OSError:
-        pass  # it has ended
     return True

@@ -4,8 +4,6 @@ A pidfd becomes readable when its process ends, so nothing polls. Exits are read
 contexts reap, and while a zombie holds its pid, a signal to its process group cannot hit an unrelated process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select
@@ -17,6 +15,7 @@ from typing import Protocol
 
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.workers import pidfds
+from elastic_ext.workers.progress import EndingWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +30,18 @@ class HasFileno(Protocol):
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of one worker.
-
-    Attributes:
-        exitcode: as in subprocess: negative for the signal that killed it; None if it cannot be known (the worker is not a child
-            of this process: start method forkserver).
-        stop_sent_ns: time.monotonic_ns() when the agent first sent the worker a signal to end; None if it never did, if it was
-            ending by then, or if a signal that the agent had not sent ended it.
-        seen_ns: time.monotonic_ns() when the agent saw the exit.
-    """
-
     local_rank: int
     pid: int
+    # as in subprocess: negative for the signal that killed it; None if it cannot be known (the worker is not a child of this
+    # process: start method forkserver)
     exitcode: int | None
+    # time.monotonic_ns() when the agent first sent the worker a signal to end; None if it never did, if it was ending by then, or
+    # if a signal that the agent had not sent ended it
     stop_sent_ns: int | None
-    seen_ns: int
+    seen_ns: int  # time.monotonic_ns() when the agent saw the exit
 
     @property
     def failed(self) -> bool:
-        """Return whether it ended with an exit code other than 0."""
         return self.exitcode != 0
 
     def ended_by_agent(self, raised_ns: int | None) -> bool:
@@ -59,15 +51,6 @@ class Exit:
         raised in answer to our signal is how the worker ended, not why.
         """
         return self.stop_sent_ns is not None and (raised_ns is None or raised_ns >= self.stop_sent_ns)
-
-
-class HasEndingWorkers(Protocol):
-    """An object that knows which workers end by themselves with an error; see `progress.EndingWorkers`."""
-
-    def fileno(self) -> int: ...
-    def clear(self) -> None: ...
-    def exit_codes(self) -> dict[int, int]: ...
-    def past_exit_handlers(self) -> dict[int, int]: ...
 
 
 class HasStopBy(Protocol):
@@ -126,7 +109,6 @@ class WorkerProcesses:
 
     @property
     def failed(self) -> bool:
-        """Return whether at least one worker has failed."""
         return any(exit_.failed for exit_ in self.exits.values())
 
     def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:
@@ -166,17 +148,16 @@ class WorkerProcesses:
         grace_s: float,
         on_stragglers: Callable[[list[int]], None],
         sig: signal.Signals = signal.SIGTERM,
-        ending: HasEndingWorkers | None = None,
+        ending: EndingWorkers | None = None,
         limit: HasStopBy | None = None,
     ) -> None:
         """End all workers: send `sig` now, and SIGKILL to whatever is left of them after `grace_s` seconds.
 
         Returns when all have ended. If one sleeps in the kernel and outlives even SIGKILL, returns after another `grace_s`.
 
-        Args:
-            on_stragglers: called with the local ranks that outlived the grace period, before they are killed.
-            ending: workers that end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done.
-            limit: may shorten the grace period at any time.
+        on_stragglers: called with the local ranks that outlived the grace period, before they are killed. ending: workers that
+        end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done. limit: may shorten the grace
+        period at any time.
         """
         ending_codes = ending.exit_codes() if ending is not None else {}
         self._signal([local_rank for local_rank in self.running if local_rank not in ending_codes], sig)
@@ -196,7 +177,7 @@ class WorkerProcesses:
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float, ending: HasEndingWorkers | None = None, limit: HasStopBy | None = None) -> None:
+    def _await_all(self, timeout_s: float, ending: EndingWorkers | None = None, limit: HasStopBy | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         changes = [each for each in (ending, limit) if each is not None]
         while self.running:
@@ -211,7 +192,7 @@ class WorkerProcesses:
                 self._cut_short_past_exit_handlers(ending)
             self.wait(left, *changes)
 
-    def _cut_short_past_exit_handlers(self, ending: HasEndingWorkers) -> None:
+    def _cut_short_past_exit_handlers(self, ending: EndingWorkers) -> None:
         ending.clear()  # before `past_exit_handlers`
         past = {rank: code for rank, code in ending.past_exit_handlers().items() if rank in self.running}
         self._cut_short.update(past)

@@ -4,13 +4,12 @@ Reading costs the training nothing: it takes no message and no lock. A worker wr
 (`worker_env.wake`) when it has changed a part of the table that the agent waits for.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
 
@@ -23,14 +22,10 @@ _logged: set[str] = set()  # reasons why named pipes cannot be made
 
 
 def named_pipe(path: str) -> tuple[str, int, int | None]:
-    """Make a pipe that other processes of this user can open by name.
+    """Make a pipe for other processes of this user. Return its name, a non-blocking reader, and a writer or None. Raises OSError.
 
-    Returns:
-        The name, a non-blocking descriptor to read from, and the descriptor of a writer or None. The name is `path`, or the
-        reader's name in /proc if named pipes are refused (a seccomp profile, a file system). Such an unnamed pipe reads as ended
-        while it has no writer, even before the first one opens it. The returned writer prevents that.
-
-    Raises OSError: no pipe can be made.
+    The name is `path`, or the reader's in /proc if named pipes are refused (a seccomp profile, a file system). Such an unnamed
+    pipe reads as ended while it has no writer, even before the first one opens it. The returned writer prevents that.
     """
     try:
         os.mkfifo(path, 0o600)
@@ -61,11 +56,9 @@ class WakePipe:
 
     def clear(self) -> None:
         """Forget the wake-ups so far. Read the progress table after this call, not before."""
-        try:
+        with suppress(BlockingIOError):
             while os.read(self._descriptor, 4096):
                 pass
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         """Close both ends. The pipe's name is removed with its directory."""
@@ -184,8 +177,6 @@ _DECODERS = [each.metadata["decode"] for each in fields(Progress)]
 
 
 class ProgressTable:
-    """The progress table of one round."""
-
     def __init__(self, path: str, workers: int) -> None:
         """Create the file `path`, best on tmpfs. workers: number of rows. Raises OSError if there is no room for it."""
         self.path = path
@@ -223,10 +214,8 @@ class ProgressTable:
 
     def remove(self) -> None:
         """Unlink the file. The memory stays until the last reader drops this object."""
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(self.path)
-        except FileNotFoundError:
-            pass
 
 
 class EndingWorkers:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from typing import TypedDict
 
     class WorkerMessage(TypedDict, total=False):
-        """The message; see the module's docstring."""
-
         version: int
         progress_version: int
         progress: str

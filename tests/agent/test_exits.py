@@ -50,8 +50,7 @@ def test_a_verdict_holds_no_credentials_and_stays_json(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGQUIT", 130), ("SIGTERM", 75), ("SIGHUP", 75)])
 def test_the_exit_code_of_a_signal(monkeypatch, number, code):
-    monkeypatch.setattr(exits, "_verdict_code", None)
-    monkeypatch.setattr(exits, "_preset", "design")
+    monkeypatch.setattr(exits, "job", exits.JobEnd("design"))
     assert exits.exit_code_of(SignalException("told", signal.Signals[number])) == code
 
 
@@ -75,7 +74,7 @@ def test_the_others_get_one_short_line_of_the_error_that_ends_an_agent():
 def test_a_job_closed_without_a_word_ends_with_one_line(monkeypatch, capsys):
     """As by an agent other than ours."""
     ended = []
-    monkeypatch.setattr(exits, "_preset", "design")
+    monkeypatch.setattr(exits, "job", exits.JobEnd("design"))
     monkeypatch.setattr(exits, "end", ended.append)
     exits._hook(RendezvousClosedError, RendezvousClosedError("the job j is over: h closed the job"), None)
     assert ended == [1]

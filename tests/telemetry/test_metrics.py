@@ -76,7 +76,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def start(metrics: AgentMetrics, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
-            server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status), host, port)
+            server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, lambda: b"{}"), host, port)
             stack.callback(server.close)
             return server
 

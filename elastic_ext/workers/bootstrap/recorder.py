@@ -59,9 +59,8 @@ class Outstanding:
     def since_ns(self, counts: "Mapping[str, tuple[int, int]]", now_ns: int) -> int:
         """Return since when a collective has been outstanding and none has completed; 0: none is outstanding.
 
-        Args:
-            counts: by group, the numbers of the last collectives that were enqueued and that have completed.
-            now_ns: time.monotonic_ns(), as what is returned.
+        counts: by group, the numbers of the last collectives that were enqueued and that have completed. now_ns:
+        time.monotonic_ns(), as what is returned.
         """
         completed = {group: done for group, (_, done) in counts.items()}
         kept = {group for group, done in completed.items() if self._completed.get(group) == done}
@@ -216,20 +215,15 @@ def steps_apart(step_ns: int, cost_ns: int) -> int:
 class Sampler:
     """Samples when this rank issued its last collectives, after the same optimizer steps as the other ranks do: a dump stops the
     script for some ms, and if the ranks stopped at different moments, each would wait for all others.
-
-    Attributes:
-        at_step: the number of steps after which the next sample is due; 0: that is not known yet.
     """
 
     def __init__(self, steps: "Callable[[], int]", publish: "Callable[[str], None]", which: "str | None" = "auto") -> None:
         """Prepare.
 
-        Args:
-            steps: returns the number of steps done.
-            publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON.
-            which: the setting `stragglers`; None: it is off.
+        steps: returns the number of steps done. publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON. which: the
+        setting `stragglers`; None: it is off.
         """
-        self.at_step = 0
+        self.at_step = 0  # the number of steps after which the next sample is due; 0: that is not known yet
         self._steps, self._publish, self._which = steps, publish, which
         self._before = (0, 0)  # steps and monotonic ns of the last sample
         self._cost_ns = 0  # of CPU, of that sample
@@ -306,11 +300,9 @@ class RecorderWatch(threading.Thread):
     ) -> None:
         """Prepare.
 
-        Args:
-            publish: gets since when a collective has been outstanding and none has completed (0: none is), when that was so,
-                and whether it has begun: see `oldest`.
-            describe: gets the collective that `oldest` returns, as JSON, whenever it is another one.
-            warn: gets the reason why the recorder cannot be read.
+        publish: gets since when a collective has been outstanding and none has completed (0: none is), when that was so, and
+        whether it has begun: see `oldest`. describe: gets the collective that `oldest` returns, as JSON, whenever it is another
+        one. warn: gets the reason why the recorder cannot be read.
         """
         super().__init__(name="elastic_ext flight recorder", daemon=True)
         self.wake, self.sampler = threading.Event(), sampler

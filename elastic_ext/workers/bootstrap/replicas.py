@@ -55,38 +55,25 @@ def kept(steps: "Collection[int]", every: int) -> set[int]:
 
 
 class _Stepped:
-    """An optimizer that has made a step.
-
-    Attributes:
-        number: in the order of the first steps on this rank.
-        left_out: nothing of it is compared.
-        names: of its sets, by the ranks that hold them.
-        hashes: by set and its number of replicas, then by step: what the step counts as, and the value.
-    """
-
     def __init__(self, number: int, left_out: bool) -> None:
-        self.number, self.left_out, self.steps = number, left_out, 0
-        self.names: dict[tuple[int, ...], str] = {}
+        self.number, self.steps = number, 0  # number: in the order of the first steps on this rank
+        self.left_out = left_out  # nothing of it is compared
+        self.names: dict[tuple[int, ...], str] = {}  # of its sets, by the ranks that hold them
+        # by set and its number of replicas, then by step: what the step counts as, and the value
         self.hashes: dict[tuple[str, int], dict[int, tuple[int, str]]] = {}
 
 
 class ReplicaHashes:
-    """Hashes the replicas of each optimizer after its first step, and then every `every` steps.
-
-    Attributes:
-        sums: whether to add up bits by `weighted_sum` although torch has `hash_tensor`.
-    """
+    """Hashes the replicas of each optimizer after its first step, and then every `every` steps."""
 
     def __init__(self, every: int, publish: "Callable[[str], None]", warn: "Callable[[str], None]") -> None:
         """Begin to follow which modules are replicated. Call this before the script makes any.
 
-        Args:
-            publish: gets the content of the file.
-            warn: gets one line if that has failed.
+        publish: gets the content of the file. warn: gets one line if that has failed.
 
         Raises AttributeError or KeyError: torch has no such hook.
         """
-        self.sums = False
+        self.sums = False  # whether to add up bits by `weighted_sum` although torch has `hash_tensor`
         self._every, self._publish, self._warn = every, publish, warn
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: weakref.WeakKeyDictionary[Any, _Stepped] = weakref.WeakKeyDictionary()

@@ -154,7 +154,6 @@ class _Reports:
             worker_env.wake(self._wake_path)
 
     def watch_recorder(self) -> None:
-        """Begin to publish what torch's flight recorder says."""
         row = self._row
         if row is None:
             return
@@ -209,7 +208,6 @@ class _Reports:
             self._recorder.wake.set()
 
     def over(self) -> None:
-        """The script is over."""
         if self._recorder is not None and self._pid == os.getpid():
             self._recorder.end()
 
@@ -249,9 +247,6 @@ def origin_of(module: object) -> "str | None":
     """Return the file that a module was loaded from, if any."""
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     return origin if isinstance(origin, str) else None
-
-
-# Errors.
 
 
 def _record(error: BaseException, row: "memoryview | None") -> bool:

@@ -1,7 +1,5 @@
 """The agent's side of the reaper: starts it, sends it each round's workers and ends it. `reaper.py` defines the protocol."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -22,18 +20,13 @@ class Reaper:
     """Keeps a reaper process running beside the agent from construction to close().
 
     If no reaper can be started (no process or descriptor is left), this logs it once, and each round tries again.
-
-    Attributes:
-        pidfd: readable once the reaper has ended; None: no reaper runs.
     """
 
     def __init__(self, token: str, run_dir: str, inherited: Callable[[], Sequence[int]] = tuple) -> None:
         """Start the reaper.
 
-        Args:
-            token: in every worker's environment.
-            run_dir: a directory to remove once the agent has ended.
-            inherited: returns descriptors that stay open as long as the reaper lives.
+        token: in every worker's environment. run_dir: a directory to remove once the agent has ended. inherited: returns
+        descriptors that stay open as long as the reaper lives.
         """
         self._token = token
         self._run_dir = run_dir
@@ -41,7 +34,7 @@ class Reaper:
         self._workers: list[int] = []
         self._will: LeaseRevocation | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self.pidfd: int | None = None
+        self.pidfd: int | None = None  # readable once the reaper has ended; None: no reaper runs
         self._cannot_start = False  # logged once
         self._cannot_run = False  # it ended by itself, as the next one would
         self._start()

@@ -136,22 +136,13 @@ def _start_time(pid: int) -> bytes:
     return fields[19] if fields[0] not in (b"Z", b"X") else b""
 
 
-# The agent's messages.
-
-
 class Messages:
-    """The content of the agent's messages so far.
-
-    Attributes:
-        workers: by pid.
-        will: JSON, or "".
-        end: CLEAN, "dirty", or "" if the agent has not sent `end`.
-    """
+    """The content of the agent's messages so far."""
 
     def __init__(self) -> None:
-        self.workers: dict[int, ExactProcess] = {}
-        self.will = ""
-        self.end = ""
+        self.workers: dict[int, ExactProcess] = {}  # by pid
+        self.will = ""  # JSON, or ""
+        self.end = ""  # CLEAN, "dirty", or "" if the agent has not sent `end`
 
     def receive(self, line: bytes) -> None:
         kind, _, rest = line.decode().partition(" ")
@@ -189,9 +180,6 @@ def _listen(agent: "ExactProcess | None") -> Messages:
         for line in lines:
             messages.receive(line)
     return messages
-
-
-# The reaper's actions.
 
 
 def _kill_all(token: bytes, workers: dict[int, ExactProcess], empty_searches: int) -> set[int]:

@@ -55,7 +55,6 @@ class Standby:
 
     @property
     def alive(self) -> bool:
-        """Return whether its process still runs."""
         return not readable(self.pidfd)
 
     def release(self, message: StandbyRelease, descriptors: Sequence[int]) -> None:
@@ -79,10 +78,8 @@ class Standby:
         """Kill and reap it."""
         if self.alive:
             pidfds.send(self.pidfd, self.pid, signal.SIGKILL)
-        try:
+        with suppress(ChildProcessError):  # other code waits for all children of this process
             os.waitpid(self.pid, 0)
-        except ChildProcessError:
-            pass  # other code waits for all children of this process
         self._close()
 
     def _close(self) -> None:
@@ -108,24 +105,16 @@ class ServerEnd:
 
 
 class ServerProcess:
-    """The process that imports and forks, from its start to its end. Its program is `server.py`.
-
-    Attributes:
-        pidfd: readable when it has ended.
-        importing: it was asked to import and has not answered yet.
-        hurried: it was told that torch is enough, since it was asked.
-    """
+    """The process that imports and forks, from its start to its end. Its program is `server.py`."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: str, cwd: str | None = None) -> None:
         """Start the process. Raises OSError.
 
-        Args:
-            command: the interpreter with its options.
-            env: the workers' environment.
-            output: file for what imports print.
-            cwd: the workers' directory; None: the agent's.
+        command: the interpreter with its options. env: the workers' environment. output: file for what imports print. cwd: the
+        workers' directory; None: the agent's.
         """
-        self.importing = self.hurried = False
+        self.importing = False  # it was asked to import and has not answered yet
+        self.hurried = False  # it was told that torch is enough, since it was asked
         self._lowered = False
         self._output = output
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -146,7 +135,7 @@ class ServerProcess:
             raise
         self._control = ours
         try:
-            self.pidfd = pidfds.watch(self._process.pid)
+            self.pidfd = pidfds.watch(self._process.pid)  # readable when it has ended
         except OSError:
             ours.close()
             self._process.kill()
@@ -226,10 +215,8 @@ class ServerProcess:
     def _renice(self, more: int) -> None:
         """Set its niceness to this process's plus `more`. Not SCHED_IDLE, which gets nothing at all on a busy host."""
         if _priority_can_be_raised():
-            try:
+            with suppress(ProcessLookupError):  # `receive_ready` reports that
                 os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + more)
-            except ProcessLookupError:
-                pass  # `receive_ready` reports that
 
     def end(self) -> None:
         """Kill and reap it, and what it was forking. Its standbys keep waiting without it."""
@@ -339,12 +326,9 @@ class WarmPopen(subprocess.Popen[bytes]):
     ) -> None:
         """Release the standby. Raises OSError if it has died in the meantime.
 
-        Args:
-            command: the command of the cold start.
-            program: the end of `command`, which the bootstrap runs: [SCRIPT, ...] or ["-m", MODULE, ...].
-            env: the worker's environment.
-            processors: the processors to run on; None: those of this process.
-            streams: stdin, stdout, stderr and text options, as for subprocess.Popen.
+        command: the command of the cold start. program: the end of `command`, which the bootstrap runs: [SCRIPT, ...] or ["-m",
+        MODULE, ...]. env: the worker's environment. processors: the processors to run on; None: those of this process. streams:
+        stdin, stdout, stderr and text options, as for subprocess.Popen.
         """
         self._standby = standby
         self._program = list(program)

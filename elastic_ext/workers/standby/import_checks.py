@@ -71,14 +71,10 @@ class _WatchedVariables(dict[bytes, bytes]):
 
 
 class ImportChecks:
-    """Checks the imports of this process. Call `begin`, then `before` and `why_unsafe` around each import, then `end`.
-
-    Attributes:
-        read: variables that imports have read by name; keyed by the requested module.
-    """
+    """Checks the imports of this process. Call `begin`, then `before` and `why_unsafe` around each import, then `end`."""
 
     def __init__(self) -> None:
-        self.read: dict[str, set[str]] = {}
+        self.read: dict[str, set[str]] = {}  # variables that imports have read by name; keyed by the requested module
         self._cwd = os.getcwd()
         self._files = _open_files()
         self._before: dict[str, Any] = {}

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from elastic_ext.base.printable import masked
 from elastic_ext.workers.standby import rules
 from elastic_ext.workers.standby.import_checks import PER_WORKER
-from elastic_ext.workers.standby.rules import DEFAULT_MODULES, Learned
 
 if TYPE_CHECKING:
     from elastic_ext.workers.standby.server import PreloadRequest, Ready
@@ -94,26 +93,18 @@ def _file_of(module: str, folder: str) -> str:
 
 @dataclass(frozen=True)
 class StandbySpec:
-    """The program that standbys are kept ready for.
+    """The program that standbys are kept ready for."""
 
-    Attributes:
-        python: the interpreter and its options.
-        bootstrap: the file that a cold start runs with the interpreter.
-        program: [SCRIPT, ...] or ["-m", MODULE, ...].
-        workers: number of workers of this agent.
-        preload, exclude: modules that the user names.
-        environ: returns the environment of the workers, without the variables that differ between them.
-        token: the agent's token, by which the reaper finds what the agent has started.
-    """
-
-    python: tuple[str, ...]
-    bootstrap: str
-    program: tuple[str, ...]
-    workers: int
+    python: tuple[str, ...]  # the interpreter and its options
+    bootstrap: str  # the file that a cold start runs with the interpreter
+    program: tuple[str, ...]  # [SCRIPT, ...] or ["-m", MODULE, ...]
+    workers: int  # number of workers of this agent
+    # preload, exclude: modules that the user names
     preload: tuple[str, ...]
     exclude: tuple[str, ...]
+    # returns the environment of the workers, without the variables that differ between them
     environ: Callable[[], dict[str, str]]
-    token: str
+    token: str  # the agent's token, by which the reaper finds what the agent has started
 
     @property
     def folder(self) -> str:
@@ -139,7 +130,7 @@ class PreloadedModules:
         """Start with the defaults. run_dir: a directory for small files: what imports print, and the request for them."""
         self.spec = spec
         self.output, self._request = (os.path.join(run_dir, name) for name in ("standby.out", "standby.modules"))
-        self._learned: Learned | None = None  # written once
+        self._learned: rules.Learned | None = None  # written once
         self._chosen: list[str] = []  # from `_learned`
         self._excluded = set(spec.exclude)
 
@@ -151,10 +142,10 @@ class PreloadedModules:
             with open(path, encoding="utf-8") as file:
                 report = json.load(file)
             modules = tuple((str(name), origin) for name, origin in report["modules"])
-            self._learned = Learned(modules, frozenset(report["changed"]))
+            self._learned = rules.Learned(modules, frozenset(report["changed"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("cannot read a worker's report of its imports: %s", error)
-            self._learned = Learned()
+            self._learned = rules.Learned()
         return True
 
     @property
@@ -166,7 +157,7 @@ class PreloadedModules:
         """Choose from the report; return whether waiting standbys may have read variables that the workers set."""
         assert self._learned is not None
         folders = [self.spec.folder, os.getcwd()]
-        self._chosen = rules.worth_preloading(self._learned, folders, self._excluded) or list(DEFAULT_MODULES)
+        self._chosen = rules.worth_preloading(self._learned, folders, self._excluded) or list(rules.DEFAULT_MODULES)
         return bool(self._learned.changed)
 
     def write_request(self) -> str:
@@ -176,10 +167,9 @@ class PreloadedModules:
         return self._request
 
     def request(self) -> PreloadRequest:
-        """Return the request for a server's imports."""
         learned = self._learned.modules if self._learned is not None else ()
         return {
-            "modules": [name for name in (*DEFAULT_MODULES, *self._chosen) if not rules.in_packages(name, self._excluded)],
+            "modules": [name for name in (*rules.DEFAULT_MODULES, *self._chosen) if not rules.in_packages(name, self._excluded)],
             "wanted": [name for name in self.spec.preload if not rules.in_packages(name, self._excluded)],
             "excluded": sorted(self._excluded),
             "script_dir": self.spec.folder,

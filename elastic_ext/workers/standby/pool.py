@@ -5,8 +5,6 @@ logged once. A start waits for a standby only where another round has ended whil
 torch, which all workers would have to import again. It imports the rest once they run.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -79,8 +77,8 @@ class PoolThread:
     def __init__(
         self,
         modules: PreloadedModules,
-        waiting: WaitingStandbys,
-        cold: ColdStarts,
+        waiting: "WaitingStandbys",
+        cold: "ColdStarts",
         shown: Callable[[int, int], None],
     ) -> None:
         """Start the thread. shown: see `StandbyPool`."""
@@ -195,8 +193,6 @@ class PoolThread:
             logger.info("a standby (pid %s) was killed from outside", standby.pid)
             standby.end()
 
-    # The server.
-
     def _start_server(self) -> None:
         reason = rules.memory_shortage(limits.memory_left(), self._modules.spec.workers, server_runs=False)
         if reason is not None:
@@ -247,8 +243,6 @@ class PoolThread:
         if not ended.killed:  # another server would end the same way
             self._give_up(f"the standby server ended with {reason}")
 
-    # The standbys.
-
     def _standbys_are_coming(self) -> bool:
         importing = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
         return importing and self._cold.off is None and self._cold.unfit is None
@@ -277,8 +271,6 @@ class PoolThread:
         logger.info("%s warm standbys wait; with their server they use %s MB", len(standbys), used >> 20)
         if len(forked) == missing:
             self._cold.recovered()
-
-    # Stopping.
 
     def _pause(self, error: Exception) -> None:
         """End everything for a while, because standbys lack a resource."""
@@ -368,19 +360,13 @@ class WaitingStandbys:
 
 
 class ColdStarts:
-    """The reasons for the cold starts of one pool. Any thread may call this.
-
-    Attributes:
-        off: why there are no standbys until `retry` clears this; None: there may be some.
-        unfit: why the waiting standbys cannot be used.
-        next_round: why the next round starts cold.
-    """
+    """The reasons for the cold starts of one pool. Any thread may call this."""
 
     def __init__(self, started: Callable[[str, str], None]) -> None:
         """Start without reasons. started: called for each worker start with "warm" or "cold", and the reason."""
-        self.off: Cold | None = None
-        self.unfit: Cold | None = None
-        self.next_round: Cold | None = None
+        self.off: Cold | None = None  # why there are no standbys until `retry` clears this; None: there may be some
+        self.unfit: Cold | None = None  # why the waiting standbys cannot be used
+        self.next_round: Cold | None = None  # why the next round starts cold
         self._started = started
         self._lock = threading.Lock()  # guards the attributes below
         self._logged: set[str] = set()
@@ -450,11 +436,7 @@ class ColdStarts:
 
 
 class StandbyPool:
-    """The pool, for the supervisor's thread. It shares its `_cold`, `_modules` and `_waiting` with the pool's thread.
-
-    Attributes:
-        workers_import_torch: workers of an earlier round did, so a cold start takes at least as long as that.
-    """
+    """The pool, for the supervisor's thread. It shares its `_cold`, `_modules` and `_waiting` with the pool's thread."""
 
     def __init__(
         self,
@@ -465,10 +447,8 @@ class StandbyPool:
     ) -> None:
         """Begin to make standbys.
 
-        Args:
-            run_dir: a directory for small files.
-            started: called for each worker start with "warm" or "cold", and the reason.
-            shown: called with the number of waiting standbys and the bytes that they and their server use.
+        run_dir: a directory for small files. started: called for each worker start with "warm" or "cold", and the reason. shown:
+        called with the number of waiting standbys and the bytes that they and their server use.
 
         Raises OSError, RuntimeError: no descriptor or thread is available.
         """
@@ -479,7 +459,7 @@ class StandbyPool:
         self._thread = PoolThread(self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started
         self._patient = True  # no wait for standbys has been too long
-        self.workers_import_torch = False
+        self.workers_import_torch = False  # workers of an earlier round did, so a cold start takes at least as long as that
 
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
         """Release a standby to run this command; log why and return None if the command needs a cold start."""

@@ -4,8 +4,6 @@ No script may behave differently in a standby than after a cold start. Two cases
 already imported module, and an import may have read a variable that the script sets before it imports the module itself.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,14 +16,8 @@ from elastic_ext.workers.standby.import_checks import PER_WORKER
 # All but the first are imported by DDP, FSDP2, torch.compile and checkpoints at their first use, about 3 s in total. A server
 # that is hurried (see `pool`) ends between two of them: half of what torch._dynamo would import is here before it.
 DEFAULT_MODULES = (
-    "torch",
-    "torch.distributed",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch.distributed.checkpoint",
+    *("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
+    *("torch.nn.parallel", "torch.optim", "torch.distributed.checkpoint"),
 )
 
 # Prefixes of variables that C code reads when it is loaded, bypassing os.environ: the getenv calls of torch 2.13 (CPU) at import,
@@ -96,10 +88,8 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
         if name in ("__main__", "__mp_main__") or origin is None or in_packages(name, excluded):
             continue
         # Installed packages may lie below the user's folder, in a virtual environment.
-        beside = os.path.realpath(origin).startswith(folders) and not {"site-packages", "dist-packages"} & set(
-            origin.split(os.sep)
-        )
-        if os.path.isabs(origin) and not beside:
+        installed = {"site-packages", "dist-packages"} & set(origin.split(os.sep))
+        if os.path.isabs(origin) and (installed or not os.path.realpath(origin).startswith(folders)):
             kept.append(name)
     return kept
 
@@ -107,10 +97,8 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
 def broken_import(absent: Mapping[str, str], learned: Collection[str], unsafe: Collection[str]) -> str | None:
     """Return a module that a worker has imported but that fails once torch is imported: a warm start would also fail.
 
-    Args:
-        absent: errors by module, as "TypeName: message". A module that is not found is on a path that the script sets up.
-        learned: modules that a worker has imported.
-        unsafe: modules excluded for another reason, which may make others fail.
+    absent: errors by module, as "TypeName: message". A module that is not found is on a path that the script sets up. learned:
+    modules that a worker has imported. unsafe: modules excluded for another reason, which may make others fail.
     """
     for name, why in absent.items():
         if name in learned and to_exclude(name) not in unsafe and not why.startswith("ModuleNotFoundError"):
@@ -179,15 +167,10 @@ def _names(node: ast.AST) -> set[str]:
 def read_too_early(
     changed: Iterable[str], read: Mapping[str, Collection[str]], set_by_imports: Collection[str]
 ) -> dict[str, str]:
-    """Find modules that read a variable at import that the script sets later.
+    """Return the variable by module where a module reads one at import that the script sets later; "": libraries of any module.
 
-    Args:
-        changed: variables that the script sets.
-        read: variables that were read at import, by requested module.
-        set_by_imports: variables that imports themselves set.
-
-    Returns:
-        The variable by module; the key "" stands for libraries that are loaded with any module.
+    changed: variables that the script sets. read: variables that were read at import, by requested module. set_by_imports:
+    variables that imports themselves set.
     """
     found: dict[str, str] = {}
     for name in sorted(set(changed) - set(set_by_imports) - PER_WORKER):

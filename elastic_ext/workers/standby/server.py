@@ -67,60 +67,31 @@ if TYPE_CHECKING:
     from elastic_ext.workers.standby import import_checks as _import_checks
 
     class PreloadRequest(TypedDict):
-        """
-        modules: modules to import, in this order.
-        wanted: modules to import after those; the user named them, and they may lie beside the script.
-        excluded: modules that other imports must not bring in.
-        script_dir: the folder that the workers' interpreter puts first on sys.path.
-        program: what the workers run, [SCRIPT, ...] or ["-m", MODULE, ...], for modules that look at sys.argv.
-        origins: files of the modules that the workers have imported, by module.
-        """
-
-        modules: list[str]
-        wanted: list[str]
-        excluded: list[str]
-        script_dir: str
-        program: list[str]
-        origins: dict[str, str]
+        modules: list[str]  # to import, in this order
+        wanted: list[str]  # to import after those; the user named them, and they may lie beside the script
+        excluded: list[str]  # modules that other imports must not bring in
+        script_dir: str  # the folder that the workers' interpreter puts first on sys.path
+        program: list[str]  # what the workers run, [SCRIPT, ...] or ["-m", MODULE, ...], for modules that look at sys.argv
+        origins: dict[str, str]  # files of the modules that the workers have imported, by module
 
     class Ready(TypedDict):
-        """
-        seconds: how long the imports took.
-        unsafe: modules that must not be imported before the fork, each with the reason; "" stands for libraries.
-        absent: modules that cannot be imported, each with the error as "TypeName: message".
-        threads: number of threads of the server.
-        names: top-level modules that the server has imported, not those of every interpreter or from the script's folder.
-        read: variables that were read at import, by requested module.
-        changed: variables that imports have set.
-        """
-
-        seconds: float
-        unsafe: dict[str, str]
-        absent: dict[str, str]
-        threads: int
-        names: list[str]
-        read: dict[str, list[str]]
-        changed: list[str]
+        seconds: float  # how long the imports took
+        unsafe: dict[str, str]  # modules that must not be imported before the fork, each with the reason; "" stands for libraries
+        absent: dict[str, str]  # modules that cannot be imported, each with the error as "TypeName: message"
+        threads: int  # of the server
+        names: list[str]  # top-level modules that it has imported, not those of every interpreter or from the script's folder
+        read: dict[str, list[str]]  # variables that were read at import, by requested module
+        changed: list[str]  # variables that imports have set
 
     class StandbyRelease(TypedDict):
-        """
-        argv: [SCRIPT, ...] or ["-m", MODULE, ...], to run as `__main__`.
-        orig_argv: sys.orig_argv of a cold start.
-        shown: the command line to show in /proc.
-        env: the worker's environment.
-        open: which of 0, 1 and 2 are open in the worker; one descriptor comes for each, in this order.
-        processors: the processors to run on; empty: those of the server.
-        ignored: mask of ignored signals, like SigIgn in /proc. blocked: numbers of blocked signals.
-        """
-
-        argv: list[str]
-        orig_argv: list[str]
-        shown: list[str]
-        env: dict[str, str]
-        open: list[int]
-        processors: list[int]
-        ignored: int
-        blocked: list[int]
+        argv: list[str]  # [SCRIPT, ...] or ["-m", MODULE, ...], to run as `__main__`
+        orig_argv: list[str]  # sys.orig_argv of a cold start
+        shown: list[str]  # the command line to show in /proc
+        env: dict[str, str]  # of the worker
+        open: list[int]  # which of 0, 1 and 2 are open in the worker; one descriptor comes for each, in this order
+        processors: list[int]  # to run on; empty: those of the server
+        ignored: int  # mask of ignored signals, like SigIgn in /proc
+        blocked: list[int]  # numbers of blocked signals
 
 
 VERSION = 1
@@ -137,8 +108,6 @@ _shown: "list[mmap.mmap]" = []  # keeps in memory what /proc shows
 
 
 class StandbyServer:
-    """Handles one message after another."""
-
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._environ = dict(os.environ)
@@ -167,8 +136,6 @@ class StandbyServer:
                 waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
                 if waiting is not None:
                     return self._wait(waiting)
-
-    # Preloading.
 
     def _preload(self, request: "PreloadRequest") -> None:
         began = time.monotonic()
@@ -237,8 +204,6 @@ class StandbyServer:
         except OSError:
             pass  # the agent is gone; the next receive reports that
         os.close(descriptor)
-
-    # Standbys.
 
     def _park(self, agent: int, waiting: socket.socket) -> "socket.socket | None":
         """Fork a standby. Return its socket in the standby, and None in the server.

@@ -31,8 +31,6 @@ for 3 s it took 290 MB of memory, and a write to a full /dev/shm (64 MB in a Doc
 /dev/stderr` truncates it, with what others have written. And after the agent's end no process reads it.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging
@@ -63,19 +61,14 @@ TAIL_BYTES = relay.RING_BYTES
 
 @dataclass
 class StderrSource:
-    """One worker's stderr for one round. While the agent holds the pipe open, a dying relay cannot harm the worker.
+    """One worker's stderr for one round. While the agent holds the pipe open, a dying relay cannot harm the worker."""
 
-    Attributes:
-        path: the name by which the worker opens the pipe.
-        pipe, ring_fd: the descriptors that the relay gets.
-        shown: whether its bytes go to the console.
-    """
-
-    path: str
+    path: str  # the name by which the worker opens the pipe
+    # pipe, ring_fd: the descriptors that the relay gets
     pipe: int
     ring_fd: int
     ring: relay.Ring
-    shown: bool
+    shown: bool  # whether its bytes go to the console
     _writer: int | None  # keeps the pipe open until a worker has opened it; see `named_pipe`
 
     def close_writer(self) -> None:
@@ -250,8 +243,6 @@ class RelayClient:
             source.close()
         self._sources.clear()
 
-    # One relay.
-
     def _offer(self, source: StderrSource) -> bool:
         """Make the relay read this pipe; return False if the message could not be sent."""
         return self._send(b"%s %d" % (relay.SOURCE, source.shown), [source.pipe, source.ring_fd])
@@ -294,8 +285,6 @@ class RelayClient:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-    # The next one.
 
     def _watch(self) -> None:
         """Start another relay as soon as this one is killed. This is the thread's target."""
@@ -404,21 +393,15 @@ class StderrTails:
         if self._relay is not None and self._sources and not self._console_is_slow:
             self._console_is_slow = self._relay.flush(FLUSH_S) is None
 
-    def tail(self, local_rank: int, traceback: str = "") -> str | None:
-        """Return the last TAIL_BYTES that this worker has written to stderr; None if not known.
-
-        traceback: text that the worker did not print because the agent shows it; it is appended if the tail lacks it.
-        """
+    def tail(self, local_rank: int) -> str | None:
+        """Return the last TAIL_BYTES that this worker has written to stderr; None if not known."""
         if local_rank in self._files:
             tail = _file_tail(self._files[local_rank])
         else:
             self.flush()
             source = self._sources.get(local_rank)
             tail = source.ring.read() if source is not None and source.ring.connected else None
-        if tail is None:
-            return traceback or None
-        text = tail.decode(errors="replace")
-        return text if traceback.rstrip() in text else text + traceback
+        return tail.decode(errors="replace") if tail is not None else None
 
     def close(self) -> None:
         """Let the relay finish; it may outlive this call. A second call does nothing."""

@@ -355,15 +355,6 @@ def test_a_file_is_read_from_its_end(console, tails, tmp_path):
     assert tails.tail(1) is None
 
 
-@pytest.mark.seam
-def test_the_traceback_that_the_agent_shows_is_in_the_tail(console, tails, worker):
-    console.read()
-    assert worker("os.write(2, b'warning\\n')").wait(LIMIT_S) == 0
-    assert tails.tail(0, "Traceback\nKeyError: 1\n") == "warning\nTraceback\nKeyError: 1\n"
-    assert tails.tail(0, "warning\n") == "warning\n"  # it did print it
-    assert tails.tail(7, "Traceback\n") == "Traceback\n"
-
-
 @pytest.mark.full
 def test_rounds_follow_each_other(console, tails, worker):
     console.read()

@@ -25,7 +25,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.chaos import processes
-from tests.chaos.kills import own_shared_memory
 from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.hosts import SCRIPT
 from tests.chaos.seeded.run import PATIENT, Limits, Run
@@ -42,7 +41,7 @@ def one(plan: Plan, folder: Path, limits: Limits = PATIENT) -> list[str]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan), indent=1))
-    if not own_shared_memory():  # mounts would be the machine's, for good
+    if not processes.own_shared_memory():  # mounts would be the machine's, for good
         raise PermissionError("unshare or mount: not allowed, and the disks of a run are mounts of its own; run it as root")
     processes.adopt_orphans()
     with ExitStack() as stack:

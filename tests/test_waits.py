@@ -32,8 +32,6 @@ WHY = {
 
 
 WHY_IN_TESTS = {
-    "chaos/kills.py:kill": "a random moment within what the first kill has set off",
-    "chaos/kills.py:_await_instant": "a random moment",
     "checkpoints/memory/test_part.py:test_other_threads_run_while_a_buffer_is_made": "0: lets go of Python's lock",
     "conftest.py:__init__": "the guard replaces it",
     "etcd/test_security.py:await_expiry": "each look prolongs the token; repeated until it has expired",

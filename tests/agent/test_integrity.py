@@ -213,39 +213,3 @@ def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
 
 def write(path: Path, *hashed: Hashed, off: str = "", note: str = "") -> None:
     path.write_text(json.dumps({"schema": SCHEMA, **records.plain(WorkerHashes(hashed, off, note))}))
-
-
-def test_what_is_not_compared_is_logged_once_and_shown(tmp_path, caplog):
-    """Of the ranks of a node other than that of rank 0, too, unless it is the same on all of them."""
-    table = ProgressTable(str(tmp_path / "progress"), 3)
-    workers = LocalWorkers(cast("Any", None), table, {0: 6, 1: 7, 2: 8}, {}, {})
-    paths = [Path(str(worker_env.hashes_path(table.path, slot))) for slot in range(3)]
-    shown: list[tuple[int | None, str]] = []
-    part = SimpleNamespace(report_hashed=lambda hashed: None)
-    watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)), lambda workers, why: shown.append((workers, why)))
-
-    def check(workers: LocalWorkers = workers) -> list[str]:
-        caplog.clear()
-        watch._report_at = -math.inf
-        watch.check(workers)
-        return [record.getMessage() for record in caplog.records]
-
-    watch.workers_started(workers)
-    write(paths[0], Hashed("s", 8, 1, "a"), note="2 of 4 parameters")  # the rest is compared
-    write(paths[1], note="4 of 4 parameters")
-    write(paths[2], Hashed("s", 8, 1, "a"))
-    assert check() == []
-    write(paths[2], Hashed("s", 8, 1, "a"), off="no room")
-    assert check() == ["elastic_ext: integrity_every: rank 8: no room"]
-    write(paths[0], Hashed("s", 8, 1, "a"), off="no room")
-    assert check() == []
-    watch.workers_ended(workers)
-    assert shown == [(0, ""), (1, "4 of 4 parameters"), (2, "4 of 4 parameters"), (3, "no room"), (None, "")]
-    watch.workers_started(workers)  # the next round
-    write(paths[1], off="no room")
-    assert check() == ["elastic_ext: integrity_every: rank 7: no room"]
-    write(paths[1], note="4 of 4 parameters")
-    assert check(LocalWorkers(cast("Any", None), table, {1: 0}, {}, {})) == [
-        "elastic_ext: integrity_every: rank 0: 4 of 4 parameters"
-    ]
-    table.remove()

@@ -9,13 +9,10 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from elastic_ext.agent.companion import END_S, LEAST_S, Companion, EndLimit
-from elastic_ext.agent.companions import JobCompanions
+from elastic_ext.agent.companion import END_S, LEAST_S, EndLimit
 from tests.jobs import AGENT, Gate, Job, children, command_of
 from tests.status.trainer_server import TrainerServer, make_certificates
 from tests.until import until
@@ -106,56 +103,6 @@ def test_who_hangs_delays_the_end_once(tmp_path, trainer):
     waits = re.findall(r"(last TrainJob status|last spans|last events).* within ([0-9.]+) s", done.err)
     assert {what for what, _ in waits} == {"last TrainJob status", "last spans", "last events"}, done.err
     assert sum(float(seconds) for _, seconds in waits) <= END_S + 2 * LEAST_S + 0.01
-
-
-class Told(Exception):
-    """What torch's handler of signals raises."""
-
-
-def told_to_end(*_: object) -> None:
-    signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("when", "well"), [("flush", True), ("copy", False)])
-def test_a_signal_skips_none_of_them_and_then_does_what_it_would_have_done(when, well):
-    said: list[object] = []
-
-    class Reports(Companion):
-        def job_ended(self, clean: bool) -> None:
-            said.append(clean)
-
-        def flush(self, limit_s: float) -> None:
-            if when == "flush":
-                told_to_end()
-            said.append("flush")
-
-    def raises(*_: object) -> None:
-        raise Told
-
-    def copies(copy_s: float | None) -> tuple[str, ...]:
-        if when == "copy":
-            told_to_end()
-        return ()
-
-    goodput = SimpleNamespace(end=lambda: said.append("end"), close=lambda limit_s: said.append("goodput"))
-    companions = SimpleNamespace(
-        journal=SimpleNamespace(end_limit=EndLimit()),
-        warm_starts=SimpleNamespace(close=lambda: None),
-        copier=SimpleNamespace(close=copies),
-        reaper=SimpleNamespace(close=lambda clean: said.append("reaper")),
-        round_companions=[Reports()],
-        observation=SimpleNamespace(goodput=goodput, show_last=lambda left_s: said.append("shown")),
-    )
-    companions._end_starts_and_copies = lambda *of: JobCompanions._end_starts_and_copies(cast("JobCompanions", companions), *of)
-    companions._report_end = lambda *of: JobCompanions._report_end(cast("JobCompanions", companions), *of)
-    before = signal.signal(signal.SIGTERM, raises)
-    try:
-        with pytest.raises(Told):
-            JobCompanions.finish(cast("JobCompanions", companions), True, None)
-        assert signal.getsignal(signal.SIGTERM) is raises
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert said == ["reaper", well, "end", "flush", "goodput", "shown"]
 
 
 @pytest.mark.full

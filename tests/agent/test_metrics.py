@@ -13,9 +13,8 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,8 @@ from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.metrics import Goodput, share_every_s
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, Spent, StateSeconds
-from elastic_ext.etcd import EtcdClient, Unavailable
+from elastic_ext.etcd import Unavailable
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.goodput import TimeLedger
 from tests.etcd_server import EtcdServer
@@ -205,81 +203,6 @@ def test_a_job_that_is_started_again_knows_what_it_lost(tmp_path, backend, serve
     assert both_s < productive_s / second["elastic_ext_goodput_ratio"] < time.monotonic() - began
 
 
-class Night:
-    """The agents of a job on two hosts, and what each has counted."""
-
-    def __init__(self, folder: Path, etcd: str, stack: ExitStack) -> None:
-        self.folder, self.stack = folder, stack
-        conf = f"checkpoint_dir={folder / 'checkpoints'},lease_ttl=15,hang_timeout=15"
-        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={etcd}", "--rdzv-id=night", "--nnodes=2", "--nproc-per-node=1"]
-        script = SCRIPTS / "traced_night.py"
-        self.command = [*AGENT, *where, "--max-restarts=9", f"--rdzv-conf={conf}", script, folder]
-        self.jobs: dict[str, Job] = {}
-        self.began: dict[str, float] = {}
-
-    def start(self, agent: str) -> None:
-        self.began[agent] = time.monotonic()
-        own = {"NODE_NAME": agent[0], "METRICS_FILE": str(self.folder / f"last-{agent}"), "EVENTS_FILE": str(self.events(agent))}
-        variables = {**VARIABLES, **{f"ELASTIC_EXT_{name}": value for name, value in own.items()}}
-        self.jobs[agent] = self.stack.enter_context(Job(self.command, self.folder, AGENT=agent, **variables))
-
-    def events(self, agent: str) -> Path:
-        return self.folder / f"events-{agent}"
-
-    def waits(self, agent: str, round_: int) -> None:
-        self.jobs[agent].wait_for(f"waits in round {round_}")
-
-    def scrape(self, agent: str) -> dict[str, float]:
-        (found,) = self.jobs[agent].wait_for(r"metrics (http://[^,\s]+),")
-        return scrape(found[1] + "/metrics").values
-
-    def last(self, agent: str) -> dict[str, float]:
-        return series((self.folder / f"last-{agent}").read_text())
-
-    def longest_start_s(self, agent: str) -> float:
-        events = map(json.loads, self.events(agent).read_text().splitlines())
-        return max(each["seconds"] for each in events if each["event"] == "first_step")
-
-    def wall_s(self, first: str, last: str) -> float:
-        """From the first event of the first agent of a host to the last but one of its last: they count at least so long."""
-        lines = [json.loads(self.events(agent).read_text().splitlines()[at]) for agent, at in ((first, 0), (last, -2))]
-        assert lines[0]["event"] == "agent_started"
-        began, ended = (datetime.fromisoformat(each["time"]).timestamp() for each in lines)
-        return ended - began
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, server: EtcdServer):
-    with ExitStack() as stack:
-        night = Night(tmp_path, server.endpoint, stack)
-        night.start("a")
-        night.start("b")
-        night.waits("b", 1)  # after the crash in round 0
-        counted = {"b": night.scrape("b")}
-        night.jobs["b"].process.kill()
-        night.start("b2")
-        night.waits("a", 3)  # after the hang in round 2
-        night.jobs["a"].process.terminate()
-        night.jobs["a"].finish()
-        night.start("a2")
-        assert [night.jobs[name].finish().returncode for name in ("a2", "b2")] == [0, 0]
-        ended = time.monotonic()
-    counted |= {agent: night.last(agent) for agent in ("a", "b2", "a2")}
-    traces = {agent: traced(tmp_path, f"trace-{agent}") for agent in counted}
-    for agent, seconds in counted.items():
-        check_agrees(seconds, traces[agent])
-    assert sum(trace.repeated for trace in traces.values()) == 24  # four times three steps on each of two nodes
-    hung = {agent for agent, seconds in counted.items() if seconds[goodput.HANG] > 2}
-    assert hung == {"a", "b2"}
-    with EtcdClient(server.endpoint) as client:
-        kept = client.get_prefix(JobKeys("night").goodput).kvs
-    hosts = {kv.key.decode()[-1]: goodput.decode(kv.value, "").spent for kv in kept}
-    # Of b without what was not settled when the agent that was killed has told last: part of a start.
-    for host, missing_s in (("a", 0.0), ("b", night.longest_start_s("b"))):
-        assert 0.99 * night.wall_s(host, f"{host}2") - missing_s < hosts[host].total_s < ended - night.began[host]
-
-
 LONG_S = 600.0  # of the product; nothing here takes a tenth of it, on any machine, unless something waits that must not
 
 
@@ -343,25 +266,6 @@ def test_sharing_starts_with_the_first_round(mine, job):
     assert job.calls == 1
 
 
-class AnswersWhenWaitedFor(threading.Event):
-    def __init__(self, answer: threading.Event) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._answer.set()
-        return super().wait(timeout)
-
-
-def test_the_first_round_knows_what_earlier_agents_have_reached(mine, job):
-    job.spent = Spent(reached=9)
-    job.open.clear()
-    mine._first = AnswersWhenWaitedFor(job.open)
-    steps: list[int] = []
-    mine.round_begins(SimpleNamespace(repeat=steps.append, read_all=list), 5, 1)
-    assert steps == [4]
-
-
 def test_what_the_job_has_spent_does_not_go_back(mine, job):
     """On etcd an agent reads the sum that rank 0 made last, which may lack what this agent has given since."""
     mine._ledger = TimeLedger(time.monotonic() - 10)  # sums that differ by less than their rounding are the same
@@ -406,29 +310,6 @@ def test_an_error_that_nobody_expects_ends_the_sharing_and_not_the_job(mine, job
 
 def interrupt(limit_s: float) -> None:
     raise KeyboardInterrupt
-
-
-class EndsBeforeClear(threading.Event):
-    """An event during whose `clear` the agent ends: just before it, which is the worst moment."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        super().__init__()
-        self._ending: threading.Thread | None = threading.Thread(target=end)
-
-    def clear(self) -> None:
-        if (ending := self._ending) is not None:
-            self._ending = None
-            ending.start()
-            assert self.wait(LIMIT_S)
-        super().clear()
-
-
-def test_an_end_while_the_thread_begins_to_share_wakes_it(mine, job):
-    mine._changed = EndsBeforeClear(lambda: mine.close(0))
-    mine.round_begins(None, 0, 1)
-    mine._thread.join(LIMIT_S)
-    assert not mine._thread.is_alive()
-    assert job.calls == 1
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

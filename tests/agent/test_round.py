@@ -9,36 +9,19 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.round import RoundStart, RunningRound
+from elastic_ext.agent.round import RunningRound
 from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.telemetry.agent_metrics import WorkerProgress
-from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable, WakePipe
 from tests.until import LIMIT_S
-
-
-class Recorder(Companion):
-    """Writes down the moments at which it is called, and whether the progress table can be read then."""
-
-    def __init__(self):
-        self.seen = []
-
-    def workers_started(self, workers):
-        self.seen.append(("started", len(workers.read_progress())))
-
-    def check(self, workers):
-        self.seen.append(("check", len(workers.running_pids())))
-
-    def workers_ended(self, workers):
-        self.seen.append(("ended", len(workers.read_progress())))
 
 
 class FakePin:
@@ -78,20 +61,6 @@ def make(tmp_path, children):
 
     yield _make
     pipe.close()
-
-
-@pytest.mark.seam
-def test_companions_meet_each_moment_of_a_round(tmp_path, make):
-    recorder = Recorder()
-    running = make([recorder])
-    running.check()
-    assert not running.failed
-    running.stop(5.0)
-    assert running.stopped
-    running.close()
-    assert recorder.seen == [("started", 2), ("check", 2), ("ended", 2)]
-    assert not (tmp_path / "progress").exists()
-    running.close()  # a signal may have interrupted the first
 
 
 @pytest.mark.seam
@@ -156,65 +125,6 @@ def test_a_release_of_the_pin_that_a_signal_interrupts_is_made_up_for():
     point.release()
     point.release()
     assert len(calls) == 2
-
-
-def test_what_workers_are_told_to_resume_from(tmp_path):
-    assert resume_point().variables() == {}
-    assert resume_point().step is None  # without checkpoint_dir nothing is known of the steps of a job
-    conf = {"checkpoint_dir": str(tmp_path)}
-    assert resume_point(conf=conf).step == 3
-    assert resume_point(conf=conf).variables() == {
-        "ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path),
-        "ELASTIC_EXT_LOCAL_DIR": "",
-        "ELASTIC_EXT_RESUME_FROM": "/ckpt/step_3",
-        "ELASTIC_EXT_RESUME_STEP": "3",
-    }
-
-
-def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
-    """Neither a file nor a pin; the copier knows before the start what the round resumes from."""
-    told = []
-    logs = WorkerLogs(SimpleNamespace())
-    logs.run_dir = str(tmp_path)
-    companions = SimpleNamespace(
-        token="t",
-        observation=SimpleNamespace(
-            message=lambda round, local_rank, rank: {"metrics": f"{round}.{local_rank}.{rank}"},
-            goodput=SimpleNamespace(round_begins=lambda table, step, nodes: None),
-        ),
-        copier=SimpleNamespace(abandon_newer_than=lambda path: told.append(path)),
-        flight_recorder=None,
-        wake_pipe=SimpleNamespace(path="pipe"),
-        warm_starts=SimpleNamespace(start=None, before_start=lambda: told.append("standbys")),
-    )
-    spec = SimpleNamespace(local_world_size=2, max_restarts=5, entrypoint=sys.executable, args=("train.py",))
-    workers = [SimpleNamespace(global_rank=6), SimpleNamespace(global_rank=7)]
-    group = SimpleNamespace(spec=spec, master_addr="host", master_port=1, workers=workers, group_world_size=4)
-    handler = SimpleNamespace(round=4, launch="l", address="127.0.0.1", host="h")
-
-    def start_processes():
-        assert (tmp_path / "progress.t.3").exists()
-        assert logs.messages[1] == {
-            "agent": "t",
-            "metrics": "4.1.7",
-            "stragglers": "auto",
-            "slot": 1,
-            "progress": str(tmp_path / "progress.t.3"),
-            "wake_pipe": "pipe",
-            "store": ("host", 1),
-        }
-        assert logs.variables["TORCHELASTIC_RESTART_COUNT"] == "3"
-        assert logs.variables["TORCHELASTIC_MAX_RESTARTS"] == "5"
-        told.append("processes")
-        raise OSError("no process")
-
-    pin = FakePin()
-    start = RoundStart(handler, settings.read({}, {}), logs, companions, group)
-    with pytest.raises(OSError, match="no process"):
-        start.run(resume_point(pin), start_processes, lambda: True)
-    assert told == ["/ckpt/step_3", "standbys", "processes"]
-    assert pin.released == 1
-    assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_the_metrics():

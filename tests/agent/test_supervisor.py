@@ -14,10 +14,9 @@ from elastic_ext.agent.launch import start_line
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from tests.failures.test_sources import memory_group
-from tests.jobs import AGENT, EXT, SCRIPTS, TORCHRUN, Job, run
+from tests.jobs import AGENT, EXT, SCRIPTS, Job, run
 
 GLOO = str(SCRIPTS / "gloo_job.py")
-PLAIN = str(SCRIPTS / "plain_job.py")
 
 
 def reports(out: str) -> list[dict]:
@@ -31,18 +30,6 @@ def test_a_failure_is_named_and_the_job_comes_back(tmp_path):
     assert "restart: rank 1 was killed by SIGKILL" in job.err
     assert sorted((line["rank"], line["attempt"]) for line in reports(job.out)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(re.findall(r"finished \d", job.out)) == 2
-
-
-@pytest.mark.full
-def test_an_exit_is_not_hidden_by_what_it_does_to_others(tmp_path, server):
-    """The kernel closes its connections first. The rank on the other node has failed over that before this exit can be seen."""
-    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2"]
-    command = [*TORCHRUN, *where, "--max-restarts=1", "--nproc-per-node=1", SCRIPTS / "slow_exit_job.py"]
-    with Job(command, tmp_path) as one, Job(command, tmp_path) as other:
-        ended = one.finish(), other.finish()
-    assert [each.returncode for each in ended] == [0, 0]
-    causes = set(re.findall(r"restart: (rank \d [^:]*)", "".join(each.err for each in ended)))  # stopped first, a node has none
-    assert causes == {"rank 1 ended with exit code 3"}
 
 
 @pytest.mark.full
@@ -123,20 +110,6 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
     assert "budget" not in job.err
 
 
-@pytest.mark.full
-def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
-    script = tmp_path / "twice.py"
-    script.write_text(
-        "import os, time; n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "if n == 2: os._exit(0)\n"
-        "time.sleep(2.1)  # this is what is tested: time that passes\n"
-        "os._exit(20 + n)\n"
-    )
-    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", "--rdzv-conf=backoff=0,budget_window=2", str(script)], tmp_path)
-    assert job.returncode == 0, job.all
-    assert job.err.count("restart 1 of 1") == 2
-
-
 @pytest.mark.seam
 def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path, forks=False)
@@ -167,17 +140,6 @@ def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_on
 )
 def test_what_the_start_line_says(conf, metrics, resumed, end):
     assert start_line("ext_etcd", "job1", metrics, settings.read(conf, {}), resumed).endswith(end)
-
-
-@pytest.mark.full
-def test_a_survivor_that_ignores_sigterm_is_gone_within_the_grace(tmp_path):
-    torchrun = "from elastic_ext.hangs import stacks\nstacks.WAIT_S = 60\nfrom torch.distributed.run import main\nmain()"
-    options = ["--rdzv-conf=stop_grace=0.5", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [sys.executable, "-c", torchrun, *EXT[len(TORCHRUN) :], *options, GLOO, "ignore:0", "kill:1"]
-    with Job(command, tmp_path) as job:
-        assert job.finish().returncode == 0
-        assert "did not end within 0.5 s of SIGTERM and is killed; it was at:" in job.err
-        assert 'gloo_job.py", line' in job.err  # its stack
 
 
 @pytest.mark.full

@@ -4,17 +4,15 @@ import json
 import subprocess
 import sys
 
-import hangs
 import jobs
 import measure
-import node_loss
 import pytest
 import report
 import restart
 import restart_reliability
 
 from tests.benchmarks.runs import BENCHMARKS, TIMEOUT_S, result
-from tests.jobs import ROOT, wait_gone
+from tests.jobs import ROOT
 from tests.programs import needs
 
 
@@ -127,22 +125,6 @@ def test_no_label_of_the_plot_of_restarts_covers_another():
     assert not [(a, b) for at, a in enumerate(boxes) for b in boxes[at + 1 :] if a.overlaps(b)]
 
 
-@pytest.mark.parametrize(
-    ("script", "option", "said"),
-    [
-        (restart, "--rows=sigkil", "unknown row 'sigkil'; expected some of sigkill, "),
-        (hangs, "--rows=spi", "unknown row 'spi'; expected some of sleep, spin, elsewhere, stopped, device, item, cut"),
-        (node_loss, "--rows=nod", "unknown 'nod'; expected some of node, agent"),
-        (node_loss, "--sides=our", "unknown 'our'; expected some of ours, warm, ours-2"),
-    ],
-)
-def test_an_unknown_row_or_side_is_refused(script, option, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmark", option])
-    with pytest.raises(SystemExit, match="2"):
-        script.main()
-    assert said in capsys.readouterr().err
-
-
 def test_a_recovery_ends_with_the_last_rank_of_the_first_attempt_that_came_up():
     def stamps(attempt, rank, *ns):
         return [jobs.Stamp(attempt, rank, event, at) for event, at in zip(restart.EVENTS, ns, strict=False)]
@@ -169,77 +151,6 @@ def test_entry_point(tmp_path):
 @pytest.mark.seam
 def test_entry_point_says_when_the_promise_is_broken(tmp_path):
     assert result("entry_point.py", tmp_path, "--repeat=1", "--torchrun-repeat=0", "--promise-ms=0")["kept"] is False
-
-
-NEVER_ENDS = """
-import os, subprocess, sys
-own = {"start_new_session": True, "stdout": subprocess.PIPE, "text": True}
-pause = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()"
-child = subprocess.Popen([sys.executable, "-c", pause], **own)
-print(child.stdout.readline(), flush=True)
-print("up", flush=True)
-if "leave" not in sys.argv:
-    child.wait()
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mode", "expected"), [("stay", None), ("leave", 0)])
-def test_nothing_of_a_job_is_left(tmp_path, mode, expected):
-    """Not even what went into a session of its own, ignores SIGTERM and outlived its parent."""
-    (tmp_path / "never_ends.py").write_text(NEVER_ENDS)
-    runner = (
-        f"import os, pathlib, sys; sys.path[:0] = {[str(BENCHMARKS), str(ROOT)]}; import jobs; from tests.until import until\n"
-        "def late(process, timeout_s):\n"
-        "    until(lambda: 'up\\n' in pathlib.Path('out').read_text())\n"
-        "    jobs._ends_within = ends_within\n"  # the next wait is for what SIGTERM does
-        "    return False\n"
-        "ends_within = jobs._ends_within\n"
-        f"jobs._ends_within = late if {mode!r} == 'stay' else ends_within\n"
-        f"print(jobs.run([sys.executable, 'never_ends.py', {mode!r}], '.', dict(os.environ), open('out', 'w'), 240.0))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", runner], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
-    )
-    assert done.stdout.strip() == str(expected)
-    pid, *_, up = (tmp_path / "out").read_text().split()
-    assert up == "up"
-    assert wait_gone([int(pid)], timeout_s=0) == []
-
-
-TWO_AGENTS = """
-import os, sys
-from tempfile import TemporaryDirectory
-sys.path.insert(0, sys.argv[1])
-import jobs, memory_tier
-
-with memory_tier.job_folder() as (folder, events), TemporaryDirectory(dir=memory_tier.MEMORY, prefix="elastic_ext_") as other:
-    agents = [memory_tier.start(folder, node, [], [events.path, "memory", "1", "1"], 1) for node in "ab"]
-    assert events.until(lambda: {each["node"] for each in events.of("step")} == {"a", "b"}), memory_tier.tail(folder)
-    of_host = jobs.private_directories([agents[0].pid, *jobs.descendants(agents[0].pid)])
-    of_all = jobs.private_directories(jobs.descendants(os.getpid()))
-    assert len(of_host) == 1 and len(of_all) == 2 and of_host < of_all, (of_host, of_all)
-    jobs.kill_whole(agents[0].pid)
-    print(*map(os.path.exists, [*of_host, *of_all - of_host, other]))
-    jobs.kill_children()
-    print(*map(os.path.exists, [*of_all, other]))
-"""
-
-
-@pytest.mark.full
-def test_agents_that_are_killed_leave_no_memory_and_others_keep_theirs():
-    """Jobs of others, beside it, have such names too."""
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_AGENTS, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.stdout.splitlines() == ["False True True", "False False True"], done.stderr
-
-
-def test_a_table_lines_up_and_shows_what_was_not_measured():
-    text = measure.table(["row", "s"], [["a", measure.shown(1.234)], ["longer", measure.shown(None)]])
-    assert text.splitlines() == ["| row    |    s |", "|--------|-----:|", "| a      | 1.23 |", "| longer |    - |"]
-    assert measure.ratio(4.0, 2.0) == 2.0
-    assert measure.ratio(None, 2.0) is None
 
 
 @pytest.mark.full
@@ -319,13 +230,6 @@ def test_scrape_load():
     assert seen.tokens_s > 0
     assert seen.storm["seconds"] > 5
     assert max(seen.leaked) <= 0
-
-
-def test_the_sides_of_a_comparison_take_turns():
-    import scrape_load
-
-    orders = ["".join(scrape_load.turns("abc", number)) for number in range(6)]
-    assert sorted(orders) == ["abc", "acb", "bac", "bca", "cab", "cba"]
 
 
 @pytest.mark.full

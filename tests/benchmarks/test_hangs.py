@@ -1,7 +1,6 @@
 """benchmarks/hangs.py runs and reports what it promises. Its figures are not tested."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -24,14 +23,6 @@ def test_one_row(tmp_path):
     assert record["quiet"] == [{"row": "evaluates", "alone_s": 25.0, "code": 0, "restarts": 0}]
 
 
-def test_what_is_skipped_has_a_reason(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "need root" in str(hangs.skip_reason("cut"))
-    assert hangs.skip_reason("sleep") is None
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert hangs.skip_reason("cut") is None
-
-
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which only root may")
 def test_after_a_cut_two_hosts_train_again():
@@ -42,21 +33,6 @@ def test_after_a_cut_two_hosts_train_again():
     assert done.returncode == 0, done.stderr
     noticed_s, again_s = map(float, done.stdout.split())
     assert 0 < noticed_s < again_s
-
-
-def test_a_job_that_never_trains_again_has_no_figure_but_a_fate():
-    sides = {
-        "ours": hangs.summary([hangs.Recovery(15.0, 31.0)]),
-        "stock": hangs.summary([hangs.Recovery(92.0, None, 376.4), hangs.Recovery(93.0, None, 375.0)]),
-    }
-    row = {"row": "cut", **sides, "ratio": None, "limit_s": 510.0}
-    text = hangs.shown({"rows": [row], "skipped": {"cut": "no"}, "quiet": [], "timeout_s": 90.0, "repeat": 2})
-    assert re.search(r"\| +15.00 \| +31.00 \| +92.50 \| +- \| +- \|", text)
-    assert "stock, two of three hosts cannot reach each other: 2 (the job dies after 376 s)" in text
-    assert "Skipped: two of three hosts cannot reach each other (no)." in text
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    hangs.draw(figure, [row], 90.0)
-    assert "the job dies after 376 s" in [each.get_text() for each in figure.axes[0].texts]
 
 
 def attempt(number: int, begin_s: int, *done_s: int) -> list[Stamp]:

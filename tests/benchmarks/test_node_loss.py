@@ -9,7 +9,7 @@ from pathlib import Path
 
 import node_loss
 import pytest
-from node_loss import Cell, JobEvents, Outcome, Result, WorkerEvent
+from node_loss import JobEvents, WorkerEvent
 
 from tests.benchmarks.runs import result
 
@@ -33,14 +33,6 @@ def _is_marked(path: Path) -> bool:
         return f"{MARK}={os.getpid()}".encode() in path.read_bytes().split(b"\0")
     except OSError:
         return False
-
-
-def test_what_is_skipped_has_a_reason(monkeypatch):
-    assert "one process" in str(node_loss.skip_reason("etcd", "stock"))
-    assert node_loss.skip_reason("etcd", "ours") is None
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in str(node_loss.skip_reason("link", "ours"))
-    assert node_loss.skip_reason("node", "ours") is None
 
 
 def test_phases_end_with_the_last_node():
@@ -69,17 +61,3 @@ def test_a_world_trains_when_all_its_ranks_step_and_none_of_them_has_ended(tmp_p
     assert events.until(lambda: events.ended_ns.get(ends.pid), 60) is not None
     assert events.training(2) is None
     events.close()
-
-
-def test_a_cell_says_what_happened():
-    again = [
-        Outcome(Result.TRAINS_AGAIN, seconds, {"stop": seconds - 2, "round": 0.5, "start": 1.5}) for seconds in (3.0, 4.0, 9.0)
-    ]
-    assert Cell(again).shown() == "4.00 (2.00 + 0.50 + 1.50)"
-    assert Cell([Outcome(Result.DIES, 61.7)]).shown() == "job dies after 62 s"
-    assert Cell([Outcome(Result.NOTHING, 90.0)]).shown() == "nothing in 90 s"
-    assert Cell([Outcome(Result.TRAINS_ON, 0.031)]).shown() == "trains on pause 0.03 s"
-    mixed = Cell([again[0], Outcome(Result.DIES, 5.0)])
-    assert mixed.total_s is None
-    assert mixed.shown() == "job dies after 5 s; trains again 3.0 s"
-    assert Cell().shown() == "-"

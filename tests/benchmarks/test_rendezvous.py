@@ -3,11 +3,9 @@
 import os
 
 import agent_processes
-import etcd_traffic
 import growth
 import pytest
 import rendezvous
-import steady_state
 
 from tests.benchmarks.runs import result
 
@@ -49,27 +47,6 @@ def test_handlers(tmp_path):
     for side in ("etcd", "embedded", "stock"):
         assert row[side]["why"] == ""
         assert min(row[side][name] for name in ("form", "rejoin", "cpu_ms")) > 0
-
-
-@pytest.mark.full
-def test_handlers_says_when_a_round_is_not_formed(tmp_path):
-    record = result("handlers.py", tmp_path, f"--sizes={AGENTS}", "--repeat=1", "--processes=2", "--timeout=0.001")
-    [row] = record["rows"]
-    assert {row[side]["form"] for side in ("etcd", "embedded", "stock")} == {None}
-    assert "joined in 0.001 s" in row["stock"]["why"]
-
-
-@pytest.mark.full
-def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
-    options = [f"--sizes={AGENTS}", "--repeat=1", "--timeout=0.001"]
-    record = result("rendezvous.py", tmp_path, *options, code=1)
-    [row] = record["rows"]
-    assert row["ours"]["form"] is None
-    assert "agents joined round 1 in 0.001 s" in row["ours"]["why"]
-    assert "did not form in 0.001 s" in row["sketch"]["why"]
-    for side in ("ours", "sketch"):
-        assert row[side]["why"] in (tmp_path / "rendezvous.md").read_text()
-    assert record["reached"]["times_the_sketch"] == {str(AGENTS): None}
 
 
 @pytest.mark.full
@@ -120,40 +97,6 @@ def test_a_try_that_failed_counts_as_the_slowest():
     assert rendezvous.median_outcome(tries[:1]).why == "late"
     formed = [rendezvous.Outcome(None, None, "late"), *(rendezvous.Outcome(phase(s), None) for s in (2.0, 1.0))]
     assert rendezvous.median_outcome(formed) == rendezvous.Outcome(phase(2.0), None, "late")
-
-
-def test_traffic_is_read_from_etcds_metrics():
-    text = """# HELP of something
-grpc_server_msg_received_total{grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 7
-grpc_server_msg_received_total{grpc_method="Put",grpc_service="etcdserverpb.KV",grpc_type="unary"} 0
-grpc_server_msg_sent_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"} 9
-grpc_server_msg_sent_total{grpc_method="Watch",grpc_service="grpc.health.v1.Health",grpc_type="server_stream"} 0
-etcd_network_client_grpc_received_bytes_total 1.5e+03
-etcd_network_client_grpc_sent_bytes_total 200
-process_cpu_seconds_total 0.25
-"""
-    found = etcd_traffic.parse_traffic(text)
-    assert found == etcd_traffic.Traffic({"Txn": 7.0}, 9.0, 1500.0, 200.0, 0.25)
-    assert found - found == etcd_traffic.Traffic({}, 0.0, 0.0, 0.0, 0.0)
-
-
-def test_loopback_bytes_are_read_from_the_kernels_table():
-    table = "Inter-|   Receive\n face |bytes    packets\n  eth0: 5 1 0\n    lo: 1234 9 0 0 0 0 0 0 1234 9\n"
-    assert steady_state.loopback_bytes(table) == 1234
-    with pytest.raises(ValueError, match="no line for lo"):
-        steady_state.loopback_bytes("  eth0: 5 1 0\n")
-
-
-def test_agents_are_shared_out_without_gap():
-    assert agent_processes.split_agents(5, 2) == [(0, 2), (2, 3)]
-    assert agent_processes.split_agents(2, 4) == [(0, 1), (1, 1)]
-
-
-def test_sizes_may_be_empty():
-    assert rendezvous.sizes("") == []
-    assert rendezvous.sizes("64,128") == [64, 128]
-    with pytest.raises(ValueError):
-        rendezvous.sizes("many")
 
 
 @pytest.mark.full

@@ -1,12 +1,10 @@
 """benchmarks/simulate.py: the simulated jobs agree with closed forms, and it is the product that decides in them."""
 
 import json
-import sys
 from pathlib import Path
 
 import compressed
 import pytest
-import simulate
 from scale import causes, decisions, inputs, job, rounds, scheduled, sides, study
 from scale.causes import Truth
 from scale.job import Job, Setup
@@ -109,12 +107,6 @@ def test_every_second_is_accounted_for(side):
     assert account.failures == 25
     assert account.restarts >= 20
     assert min(account.seconds.values()) >= 0
-
-
-def test_a_seed_decides_everything():
-    runs = [Job(study.setup_of(Scale(4096)), OURS, 5).run(15, 0.0) for _ in range(2)]
-    assert runs[0] == runs[1]
-    assert runs[0] != Job(study.setup_of(Scale(4096)), OURS, 6).run(15, 0.0)
 
 
 def test_no_side_is_better_than_the_ideal_one():
@@ -235,10 +227,3 @@ def test_a_short_run(tmp_path: Path):
     ]
     assert record["decisions"].keys() == inputs.MIXES.keys()
     assert record["checks"]["Meta's formula"]
-
-
-def test_an_unknown_part_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["simulate", "--parts=curve"])
-    with pytest.raises(SystemExit, match="2"):
-        simulate.main()
-    assert "unknown part 'curve'" in capsys.readouterr().err

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_CLONE_NEWNS = 0x00020000  # linux/sched.h
 
 # By a part of the command line; the first that is found holds. A standby's server and the standbys show the same one.
 _ROLES = (
@@ -47,6 +49,17 @@ def adopt_orphans() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def own_shared_memory() -> bool:
+    """A /dev/shm of this process and its children alone: what others put into theirs is not to be seen. False: not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        return False
+    for command in (["mount", "--make-rprivate", "/"], ["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]):
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            return False
+    return True
 
 
 def descendants(root: int) -> Iterator[Process]:

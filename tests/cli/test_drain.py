@@ -244,24 +244,6 @@ def test_without_a_checkpoint_nothing_happens_unless_now(job):
     assert [each.finish().returncode for each in jobs.values()] == [0] * 2
 
 
-def test_a_spare_leaves_at_once_and_a_node_that_dies_is_drained(job):
-    """An agent is killed while it is to leave: the drain has come true, and no other agent may start there."""
-    jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
-    spare = job.start("n4", "2:3", "deaf")
-    job.await_nodes(4)
-    said(job.drain("n4"), 0, "round 1 runs with 3 nodes")
-    assert spare.finish().returncode == 69
-    with Job(job.command("n1"), job.folder) as asking:
-        job.await_drain()
-        jobs["n1"].wait_for("waiting for the next one that the script saves")
-        jobs.pop("n1").process.kill()
-        said(asking.finish(), 0, "n1 has left: round 2 runs with 2 nodes")
-    assert job.start("n1", "2:3", "deaf").finish().returncode == 69
-    assert {each["host"] for each in job.status()["refused"]} == {"n1", "n4"}
-    (job.folder / "stop").touch()
-    assert [each.finish().returncode for each in jobs.values()] == [0] * 2
-
-
 def test_of_two_drains_at_once_one_is_refused(server):
     """Three nodes, and the job takes two. Records of a job, and what the command does with them."""
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(2) as pool:

@@ -207,25 +207,6 @@ def test_reports_age_until_a_node_tells_something_new():
     assert [seen.age_s(each, 131.0) for each in ("a", "b", "c")] == [31.0, 1.0, None]
 
 
-class Replaced(str):
-    """A node's id; whoever looks for it finds that another thread has read a status without it."""
-
-    def __new__(cls, text, seen):
-        made = super().__new__(cls, text)
-        made.seen = seen
-        return made
-
-    def __hash__(self):
-        self.seen.read(job(), 131.0)
-        return super().__hash__()
-
-
-def test_ages_may_be_replaced_while_somebody_asks():
-    seen = ReportAges()
-    seen.read(job(reports={"a": NodeText("x", 1)}), 100.0)
-    assert seen.age_s(Replaced("a", seen), 131.0) == 31.0
-
-
 # The lines.
 
 

@@ -470,23 +470,6 @@ def test_a_process_ends_with_its_client_open(server: EtcdServer):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.full
-def test_threads_share_a_client(client: EtcdClient, prefix: str):
-    """A counter that 8 threads raise by compare-and-swap comes out right."""
-    client.put(prefix, "0")
-
-    def count(_: int) -> None:
-        for _ in range(20):
-            succeeded = False
-            while not succeeded:
-                kv = client.get(prefix).kv
-                succeeded = client.txn([unchanged(prefix, kv.mod_revision)], [Put(prefix, str(int(kv.value) + 1))]).succeeded
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(count, range(8)))
-    assert client.get(prefix).kv.value == b"160"
-
-
 @pytest.mark.seam
 def test_etcd_may_be_restarted_between_two_calls(own_server: EtcdServer):
     with EtcdClient(own_server.endpoint) as client:

@@ -132,24 +132,6 @@ def test_a_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdSe
         assert not session.lost.is_set()
 
 
-def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient):
-    before = set(threading.enumerate())
-    sessions = [LeaseSession(client, LONG_TTL_S) for _ in range(100)]
-    renewers = [thread for thread in threading.enumerate() if thread.name == "etcd-lease-renewer" and thread not in before]
-    assert renewers == [client.renewer._thread]
-    first = [session.alive_until for session in sessions]
-    calls, keep_alive = [], client.renewer._keep_alive
-    client.renewer._keep_alive = lambda ids, **limits: (calls.append(len(ids)), keep_alive(ids, **limits))[1]
-    for session in sessions:
-        session.retry_at(time.monotonic())
-    client.renewer.add(sessions[0])
-    until(lambda: all(session.alive_until > was for session, was in zip(sessions, first, strict=True)))
-    assert calls == [100]
-    assert not any(session.lost.is_set() for session in sessions)
-    for session in sessions:
-        session.stop_renewing()
-
-
 def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):
     def fail(session: LeaseSession) -> None:
         raise RuntimeError("from the callback")

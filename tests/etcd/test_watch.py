@@ -13,7 +13,6 @@ import pytest
 from elastic_ext.etcd import (
     Batch,
     ClientClosed,
-    Compacted,
     Delete,
     EtcdError,
     Put,
@@ -149,15 +148,6 @@ def test_killed_and_restarted(own_server: EtcdServer, own: EtcdClient):
         assert [event.kv.key for event in take(watch, 1)] == [b"a/last"]  # and nothing twice
 
 
-def test_written_while_the_watcher_was_cut_off(client: EtcdClient, server: EtcdServer, prefix: str):
-    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as far, far.watch(prefix, prefix=True) as watch:
-        until(lambda: watch.live)
-        proxy.stop()
-        revisions = [client.put(f"{prefix}{number}", "").revision for number in range(100)]
-        proxy.start()
-        assert [event.kv.mod_revision for event in take(watch, 100)] == revisions
-
-
 @pytest.mark.full
 def test_deaf_link_is_noticed_by_pings_alone(client: EtcdClient, proxy: Proxy, prefix: str):
     """Within 13 s; without gRPC's two http2 options it takes a minute or more. No call but the watch is under way."""
@@ -182,33 +172,6 @@ def test_a_call_without_answer_moves_the_watch_at_once(client: EtcdClient, serve
         with suppress(Unavailable):  # half its time is for the deaf endpoint, the rest for the other one
             far.get(prefix, timeout_s=4)
         assert [event.kv.mod_revision for event in take(watch, 1)] == [revision]
-
-
-def test_compaction_while_cut_off(client: EtcdClient, own_server: EtcdServer, own: EtcdClient):
-    with Proxy(own_server.client_port) as proxy, EtcdClient(proxy.endpoint) as far:
-        watch = far.watch("a")
-        until(lambda: watch.live)
-        proxy.stop()
-        last = [own.put("a", str(number)).revision for number in range(5)][-1]
-        own.compact(last)
-        proxy.start()
-        for _ in range(2):
-            with pytest.raises(Compacted, match=f"compacted up to {last}; read the keys again, then watch"):
-                watch.get(LIMIT_S)
-        assert watch.closed
-
-
-def test_a_server_that_lost_its_history(own_server: EtcdServer, own: EtcdClient):
-    """Set up again on the same address. If it did not compare revisions, the watch would wait in silence forever."""
-    for number in range(5):
-        own.put("a", str(number))
-    watch = own.watch("a")
-    until(lambda: watch.live)
-    own_server.kill()
-    own_server.wipe()
-    own_server.start()
-    with pytest.raises(Compacted, match="lost, the server's revision is 1 now"):
-        watch.get(LIMIT_S)
 
 
 # Snapshot, then changes

@@ -330,19 +330,6 @@ def assert_spans(found: list[dict], recovered: dict) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["fifo", "full"])
-def test_a_job_runs_to_its_end_wherever_its_events_go(tmp_path, where):
-    path = Path("/dev/full") if where == "full" else tmp_path / "pipe"
-    if where == "fifo":
-        os.mkfifo(path)
-    (tmp_path / "job.py").write_text("print('trained')")
-    job = run([*AGENT, str(tmp_path / "job.py")], tmp_path, ELASTIC_EXT_EVENTS_FILE=str(path))
-    assert job.returncode == 0, job.all
-    assert "trained" in job.out
-    assert job.err.count("events are dropped until it works") == 1
-
-
-@pytest.mark.full
 def test_the_events_of_a_preemption(tmp_path):
     gate = Gate(tmp_path / "gate")
     command = [*AGENT, "--rdzv-conf=platform_grace=60", ELASTIC]

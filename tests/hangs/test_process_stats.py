@@ -25,7 +25,6 @@ from elastic_ext.hangs.process_stats import ProcessStats, Rates, StatFields
 from elastic_ext.hangs.watch import HangWatch, QuietWatch, Stall
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
-from tests import refusing
 from tests.hangs import rows
 from tests.until import LIMIT_S, until
 
@@ -253,33 +252,6 @@ def test_without_a_descriptor_left_nothing_is_known():
 
 
 # A filter as container runtimes have it: socket(AF_NETLINK, ...) is refused (linux/filter.h, linux/seccomp.h).
-REFUSED = """
-import ctypes, os, platform, struct
-code = {"x86_64": 41, "aarch64": 198}[platform.machine()]
-rules = [(0x20, 0, 0, 0)]
-rules += [(0x15, 0, 3, code), (0x20, 0, 0, 16), (0x15, 0, 1, 16), (0x06, 0, 0, 0x50000 | 97), (0x06, 0, 0, 0x7FFF0000)]
-text = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-program = struct.pack("@HP", len(rules), ctypes.addressof(text))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
-"""
-UNCOUNTED = """
-import sys
-from pathlib import Path
-from elastic_ext.hangs import detector, process_stats, sockets
-from tests.hangs.test_process_stats import watched
-found = process_stats.read([os.getpid()])[os.getpid()]
-detector.IDLE_FLOOR_S = 1.0
-print(sockets.moved_by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not refusing.possible, reason="the numbers of system calls are known for two architectures")
-def test_where_the_kernel_does_not_tell_of_sockets_nobody_is_taken_for_idle(tmp_path):
-    with process("ready()\ntime.sleep(100)") as one:
-        assert python(REFUSED + UNCOUNTED, str(tmp_path), str(one.pid)) == "None R None False\n"
 
 
 @pytest.mark.seam
@@ -412,10 +384,6 @@ while True:
     time.sleep(0.1)
 """
 UPLOAD = HEARTBEAT.replace('"127.0.0.1"', "sys.argv[2]").replace("1000", "1 << 20").replace("0.1)", "0.25)")
-NEW_SESSION = """
-ready()
-subprocess.run([sys.executable, "-c", "while True: pass"], start_new_session=True)
-"""
 # Like vfork(2), posix_spawn sleeps in state D until its child has opened a pipe, which nobody writes to.
 IN_KERNEL = """
 def spawn():
@@ -476,25 +444,6 @@ def test_an_upload_from_memory_is_work(tmp_path, quick, monkeypatch, family, add
         found = of(one.pid)
     assert not verdict.stalled, verdict.reason
     assert found.io_bytes == before.io_bytes is not None  # these bytes are no files'
-
-
-@pytest.mark.full
-def test_a_busy_helper_in_a_session_of_its_own_is_work(tmp_path, quick):
-    with process(NEW_SESSION) as one, process(PAUSE) as other:
-        helper = []
-
-        def started() -> bool:
-            helper[:] = [
-                pid for pid, each in process_stats._processes().items() if each.parent == one.pid and each.session == pid
-            ]
-            return bool(helper)
-
-        until(started)
-        try:
-            verdict = watched(tmp_path, [one.pid, other.pid], 5)
-        finally:
-            os.kill(helper[0], signal.SIGKILL)
-    assert not verdict.stalled, verdict.reason
 
 
 @pytest.mark.full

@@ -162,17 +162,6 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, node
     nodes.finish("b")
 
 
-@pytest.mark.full
-def test_etcd_down_for_longer_than_the_lease_restarts_nothing(server, nodes):
-    jobs = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=10") for name in "ab"]
-    nodes.wait_for(seen(2, 0))
-    server.kill()
-    assert wait_gone([line["pid"] for line in reports(*jobs)], timeout_s=14) == [line["pid"] for line in reports(*jobs)]
-    server.restart()
-    nodes.finish()
-    assert {line["attempt"] for line in reports(*jobs)} == {0}, [job.err for job in jobs]
-
-
 @pytest.mark.seam
 def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(store, nodes):
     with Proxy(int(store.endpoint.rpartition(":")[2])) as proxy:
@@ -240,22 +229,6 @@ def waiting_pair(server: Store, nodes: Nodes, tmp_path: Path, nnodes: str) -> li
     second.process.send_signal(signal.SIGSTOP)
     assert wait_gone([pid]) == []
     return [first, second]
-
-
-@pytest.mark.full
-def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(store, nodes):
-    """The grace would be 30 s, the lease is over in 10: the others go on then, and must be alone."""
-    conf = "lease_ttl=10,last_call=0.5,stop_grace=30"
-    with Proxy(int(store.endpoint.rpartition(":")[2])) as proxy:
-        first = nodes.start("a", store.endpoint, "1:2", conf=conf)
-        first.wait_for(seen(1, 0))
-        second = nodes.start("b", proxy.endpoint, "1:2", "deaf:1", conf=f"{conf},is_host=0")
-        nodes.wait_for(seen(2, 1))
-        (pid,) = [line["pid"] for line in reports(second)]
-        proxy.deaf()
-        first.wait_for(seen(1, 2))
-        assert wait_gone([pid], timeout_s=0) == []
-        nodes.finish("a")
 
 
 @pytest.mark.seam

@@ -13,7 +13,6 @@ import pytest
 
 from elastic_ext.etcd import Event, QuotaExceeded
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Header, State, decode
 from elastic_ext.rendezvous.rounds import Limits
 from tests.chaos.seeded.surroundings import clocks, unavailable
 from tests.etcd_client import EtcdClient
@@ -53,11 +52,6 @@ class History:
                     return event
         raise AssertionError(f"no such news in {NEWS_S} s; so far:\n" + "\n".join(map(shown, self.events)))
 
-    def until_round(self, nodes: int) -> Header:
-        """The next round of so many nodes that runs."""
-        event = self.until(lambda event: (header := header_of(event)) is not None and runs(header) and header.nodes == nodes)
-        return decode(Header, event.kv.value, "round")
-
     def all(self) -> list[Event]:
         """Everything until now."""
         end = (PREFIX + "end-of-history").encode()
@@ -68,15 +62,6 @@ class History:
 
 def shown(event: Event) -> str:
     return f"{event.kv.mod_revision} {event.kind} {event.kv.key.decode()} {event.kv.value.decode()}"
-
-
-def header_of(event: Event) -> Header | None:
-    named = event.kind == "put" and event.kv.key == f"{PREFIX}round".encode()
-    return decode(Header, event.kv.value, "round") if named else None
-
-
-def runs(header: Header) -> bool:
-    return header.state is State.RUNNING
 
 
 def violations(events: Sequence[Event]) -> list[str]:
@@ -150,43 +135,6 @@ def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(tmp_path
     nodes.wait_for(seen(3, 1))
     nodes.end()
     assert nodes.attempts() == {0, 1}
-
-
-# Agents go away.
-
-
-@pytest.mark.seam
-def test_the_node_that_leads_the_rendezvous_is_killed_and_another_leads(watched):
-    watched.enter("abc", "1:3")
-    first = watched.history.until_round(3).round - 1
-    watched.wait_for(seen(3, first))
-    leader = watched.leading()
-    left = "abc".replace(leader, "")
-    watched.jobs[leader].process.kill()
-    assert wait_gone([watched.pids(first)[leader]]) == []
-    watched.wait_for(seen(2, first + 1), left)
-    watched.enter("d", "1:3")
-    watched.wait_for(seen(3, first + 2), left + "d")
-    watched.end()
-
-
-def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joins_again(watched, stack):
-    """A stale group: its workers go on while nobody supervises them, and the node that followed it has formed a round."""
-    watched.enter("ab", "1:2")
-    first = watched.history.until_round(2).round - 1
-    watched.wait_for(seen(2, first))
-    frozen = watched.leading()
-    agent, stale = watched.jobs[frozen].process, watched.pids(first)[frozen]
-    agent.send_signal(signal.SIGSTOP)
-    stack.callback(agent.send_signal, signal.SIGCONT)
-    watched.wait_for(seen(1, first + 1), "ab".replace(frozen, ""))
-    assert wait_gone([stale], timeout_s=0) == [stale]
-    agent.send_signal(signal.SIGCONT)
-    assert wait_gone([stale]) == []
-    again = watched.history.until_round(2).round - 1
-    watched.wait_for(seen(2, again))
-    watched.end()
-    assert again == first + 2
 
 
 # Clocks jump.

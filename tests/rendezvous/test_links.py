@@ -8,7 +8,6 @@ import os
 import queue
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -181,18 +180,6 @@ def test_a_reset_between_living_hosts_costs_nothing(server, stack, messages):
     assert watched.reasons.empty()
     between.start()
     messages.until("linked to node b")
-
-
-@pytest.mark.seam
-@pytest.mark.usefixtures("answered")
-def test_a_link_that_was_reset_comes_back(server, stack, messages):
-    watching, watched, between = linked(stack, server.endpoint, messages)
-    between.stop()
-    between.start()
-    messages.until("linked to node b")
-    assert watched.in_job()
-    watching.links.close()
-    messages.until("node a has ended its link")
 
 
 @pytest.mark.full
@@ -432,27 +419,6 @@ def test_a_node_that_has_registered_again_is_missed_as_soon(server, stack, messa
     messages.until("node b counts as dead")
 
 
-@pytest.mark.full
-def test_a_node_that_was_linked_again_is_no_suspect(server, stack, messages, monkeypatch):
-    """Its first link was closed. Then something resets the second one, and refuses others."""
-    paused = pauses(monkeypatch)
-    watching, watched = Agent(stack, server.endpoint, "a"), Agent(stack, server.endpoint, "b", answers=False)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        watched.reached_at(listening.getsockname()[1])
-        watching.links.follow(["b"])
-        for number in range(2):
-            link, _ = listening.accept()
-            link.recv(1000)
-            link.sendall(encode_hello(Hello("job", "b", "a")))
-            messages.until("linked to node b")
-            if number:
-                listening.close()
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            link.close()
-    paused.get(timeout=WAIT_S)
-    assert watched.in_job()
-
-
 @pytest.mark.seam
 def test_a_decision_that_comes_too_late_is_dropped(server, stack, messages, monkeypatch):
     """The other node stops looking for it."""
@@ -462,22 +428,6 @@ def test_a_decision_that_comes_too_late_is_dropped(server, stack, messages, monk
     between.stop()
     messages.until("node b stays in the job")
     assert watched.in_job()
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("answered")
-def test_something_that_ends_each_link_soon_causes_no_storm(server, stack, messages, monkeypatch):
-    """After a few links in a hurry there is a pause."""
-    paused = pauses(monkeypatch)
-    watching, watched, between = linked(stack, server.endpoint, messages)
-    for _ in range(links.HURRIED_TRIES + 1):
-        between.stop()
-        between.start()
-        messages.until("linked to node b")
-    assert not paused.empty()
-    assert watched.in_job()
-    assert watched.reasons.empty()
-    assert watching.reasons.empty()
 
 
 @pytest.mark.seam
@@ -542,20 +492,6 @@ def test_idle_strangers_take_no_room_for_ever(server, stack, messages, monkeypat
     first = Agent(stack, server.endpoint, "a")
     first.links.follow(["b"])
     messages.until("linked to node b")
-
-
-@pytest.mark.full
-def test_an_end_right_after_the_start(server, stack):
-    """Whatever is under way by then, the thread ends and nothing is left open."""
-    agent = Agent(stack, server.endpoint, "b")
-    for _ in range(50):
-        other = Agent(stack, server.endpoint, "a")
-        other.links.follow(["b"])
-        other.links.close(WAIT_S)
-        assert not other.links._thread.is_alive()
-        assert other.links.fds == ()
-        other.client.close()
-    assert agent.in_job()
 
 
 # Real agents.

@@ -27,11 +27,10 @@ from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig
-from tests.agent.test_supervisor import DEAF
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, wait_gone
+from tests.jobs import wait_gone
 from tests.rendezvous.test_etcd_jobs import Nodes, reports, seen, wait_for_nodes
 
 PREFIX = JobKeys("job").prefix
@@ -190,22 +189,6 @@ def test_the_job_outlives(server, tmp_path, stack, what, seconds):
 
 
 @pytest.mark.full
-def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
-    """Its revisions begin again. What can be formed after that is a round like any other."""
-    trio = Trio(tmp_path, stack, server, 10)
-    server.kill()
-    server.wipe()
-    assert wait_gone(trio.workers, timeout_s=12) == trio.workers  # longer than the leases
-    server.start()
-    trio.until(trio.is_whole)
-    assert trio.header().round == 1
-    assert trio.attempts() == {0}
-    os.kill(trio.workers[0], signal.SIGKILL)
-    trio.wait_for(seen(3, 1))
-    trio.finish()
-
-
-@pytest.mark.full
 def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_path, stack):
     trio = Trio(tmp_path, stack, server, 10)
 
@@ -241,23 +224,6 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         job.process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents) == []
     assert wait_gone(trio.workers) == []
-
-
-@pytest.mark.full
-def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack, nodes):
-    (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.round_part").format(
-            told="still waiting for the verdict of the job"
-        )
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    job = nodes.start("a", server.endpoint, "1", launcher=AGENT, PYTHONPATH=path)
-    job.wait_for(seen(1, 0))
-    server.pause()
-    stack.callback(server.resume)
-    os.kill(reports(job)[0]["pid"], signal.SIGKILL)
-    job.wait_for("swallowed")
-    assert job.finish(GRACE_S).returncode == 75
 
 
 @pytest.mark.full

@@ -437,39 +437,6 @@ def test_a_leader_that_leads_no_more_judges_nothing():
     assert few.ledger().charged == 1
 
 
-def test_a_late_report_changes_no_verdict():
-    few = Few("abc")
-    fail(few, "b")
-    verdict = few.until_stored(lambda header: header.verdict).verdict
-    few.nodes["c"].part.report(REPORT)
-    few.next_round(2)
-    assert [tuple(reports.texts) for reports in few.policy.judged] == [("b",)]
-    assert few.ledger().charged == 1
-    assert verdict
-
-
-def test_reports_in_time_count_for_the_verdict():
-    few = Few("abc")
-    fail(few, "b")
-    few.world.run(0.6 * few.limits.settle_s)
-    few.nodes["c"].part.report(REPORT)
-    few.until_stored(lambda header: header.verdict)
-    assert set(few.policy.judged[0].texts) == {"b", "c"}
-
-
-def test_a_verdict_waits_for_the_cause():
-    """One node failed because another one did."""
-    few = Few("abc")
-    few.nodes["b"].participant.end_round(1, State.BROKEN, "b failed")
-    few.nodes["b"].part.report(REPORT, follows=True)
-    few.world.run(60.0)
-    assert not stored(few.world).verdict
-    few.nodes["c"].part.report(REPORT)
-    few.nodes["a"].ready(1)
-    few.until_stored(lambda header: header.verdict)
-    assert set(few.policy.judged[0].texts) == {"b", "c"}
-
-
 def test_the_leader_is_lost_before_it_judges():
     few = Few("abc", Limits(2, 3, 5.0))
     few.nodes["a"].client.before("get /elastic_ext/job/ledger", few.nodes["a"].kill)
@@ -508,16 +475,6 @@ def test_a_job_of_too_few_ends_to_be_requeued(lost):
     decision = decode_verdict(header.verdict).decision
     assert (decision.response, decision.exit_code) == (Response.REQUEUE, 75)
     assert decision.reason.startswith(f"node {lost} was lost; 1 of at least 2 nodes are left")
-
-
-def test_one_that_comes_in_time_is_in_the_next_round():
-    few = FewLeft()
-    left = few.lose("b")
-    few.world.run(10.0)
-    few.nodes["c"] = few.add("c")
-    few.until_round(2, f"{left}c")
-    few.world.run(60.0)
-    assert few.headers()[-1] == (2, State.RUNNING)
 
 
 # Records that are lost, or written over.
@@ -827,16 +784,6 @@ def test_spares_write_nothing_when_a_round_ends():
         few.next_round(number + 1)
     few.world.run(TTL_S)
     assert {few.client.get(KEYS.node(name)).kv.version for name in "cdef"} == {1}
-
-
-def test_a_late_node_ends_the_round_to_join():
-    few = Few("ab", Limits(2, 3, 5.0))
-    few.nodes["c"] = few.add("c")
-    assert few.until_broken().reason == "growing by node c"
-    few.next_round(2)
-    few.nodes["d"] = few.add("d")
-    few.world.run(60.0)
-    assert (few.nodes["d"].round, stored(few.world).round) == (0, 2)  # there is no room
 
 
 class Tasks:

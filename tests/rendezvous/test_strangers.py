@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import logging
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -15,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +34,6 @@ from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_store import serve
 from tests.checkpoints.choice.test_agreement import exchanges_of, save
-from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
@@ -421,28 +418,6 @@ def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, l
     assert isinstance(other.part.exchange, SingleNode)
 
 
-@pytest.mark.full
-def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplog):
-    zero, one = pair(agents)
-    tried = threading.Event()
-
-    class Tried(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            tried.set()
-
-    seen = logging.getLogger("elastic_ext.rendezvous.tasks")
-    handler = Tried(logging.DEBUG)
-    with caplog.at_level(logging.DEBUG, seen.name):
-        server.kill()
-        seen.addHandler(handler)
-        waits, told = started(lambda: one.part.exchange.choice(LONG_S)), started(lambda: zero.part.exchange.publish("7"))
-        assert tried.wait(LONG_S)  # it could not be written
-        seen.removeHandler(handler)
-        server.start()
-    assert waits.result(LONG_S) == "7"
-    assert told.result(LONG_S) is None
-
-
 @pytest.mark.seam
 def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path):
     """Only where all nodes have such a disk; what was told in the round before is gone."""
@@ -488,49 +463,3 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
     with EtcdClient(agents.endpoint) as client:
         zero.part.exchange.publish("7")
         assert client.get_prefix("/elastic_ext/job/offers/").kvs == ()
-
-
-HOLDS = """
-import fcntl, os
-from elastic_ext.checkpoints.formats import Inspection
-looks = 0
-class Held:
-    def claims(self, entry):
-        return entry.name == "held"
-    def check(self, storage, entry):
-        global looks
-        looks += 1
-        if looks > 1:  # every agent looks once at its start
-            print("looks:", os.environ["ELASTIC_EXT_NODE_NAME"], flush=True)
-            with open(os.environ["GATE"]) as gate:
-                fcntl.flock(gate, fcntl.LOCK_SH)
-        return Inspection(False, "held", "held up")
-"""
-GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
-
-
-@pytest.mark.full
-def test_the_agent_that_looks_for_the_checkpoint_is_killed(tmp_path, stack, nodes):
-    """Between the seal of a round and the choice: the other one does not wait for it, and chooses in the next round."""
-    plugin, directory = tmp_path / "plugin", tmp_path / "checkpoints"
-    (plugin / "held-0.dist-info").mkdir(parents=True)
-    (plugin / "held-0.dist-info" / "METADATA").write_text("Name: held\nVersion: 0\n")
-    (plugin / "held-0.dist-info" / "entry_points.txt").write_text("[elastic_ext.formats]\nheld = held_format:Held\n")
-    (plugin / "held_format.py").write_text(HOLDS)
-    (tmp_path / "job.py").write_text(GOES_ON)
-    directory.mkdir()
-    save(directory, 7, age_s=20)
-    (directory / "held").write_text("newer")
-    store = stack.enter_context(EmbeddedServer())
-    nodes.options = store.options
-    paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
-    own = {"launcher": AGENT, "script": "job.py", "conf": f"last_call=60,checkpoint_dir={directory}", "PYTHONPATH": paths}
-    for name in "ab":
-        nodes.start(name, store.endpoint, "1:2", ELASTIC_EXT_NODE_NAME=name, **own)
-    told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in nodes.jobs.items()}
-    looks = told[wait_for_all(told, return_when=FIRST_COMPLETED).done.pop()]
-    nodes.jobs[looks].process.kill()
-    nodes.open_gate()
-    done = nodes.jobs["ab".replace(looks, "")].finish()
-    assert done.returncode == 0, done.err
-    assert re.findall("resumes (.*)", done.out) == ["7 of 1"]

@@ -105,14 +105,3 @@ def test_a_spare_takes_the_place_of_a_leaving_node(grid):
     assert leaves.finish().returncode == 75
     grid.wait_for(seen(2, 1), "ac")
     grid.finish("ac")
-
-
-def test_a_drained_node_leaves_and_may_not_return(grid):
-    _, drained = (grid.enter(name, "1:2") for name in "ab")
-    grid.wait_for(seen(2, r"\d"))
-    done = grid.asked("drain", "b", "--now", "--reason=its fan")
-    assert done.returncode == 0, done.stderr
-    assert drained.finish().returncode == 69
-    assert grid.enter("b", "1:2").finish().returncode == 69
-    grid.finish("a")
-    assert "its fan" in drained.err

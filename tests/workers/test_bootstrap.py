@@ -209,24 +209,6 @@ def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str
 
 
 @pytest.mark.seam
-def test_a_forked_child_can_run_a_script_as_main(here: Path, tmp_path: Path) -> None:
-    (tmp_path / "standby.py").write_text(f"""
-import os, sys
-sys.path.insert(0, {ROOT!r})
-from elastic_ext.workers.bootstrap.runner import run_as_main
-def wait_for_work():
-    child = os.fork()
-    if child == 0:
-        return run_as_main(sys.argv[1:], {{}})
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-wait_for_work()
-""")
-    for script in ("cause.py", "exit_7.py", "thread_raises.py", "pickles.py"):
-        native = run([script], here, {}, flags=())
-        assert run([script], here, {}, flags=(str(tmp_path / "standby.py"),)) == native
-
-
-@pytest.mark.seam
 def test_importing_it_does_nothing() -> None:
     code = """if True:
         import sys

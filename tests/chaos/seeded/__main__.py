@@ -25,10 +25,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.chaos import processes
-from tests.chaos.kills import own_shared_memory
 from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.hosts import SCRIPT
-from tests.chaos.seeded.run import PATIENT, Limits, Run
+from tests.chaos.seeded.run import Run
 from tests.chaos.seeded.schedule import Plan
 from tests.jobs import RUNNING, Finished, ended, environment
 
@@ -37,16 +36,16 @@ ALONE_STEPS = 1000  # more than almost all runs make
 MISSED = "missed.json"  # in the folder of a run: the kinds of its faults that were not done
 
 
-def one(plan: Plan, folder: Path, limits: Limits = PATIENT) -> list[str]:
+def one(plan: Plan, folder: Path) -> list[str]:
     """Return what does not hold. folder: of this run, in one that has what all runs need."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan), indent=1))
-    if not own_shared_memory():  # mounts would be the machine's, for good
+    if not processes.own_shared_memory():  # mounts would be the machine's, for good
         raise PermissionError("unshare or mount: not allowed, and the disks of a run are mounts of its own; run it as root")
     processes.adopt_orphans()
     with ExitStack() as stack:
-        events = Run(plan, folder, stack, limits).go()
+        events = Run(plan, folder, stack).go()
     steps = max((each["step"] for each in checks.of(events, *checks.TRAINING)), default=0)
     problems = checks.broken(plan, events, undisturbed(folder.parent, steps))
     (folder / MISSED).write_text(json.dumps([each["kind"] for each in checks.of(events, "nobody", "skipped")]))
@@ -161,10 +160,6 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--side-by-side", type=int, default=2)
     parser.add_argument("--only", help="positions of the faults that are meant, e.g. 0,2")
-    parser.add_argument("--stuck-s", type=float, default=PATIENT.stuck_s, help="of silence end a run")
-    parser.add_argument("--restarts", type=int, default=PATIENT.restarts, help="a run ends at the first that is one more")
-    parser.add_argument("--gone-s", type=float, default=PATIENT.gone_s, help="for what still ends after the agents")
-    parser.add_argument("--again-s", type=float, default=PATIENT.again_s, help="after all is healed, for steps of all together")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "chaos"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: _end())
@@ -173,7 +168,7 @@ def main() -> int:
         undisturbed(folder, ALONE_STEPS, anew=True)
         return many(args.seed, args.runs, folder, args.side_by_side, bool(args.etcd))
     plan, name = _plan(args)
-    problems = one(plan, folder / name, Limits(args.stuck_s, args.restarts, args.gone_s, args.again_s))
+    problems = one(plan, folder / name)
     for problem in problems:
         print(f"{name}: {problem}", file=sys.stderr)
     if problems:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos import processes
@@ -20,7 +19,6 @@ from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
 from tests.jobs import wait_gone
 from tests.programs import REQUIRE
-from tests.until import LIMIT_S
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
 STUCK_S = 240.0  # without a word of any worker, or without an end after all is done
@@ -34,28 +32,12 @@ LEARN_S = LEASE_S / 2  # after all is healed, until an agent knows that its leas
 AGAIN_STEPS = 6  # then, of all hosts that have room: at least one checkpoint
 AGAIN_S = 300.0  # in which they must have made them; an etcd of the job that has lost its majority begins anew after a minute
 ZOMBIE_S = 60.0  # for a parent to wait for its child, with all processors busy
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What ends a run as stuck, or is an orphan.
-
-    stuck_s: of silence of all workers, once one has said a word. restarts: that a worker counts. gone_s: for what still ends
-    after the agents. again_s: after all is healed, for the steps that all hosts with room make together.
-    """
-
-    stuck_s: float = STUCK_S
-    restarts: int = 1000
-    gone_s: float = LIMIT_S
-    again_s: float = AGAIN_S
-
-
-PATIENT = Limits()
+MOST_RESTARTS = 1000  # that a worker counts
 
 
 class Run:
-    def __init__(self, plan: Plan, folder: Path, stack: ExitStack, limits: Limits = PATIENT) -> None:
-        self.plan, self.folder, self._limits = plan, folder, limits
+    def __init__(self, plan: Plan, folder: Path, stack: ExitStack) -> None:
+        self.plan, self.folder = plan, folder
         self._shm = set(os.listdir("/dev/shm"))
         self.history = History(folder)
         self.hosts = Hosts(plan, folder, self.history, stack)
@@ -98,12 +80,12 @@ class Run:
     def _stuck(self, began: float) -> str:
         """What did not come, or came too often; "": the run may go on."""
         silent_s = time.monotonic() - max(self.history.heard, began)
-        if silent_s > (self._limits.stuck_s if self.history.workers else FIRST_WORD_S):
+        if silent_s > (STUCK_S if self.history.workers else FIRST_WORD_S):
             return f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
         if time.monotonic() - began > LONGEST_S:
             return f"no end in {LONGEST_S:g} s, at step {self.history.step}; running: {self.hosts.running}"
         restarts = max((each["restart"] for each in self.history.workers.values()), default=0)
-        return f"restart {restarts} at step {self.history.step}" if restarts > self._limits.restarts else ""
+        return f"restart {restarts} at step {self.history.step}" if restarts > MOST_RESTARTS else ""
 
     def _strike_what_is_due(self) -> None:
         for number, fault in list(self._waiting):
@@ -150,7 +132,7 @@ class Run:
         if together and (self._again is None or self._again[0] != restart):
             self._again = restart, min(told)
         enough = together and self._again is not None and min(told) >= self._again[1] + AGAIN_STEPS and self._all_have_joined()
-        late = now > self._settled + self._limits.again_s
+        late = now > self._settled + AGAIN_S
         if enough or late:
             zombies = {
                 each.pid: f"{each.pid} of {parent.pid} {_shown(parent)}" for each, parent in processes.zombies(os.getpid())
@@ -174,7 +156,7 @@ class Run:
         waited_for = self.hosts.waited_for
         left = [each for each in processes.descendants(os.getpid()) if each.pid not in waited_for]
         if not stuck:
-            alive = set(wait_gone([each.pid for each in left], self._limits.gone_s))
+            alive = set(wait_gone([each.pid for each in left]))
             left = [each for each in left if each.pid in alive]
         for host in self.plan.hosts:
             self._told_by_agents(host)

@@ -42,8 +42,7 @@ def test_a_run_has_passed_only_if_it_wrote_so_and_left_so(problems: str | None, 
 
 @pytest.mark.full
 @pytest.mark.timeout(TIMEOUT_S + 30)
-@pytest.mark.parametrize("kind", ["kill host", "cut", "kill etcd leader", "kill store"])
-@pytest.mark.full("cut", "kill etcd leader", "kill store")
+@pytest.mark.parametrize("kind", ["kill worker", "kill host", "cut", "kill etcd leader", "kill store"])
 def test_the_first_seed_whose_plan_is_this_fault_alone_on_two_hosts_without_a_store(kind: str, tmp_path: Path) -> None:
     lossy_network.required()
     embedded = kind not in kinds_of(SETUPS)

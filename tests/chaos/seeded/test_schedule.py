@@ -28,37 +28,11 @@ MODES = pytest.mark.parametrize(("plans", "setups"), [(PLANS, SETUPS), (EMBEDDED
 
 
 @MODES
-def test_a_seed_gives_the_same_plan_each_time(plans, setups):
-    assert [plan(each.seed, each.embedded) for each in plans] == plans
-    assert len({each.faults for each in plans}) > 0.9 * len(plans)
-
-
-@MODES
 def test_as_many_seeds_in_a_row_as_there_are_kinds_have_them_all(plans, setups):
     kinds = set(kinds_of(setups))
     for start in (0, 7):
         found = {fault.kind for each in plans[start : start + len(kinds)] for fault in each.faults}
         assert found == kinds
-
-
-def test_each_kind_comes_in_a_job_on_etcd_or_without():
-    with_etcd, without = set(kinds_of(SETUPS)), set(kinds_of(EMBEDDED_SETUPS))
-    assert with_etcd | without == KINDS.keys()
-    assert without - with_etcd == {"kill store", "pause store"}
-
-
-@MODES
-def test_one_two_and_three_faults_at_once_come_and_all_ways_to_set_a_job_up(plans, setups):
-    assert {len(each.faults) for each in plans} == {1, 2, 3}
-    assert {(each.trainers, each.etcd, each.nnodes) for each in plans} == set(setups)
-    for setting in ("standby", "local", "spare", "s3"):
-        assert {getattr(each, setting) for each in plans} == {True, False}
-
-
-def test_the_host_of_the_store_is_not_lost_for_good():
-    lost = {fault.target for each in EMBEDDED for fault in each.faults if fault.kind == "lose host"}
-    assert lost
-    assert not lost & {HOSTS[0], RANK_0}
 
 
 @MODES

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
-from tests.chaos import disks
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of, order_or_oldest
 from tests.chaos.seeded.history import History
 from tests.chaos.seeded.hosts import Hosts
 
@@ -29,11 +29,28 @@ class Watching:
 
     def _look_at_a_disk(self, host: str, disk: Path) -> None:
         for name in {*_names(disk), *(name for of, name in self._held if of == host)}:
-            found = disks.lacking(disk / name)
+            found = _lacking(disk / name)
             if found != self._held.get((host, name)):
                 self._held[host, name] = found
                 manifest, missing = found or (0, [])
                 self._history.record("held", host=host, name=name, step=_step(name), manifest=manifest, missing=missing)
+
+
+def _lacking(part: Path) -> tuple[int, list[str]] | None:
+    """A number for the manifest of a checkpoint on one disk, and the files that this disk lacks; None: it has no manifest."""
+    try:
+        data = (part / MANIFEST).read_bytes()
+        files = decode(data).files
+    except (FileNotFoundError, NotADirectoryError, ManifestError):
+        return None
+    return zlib.crc32(data), [file.name for file in files if _size(part / file.name) != file.size]
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _names(folder: Path) -> list[str]:

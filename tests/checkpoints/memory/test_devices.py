@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -286,14 +285,6 @@ def test_pinned_buffers_are_let_go_before_their_memory_is_mapped_for_another_sav
     assert training.cuda.calls == [("pin", buffer.data_ptr()), ("unpin", buffer.data_ptr())]
 
 
-def test_a_closed_saver_pins_nothing(tmp_path: Path) -> None:
-    saved, called = Saved(tmp_path, "cpu"), Mock()
-    saved.saver._copying.pin = called
-    saved.snapshot(1)
-    saved.saver.close()
-    assert called.call_args.args == ((),)
-
-
 # Stalls.
 
 
@@ -329,17 +320,6 @@ def marks(began: float, ended: float | None, copied: float | None, *reached: flo
 )
 def test_what_a_copy_stalls_on_the_device(made: Marks, stall_s: float | None) -> None:
     assert made.stall_s() == (None if stall_s is None else pytest.approx(stall_s))
-
-
-def test_each_stall_is_told_once_when_it_is_known() -> None:
-    copying = Copying([])
-    late = marks(0, None, None)
-    copying._untold.extend([[marks(0, 1, 1), marks(0, 4, 4)], [late, marks(0, 1, 1)]])
-    assert copying.device_stall_s() == pytest.approx(0.004), "of the slower device"
-    assert copying.device_stall_s() is None
-    late.ended.ms = 2
-    assert copying.device_stall_s() == pytest.approx(0.002)
-    assert copying.device_stall_s() is None
 
 
 def test_copies_on_the_cpu_stall_no_device() -> None:
@@ -449,26 +429,3 @@ def test_what_is_loaded_is_the_state_of_its_step_to_the_bit(
     if device == "cuda":
         assert beside[:19] == [False, *[True] * 18]
         assert set(beside[19:]) == {not captured}
-
-
-def test_what_a_copy_has_stalled_the_devices_counts_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(tmp_path, "cpu")
-    monkeypatch.setattr(saved.saver._copying, "device_stall_s", iter((None, 100.0, None)).__next__)
-    stalls = []
-    for step in range(1, 5):
-        saved.train()
-        saved.snapshot(step)
-        saved.saver.wait()
-        stalls.append(saved.saver._times.last_stall_s)
-    assert [stall_s >= 100 for stall_s in stalls] == [False, False, True, False]
-
-
-def test_pinned_buffers_are_let_go_before_others_are_made(tmp_path: Path) -> None:
-    saved, called = Saved(tmp_path, "cpu"), Mock()
-    saved.saver._copying.pin = called.pin
-    saved.saver._buffers.allocate = called.allocate
-    saved.snapshot(1)
-    saved.saver.wait()
-    saved.saver.begin(2)
-    assert [name for name, *_ in called.mock_calls] == ["pin", "allocate", "pin", "pin"]
-    assert [each.args for each in called.pin.mock_calls] == [((),), ([],), ((),)]

@@ -11,13 +11,10 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ext.checkpoints.memory import part
-from elastic_ext.checkpoints.memory.part import Box, Buffers, PartError, create, open_mapped
+from elastic_ext.checkpoints.memory.part import Buffers, PartError, create, open_mapped
 from elastic_ext.checkpoints.state.capture import Capture, Objects, capture
 from elastic_ext.checkpoints.storage import open_storage
 from tests.until import LIMIT_S
@@ -253,20 +250,3 @@ def test_a_private_mapping_leaves_the_file_as_it_is(tmp_path):
     create(storage, "a/rank_00000.mem", 4096)
     open_mapped(storage, "a/rank_00000.mem", private=True).tensor.fill_(7)
     assert not any(open_mapped(storage, "a/rank_00000.mem").bytes)
-
-
-def test_how_a_tensor_is_sharded_is_asked_once(tmp_path, monkeypatch):
-    """Torch needs longer for the answer than a copy of a long tensor takes; each copy needs it."""
-    asked = []
-    genuine = DTensor.__create_chunk_list__
-    monkeypatch.setattr(DTensor, "__create_chunk_list__", lambda self: asked.append(self) or genuine(self))
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for value in (1.0, 2.0):
-            tensors = {"a": distribute_tensor(torch.full((6, 2), value), mesh, [Shard(0)])}
-            index = pickle.loads(part.plan(Capture({"model": tensors}, {}, {}), 0, 1).index)
-            assert index.boxes == {("model", "a"): Box((0, 0), (6, 2))}
-    finally:
-        dist.destroy_process_group()
-    assert len(asked) == 1

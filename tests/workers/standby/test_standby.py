@@ -27,7 +27,7 @@ from tests import jobs
 from tests.embedded_server import EmbeddedServer
 from tests.failures.test_sources import memory_group
 from tests.jobs import PATIENT_AGENT as AGENT
-from tests.jobs import SCRIPTS, Finished, Gate, Job, children, command_of, open_files, run, wait_gone
+from tests.jobs import SCRIPTS, Finished, Gate, Job, children, command_of, open_files, wait_gone
 from tests.ports import free_port
 from tests.until import LIMIT_S, until
 
@@ -273,39 +273,6 @@ def test_a_variable_that_a_module_of_the_script_sets(tmp_path):
         assert job.finish().returncode == 0
 
 
-SOON = """
-import fcntl, os, signal, sys
-warm, attempt = "torch" in sys.modules, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-gate = open("gate")
-if not attempt:
-    fcntl.flock(gate, fcntl.LOCK_EX)
-import torch
-print("warm", warm, attempt, flush=True)
-if not attempt:
-    os.kill(os.getpid(), signal.SIGKILL)
-with open("news"):
-    pass
-"""
-
-
-@pytest.mark.full
-def test_a_fault_while_the_server_still_imports_comes_back_by_a_standby(tmp_path):
-    """The import under way ends only after the worker has died, and takes a second more; the next one only beside the new worker.
-
-    Each waits for the other: the standby does not have that module yet.
-    """
-    (tmp_path / "gate").write_text("")
-    os.mkfifo(tmp_path / "news")
-    (tmp_path / "later.py").write_text("with open('news', 'w'): pass")
-    (tmp_path / "late.py").write_text(
-        "import fcntl, time\nwith open('gate') as gate: fcntl.flock(gate, fcntl.LOCK_SH)\ntime.sleep(1)"
-    )
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(tmp_path, SOON))]
-    done = run(command, tmp_path, ELASTIC_EXT_PRELOAD="late later", **VERBOSE)
-    assert done.returncode == 0, done.all
-    assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("True", "1")], done.all
-
-
 IMPORTS = {  # modules, and why they are unsafe
     "import os, queue\nlevel = os.environ.get('MY_LEVEL')": None,
     "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()": "it starts a thread when",
@@ -531,20 +498,6 @@ def test_standbys_give_their_memory_to_the_training(tmp_path, large_group):
 @pytest.fixture
 def large_group():
     yield from memory_group(4 << 30)
-
-
-@pytest.fixture
-def small_group():
-    yield from memory_group(900 << 20)
-
-
-@pytest.mark.full
-def test_without_memory_there_are_none(tmp_path, small_group):
-    enter = f'echo $$ > {small_group}/cgroup.procs && exec "$@"'
-    script = make(tmp_path, "import sys; print('torch' in sys.modules)")
-    done = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", str(script)], tmp_path, **VERBOSE)
-    assert done.returncode == 0, done.all
-    assert re.search(r"without a warm standby: \d+ MB of memory are free, but standbys need \d+ MB", done.err), done.err
 
 
 # ---- nothing is left

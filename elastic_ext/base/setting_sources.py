@@ -35,7 +35,7 @@ class SettingType:
         secret: messages must not show the value.
     """
 
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
     expected: str
     secret: bool = False
 
@@ -225,7 +225,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may
 
 
 def read_values(
-    known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]
+    known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, object], environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the values of the settings that some source gives.
 
@@ -263,7 +263,7 @@ def _is_torchs(key: str, ours: set[str]) -> bool:
     return False
 
 
-def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
+def _from_file(path: str | None) -> tuple[str, Mapping[str, object]]:
     if not path:
         return "", {}
     try:
@@ -284,7 +284,7 @@ def _from_environ(environ: Mapping[str, str], keys: set[str]) -> Mapping[str, st
     return found
 
 
-def _with_new_keys(given: Mapping[str, Any], renamed: Mapping[str, str], origin: str) -> dict[str, Any]:
+def _with_new_keys(given: Mapping[str, object], renamed: Mapping[str, str], origin: str) -> dict[str, object]:
     found = {}
     for key, value in given.items():
         new = renamed.get(key, key)
@@ -296,7 +296,7 @@ def _with_new_keys(given: Mapping[str, Any], renamed: Mapping[str, str], origin:
     return found
 
 
-def _parsed(known: Mapping[str, SettingType], key: str, value: Any, origin: str) -> Any:
+def _parsed(known: Mapping[str, SettingType], key: str, value: object, origin: str) -> object:
     if key not in known:
         if key[:1] in ("'", '"'):
             raise UsageError(f"{origin} has quotes around {literal(key, MAX_CHARACTERS)}: they are for a shell, leave them out")

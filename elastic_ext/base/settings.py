@@ -44,7 +44,7 @@ SECRET_VARIABLES = frozenset(
 RENAMED: dict[str, str] = {}
 
 
-def _setting(default: Any, type_: SettingType, help_: str) -> Any:
+def _setting(default: object, type_: SettingType, help_: str) -> Any:
     return field(default=default, metadata={"type": type_, "help": help_})
 
 
@@ -318,7 +318,7 @@ DEFAULT_STOP_GRACE = 5.0  # seconds
 _TYPES: dict[str, SettingType] = {each.name: each.metadata["type"] for each in fields(Settings)}
 
 
-def read(rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
     """Return the settings of this agent.
 
     Args:
@@ -341,7 +341,7 @@ _CONTRADICTIONS = (
 )
 
 
-def check_times(settings: Settings, rdzv_conf: Mapping[str, Any], shutdown_timeout: float) -> None:
+def check_times(settings: Settings, rdzv_conf: Mapping[str, object], shutdown_timeout: float) -> None:
     """Refuse times that contradict each other.
 
     Args:

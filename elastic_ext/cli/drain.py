@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from typing import Any
 
 from elastic_ext.base import settings
 from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE
-from elastic_ext.cli import print_error, print_line
+from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 TIMEOUT_S = 600.0
@@ -25,7 +24,7 @@ MEANINGS = {
 }
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: Commands) -> None:
     """Add this command to `elastic-ext`."""
     drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
     drain.description = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_ext.base import files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli import print_error
+from elastic_ext.cli import Commands, print_error
 from elastic_ext.cli.job_source import ENDPOINT, job_client
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
@@ -17,7 +17,7 @@ from elastic_ext.failures.policy import EXIT_CODES, decide
 from elastic_ext.failures.user_rules import UserRule
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: Commands) -> None:
     """Add this command to `elastic-ext`."""
     explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
     explain.description = (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from elastic_ext.cli import print_line
+from elastic_ext.cli import Commands, print_line
 from elastic_ext.planning import advice
 from elastic_ext.planning.advice import DAY_S, Advice, PlannedJob
 
@@ -18,7 +18,7 @@ MOST = 1_000_000  # nodes
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15}
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: Commands) -> None:
     """Add this command to `elastic-ext`."""
     plan = commands.add_parser("plan", help="estimate the goodput of a job, its spares and its settings")
     plan.description = (

@@ -10,12 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.base.records import RecordError
-from elastic_ext.cli import job_source, print_error
+from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.rendezvous.job_status import NoSuchJob
 from elastic_ext.status import status_records
 from elastic_ext.status.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
@@ -38,7 +37,7 @@ MEANINGS = {
 }
 
 
-def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: Commands) -> None:
     """Add this command to `elastic-ext`."""
     status = commands.add_parser("status", help="show the state of a job: nodes, rounds, failures, checkpoints, stragglers")
     status.description = "Show a job, live or ended. Changes nothing."

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc  # type: ignore[import-untyped, unused-ignore]
-import grpc.aio  # type: ignore[import-untyped, unused-ignore]
+from grpc.aio import ServicerContext  # type: ignore[import-untyped, unused-ignore]
 
-from elastic_ext.embedded.keyspace import Change, Keyspace, Message, Refused, covers
+from elastic_ext.embedded.keyspace import Change, Keyspace, Refused, covers
 from elastic_ext.embedded.plan import BUILD
-from elastic_ext.etcd.messages import calls, etcdrpc
+from elastic_ext.etcd.messages import Message, calls, etcdrpc
 
 RESPONSE_BYTES = 1 << 20  # about; gRPC's clients take 4 MiB
 
@@ -145,7 +145,7 @@ class Service:
         self._wakes: set[asyncio.Event] = set()  # of the streams
         self._announced = keyspace.revision
 
-    def handlers(self) -> list[Any]:
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return gRPC's handlers of all services, and one that refuses other calls."""
         unary: dict[str, Callable[[Message], Message]] = {
             "Range": self._keyspace.range,
@@ -158,7 +158,7 @@ class Service:
             "Alarm": lambda request: self._rpc.AlarmResponse(header=self._keyspace.header()),
             "Status": self._status,
         }
-        streams: dict[str, Callable[[AsyncIterator[Message], Any], AsyncIterator[Message]]] = {
+        streams: dict[str, Callable[[AsyncIterator[Message], ServicerContext], AsyncIterator[Message]]] = {
             "Watch": self._watch,
             "LeaseKeepAlive": self._keep_alive,
         }
@@ -197,8 +197,8 @@ class Service:
 
     # Calls
 
-    def _unary(self, answer: Callable[[Message], Message]) -> Callable[[Message, Any], Any]:
-        async def call(request: Message, context: Any) -> Message:
+    def _unary(self, answer: Callable[[Message], Message]) -> Callable[[Message, ServicerContext], Awaitable[Message]]:
+        async def call(request: Message, context: ServicerContext) -> Message:
             try:
                 response = answer(request)
             except Refused as refused:
@@ -220,11 +220,11 @@ class Service:
         header = self._keyspace.header()
         return self._rpc.StatusResponse(header=header, version=VERSION, dbSize=self._keyspace.size, leader=1, raftTerm=1)
 
-    async def _keep_alive(self, requests: AsyncIterator[Message], context: Any) -> AsyncIterator[Message]:
+    async def _keep_alive(self, requests: AsyncIterator[Message], context: ServicerContext) -> AsyncIterator[Message]:
         async for request in requests:
             yield self._keyspace.keep_alive(request, self._clock())
 
-    async def _watch(self, requests: AsyncIterator[Message], context: Any) -> AsyncIterator[Message]:
+    async def _watch(self, requests: AsyncIterator[Message], context: ServicerContext) -> AsyncIterator[Message]:
         watches, wake = Watches(self._keyspace), asyncio.Event()
         reading = asyncio.ensure_future(_read(requests, watches, wake))
         self._wakes.add(wake)
@@ -262,8 +262,8 @@ async def _read(requests: AsyncIterator[Message], watches: Watches, wake: asynci
 class _Others(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     """Refuses calls that only etcd's own servers take."""
 
-    def service(self, details: Any) -> Any:
-        async def refuse(request: bytes, context: Any) -> None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def refuse(request: bytes, context: ServicerContext) -> None:
             what = f"{details.method} is not served by the embedded store; for that use ext_etcd and etcd's own servers"
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, what)
 

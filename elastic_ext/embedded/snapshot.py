@@ -19,8 +19,8 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
-from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
-from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.embedded.keyspace import Keyspace, Refused
+from elastic_ext.etcd.messages import Message, etcdrpc
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode

@@ -1,5 +1,7 @@
 """Hangs of one round: whether the workers of this node stall, where each one is when the whole job hangs, and NCCL's records."""
 
+from __future__ import annotations
+
 import errno
 import logging
 import os

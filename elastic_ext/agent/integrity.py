@@ -1,5 +1,7 @@
 """What the workers of this node have hashed of their replicas, for comparison with those of other nodes (`integrity_every`)."""
 
+from __future__ import annotations
+
 import logging
 import math
 import os

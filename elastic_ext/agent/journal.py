@@ -3,6 +3,8 @@
 A companion for what happens to the workers; the agent's loop calls it for the rest, where it logs the same. It never decides.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import time
@@ -79,7 +81,7 @@ class Journal(Companion):
             settings=shown_settings(settings),
         )
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

@@ -1,5 +1,7 @@
 """This agent's metrics, and its goodput: a ledger of what the agent and its workers do, shared with the job."""
 
+from __future__ import annotations
+
 import functools
 import logging
 import os
@@ -54,7 +56,7 @@ class _KnownGoodput:
         """Return the sum when this agent has spent so much."""
         return Shared(self.shared.spent.plus(mine.since(self.mine)), max(1, self.shared.hosts))
 
-    def after(self, shared: Shared, mine: Spent) -> "_KnownGoodput":
+    def after(self, shared: Shared, mine: Spent) -> _KnownGoodput:
         """Return what is known after a sum was read. The agent of rank 0 may have made it before this one gave its share: then
         what was known is more, and a goodput that is shown must not go back.
         """

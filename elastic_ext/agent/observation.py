@@ -4,6 +4,8 @@
 only notes its state there: a rendezvous that does not answer delays neither it nor a scrape.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import random
@@ -61,7 +63,7 @@ def settle_s(node_id: str, nodes: int) -> float:
 class JobView:
     """Works from construction to `close`, which is for the agent's loop; `document` is for the server's thread."""
 
-    def __init__(self, handler: Rendezvous, node: "OwnNode") -> None:
+    def __init__(self, handler: Rendezvous, node: OwnNode) -> None:
         self._handler, self._node = handler, node
         self._ages = ReportAges()
         self._changed = threading.Condition()

@@ -7,6 +7,8 @@ agent is killed. If both are killed at once (a batch system ends a job), the nex
 agent lives: the agent holds it from before there are copies, and the kernel lets it go with the process.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
@@ -50,7 +52,7 @@ class MemoryCopies:
         self.saved: NewestSaved | None = NONE_SAVED
         self.checkpoint_step: int | None = None  # step of the newest checkpoint that it knows of; 0: none exists, None: unknown
 
-    def __enter__(self) -> "MemoryCopies":
+    def __enter__(self) -> MemoryCopies:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,7 @@
 """One round on this node: `RoundStart` starts its workers, `RunningRound` holds them, `RoundWatch` watches them to the end."""
 
+from __future__ import annotations
+
 import functools
 import logging
 import math

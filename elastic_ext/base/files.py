@@ -2,6 +2,8 @@
 names, read in bounded time and space, whatever kind of file it is.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl

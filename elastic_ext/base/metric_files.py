@@ -16,6 +16,8 @@ What a file holds may be anything: its writer may die between any two stores, an
 reader takes what it can decode and ignores the rest.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import json
@@ -65,7 +67,7 @@ class Definition:
         suffixes = {COUNTER: ("", "_total", "_created"), GAUGE: ("",)}
         return frozenset(self.name + each for each in suffixes.get(self.kind, ("", "_bucket", "_count", "_sum", "_created")))
 
-    def agrees(self, other: "Definition") -> bool:
+    def agrees(self, other: Definition) -> bool:
         """Return whether both describe the same metric, in whatever words."""
         return (self.kind, self.name, self.labels, self.bounds) == (other.kind, other.name, other.labels, other.bounds)
 

@@ -7,6 +7,8 @@ ranges. It ignores unknown fields, so that a field can be added within a schema.
 A field's key in JSON is its name, or the name given by `stored_as`. Standard library only.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import types
@@ -14,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from elastic_ext.base.errors import ElasticExtError
 
@@ -84,7 +86,7 @@ def plain(record: object) -> dict[str, Any]:
     return {_key(of): _plain_value(getattr(record, of.name)) for of in fields(record)}
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (list, tuple)):
@@ -124,11 +126,11 @@ def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
     return dict(found)
 
 
-def build(kind: type[T], data: Any, what: str) -> T:
+def build(kind: type[T], data: object, what: str) -> T:
     """Make a dataclass from JSON values. Raises RecordError."""
     of: Any = kind
     try:
-        made: T = _dataclass(of)(data)
+        made = cast(T, _dataclass(of)(data))
     except (ValueError, TypeError) as error:
         raise RecordError(f"{what} holds no {kind.__name__.lower()} of elastic_ext: {_one_line(error)}") from error
     return made
@@ -150,7 +152,7 @@ def _refuse(constant: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: the leader of thousands of nodes spends most of its time reading
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: object) -> object:
     """Return the value without lone surrogates, which no key and no message can hold."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
@@ -164,7 +166,7 @@ def _encodable(value: Any) -> Any:
 # The functions below map a field's type to a function that makes its value from JSON. Each raises ValueError or TypeError, whose
 # text must not repeat the value, because it may have any length.
 
-Make = Callable[[Any], Any]
+Make = Callable[[object], object]
 
 
 @cache
@@ -172,7 +174,7 @@ def _dataclass(kind: Any) -> Make:
     hints = get_type_hints(kind, include_extras=True)
     makers = {_key(of): (of.name, _maker(hints[of.name])) for of in fields(kind)}
 
-    def make(value: Any) -> Any:
+    def make(value: object) -> object:
         if not isinstance(value, Mapping):
             raise _wrong_type(value, kind.__name__)
         given = {}
@@ -209,11 +211,11 @@ def _maker(hint: Any) -> Make:
     raise TypeError(f"no record holds a {hint!r}")
 
 
-def _wrong_type(value: Any, wanted: str) -> TypeError:
+def _wrong_type(value: object, wanted: str) -> TypeError:
     return TypeError(f"of type {type(value).__name__}, expected {wanted}")
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> int:
     if type(value) is not int:
         raise _wrong_type(value, "a whole number")
     if not _LEAST <= value <= _MOST:
@@ -221,7 +223,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> float:
     if type(value) is int:
         return _whole(value)
     if type(value) is not float:
@@ -232,7 +234,7 @@ def _number(value: Any) -> Any:
 
 
 def _exactly(kind: type) -> Make:
-    def make(value: Any) -> Any:
+    def make(value: object) -> object:
         if type(value) is not kind:
             raise _wrong_type(value, kind.__name__)
         return value
@@ -240,7 +242,7 @@ def _exactly(kind: type) -> Make:
     return make
 
 
-_PLAIN: dict[Any, Make] = {
+_PLAIN: dict[object, Make] = {
     int: _whole,
     float: _number,
     str: _exactly(str),
@@ -250,7 +252,7 @@ _PLAIN: dict[Any, Make] = {
 
 
 def _checked(make: Make, good: Callable[[Any], bool]) -> Make:
-    def checked(value: Any) -> Any:
+    def checked(value: object) -> object:
         made = make(value)
         if not good(made):
             raise ValueError("out of range" if isinstance(made, (int, float)) else "a text that is not allowed here")
@@ -260,7 +262,7 @@ def _checked(make: Make, good: Callable[[Any], bool]) -> Make:
 
 
 def _any_of(makers: list[Make]) -> Make:
-    def make(value: Any) -> Any:
+    def make(value: object) -> object:
         for one in makers:
             try:
                 return one(value)
@@ -272,7 +274,7 @@ def _any_of(makers: list[Make]) -> Make:
 
 
 def _tuple_of(make: Make) -> Make:
-    def made(value: Any) -> Any:
+    def made(value: object) -> object:
         if not isinstance(value, (list, tuple)):
             raise _wrong_type(value, "a list")
         return tuple(map(make, value))
@@ -283,7 +285,7 @@ def _tuple_of(make: Make) -> Make:
 def _member_of(kind: type[Enum]) -> Make:
     values = {member.value: member for member in kind}
 
-    def make(value: Any) -> Any:
+    def make(value: object) -> object:
         if not isinstance(value, str) or value not in values:
             raise ValueError(f"expected one of {', '.join(map(str, values))}")
         return values[value]

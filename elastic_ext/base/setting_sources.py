@@ -2,6 +2,8 @@
 (`ELASTIC_EXT_<KEY>`), the TOML file that `ELASTIC_EXT_CONFIG` names. Standard library only.
 """
 
+from __future__ import annotations
+
 import difflib
 import functools
 import importlib.util
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SettingType:
     # makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError if it is invalid
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
     expected: str  # completes "expected ..." in the error message
     secret: bool = False  # messages must not show the value
 
@@ -207,7 +209,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may
 
 
 def read_values(
-    known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]
+    known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, object], environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the values of the settings that some source gives.
 
@@ -242,7 +244,7 @@ def _is_torchs(key: str, ours: set[str]) -> bool:
     return False
 
 
-def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
+def _from_file(path: str | None) -> tuple[str, Mapping[str, object]]:
     if not path:
         return "", {}
     try:
@@ -263,7 +265,7 @@ def _from_environ(environ: Mapping[str, str], keys: set[str]) -> Mapping[str, st
     return found
 
 
-def _with_new_keys(given: Mapping[str, Any], renamed: Mapping[str, str], origin: str) -> dict[str, Any]:
+def _with_new_keys(given: Mapping[str, object], renamed: Mapping[str, str], origin: str) -> dict[str, object]:
     found = {}
     for key, value in given.items():
         new = renamed.get(key, key)
@@ -275,7 +277,7 @@ def _with_new_keys(given: Mapping[str, Any], renamed: Mapping[str, str], origin:
     return found
 
 
-def _parsed(known: Mapping[str, SettingType], key: str, value: Any, origin: str) -> Any:
+def _parsed(known: Mapping[str, SettingType], key: str, value: object, origin: str) -> object:
     if key not in known:
         if key[:1] in ("'", '"'):
             raise UsageError(f"{origin} has quotes around {literal(key, MAX_CHARACTERS)}: they are for a shell, leave them out")

@@ -3,6 +3,8 @@
 `setting_sources` reads them and parses their values.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -222,7 +224,7 @@ DEFAULT_STOP_GRACE = 5.0  # seconds
 _TYPES: dict[str, types.SettingType] = {each.name: each.metadata["type"] for each in fields(Settings)}
 
 
-def read(rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
     """Return the settings of this agent.
 
     rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own. environ: the environment of the agent.
@@ -242,7 +244,7 @@ _CONTRADICTIONS = (
 )
 
 
-def check_times(settings: Settings, rdzv_conf: Mapping[str, Any], shutdown_timeout: float) -> None:
+def check_times(settings: Settings, rdzv_conf: Mapping[str, object], shutdown_timeout: float) -> None:
     """Refuse times that contradict each other.
 
     settings: the settings from `read`. rdzv_conf: may hold torch's own times. shutdown_timeout: torchrun's `--shutdown-timeout`

@@ -1,14 +1,19 @@
 """The commands of `elastic-ext`, one module for each, and how they print lines, errors, and the findings of checks."""
 
+from __future__ import annotations
+
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
 from elastic_ext.base.errors import EX_CONFIG
 from elastic_ext.base.printable import cut, printable, redacted, shown
 
 MAX_CHARACTERS = 300  # of an error
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 

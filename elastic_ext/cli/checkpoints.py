@@ -1,5 +1,7 @@
 """`elastic-ext checkpoints`: ls, verify, pin, unpin, prune, quarantine, cp, save."""
 
+from __future__ import annotations
+
 import argparse
 import getpass
 import json
@@ -8,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
@@ -18,7 +19,7 @@ from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.cli import print_error, print_line
+from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
@@ -27,7 +28,7 @@ BAR_WIDTH = 30  # characters
 SHOW_EVERY_S = 0.1  # seconds between two updates of the bar
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_command(commands: Commands) -> None:
     options = commands.add_parser("checkpoints", help="list, verify, mark, prune and copy checkpoints")
     options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code for wrong usage or input is 78."
     actions = options.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=type(options))
@@ -65,7 +66,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _action(
-    actions: "argparse._SubParsersAction[Any]", name: str, run: Callable[[argparse.Namespace], int], what: str, names: str = ""
+    actions: Commands, name: str, run: Callable[[argparse.Namespace], int], what: str, names: str = ""
 ) -> argparse.ArgumentParser:
     """Add an action on a directory. names: argparse's nargs for the checkpoint names that it takes, or "" for none."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
@@ -76,7 +77,7 @@ def _action(
     return parser
 
 
-def _add_save(actions: "argparse._SubParsersAction[Any]") -> None:
+def _add_save(actions: Commands) -> None:
     save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
         "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
@@ -311,7 +312,7 @@ class ProgressBar:
     def __init__(self, title: str) -> None:
         self._title, self._on, self._shown_at, self._began = shown(title), os.isatty(2), 0.0, time.monotonic()
 
-    def __enter__(self) -> "ProgressBar":
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,13 +1,14 @@
 """`elastic-ext drain`: an operator takes a node out of a running job without losing work."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
-from typing import Any
 
 from elastic_ext.base import settings
 from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE
-from elastic_ext.cli import print_error, print_line
+from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 TIMEOUT_S = 600.0
@@ -22,7 +23,7 @@ MEANINGS = {
 }
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_command(commands: Commands) -> None:
     drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
     drain.description = (
         "Take a node out of a job once a checkpoint is saved, and wait until the job runs without it: a spare steps "

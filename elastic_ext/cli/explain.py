@@ -1,5 +1,7 @@
 """`elastic-ext explain`: explains a failure from a file with evidence or from the records of a job in etcd."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections.abc import Sequence
@@ -7,14 +9,14 @@ from typing import Any
 
 from elastic_ext.base import files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli import print_error
+from elastic_ext.cli import Commands, print_error
 from elastic_ext.cli.job_source import ENDPOINT, job_client
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_command(commands: Commands) -> None:
     explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
     explain.description = (
         "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null if the agent "

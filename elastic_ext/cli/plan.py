@@ -1,5 +1,7 @@
 """`elastic-ext plan`: what a job can expect before it runs, and what to set."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from argparse import SUPPRESS
@@ -7,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from elastic_ext.cli import print_line
+from elastic_ext.cli import Commands, print_line
 from elastic_ext.planning import advice
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": advice.DAY_S}
@@ -15,7 +17,7 @@ MOST = 1_000_000  # nodes
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15}
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_command(commands: Commands) -> None:
     plan = commands.add_parser("plan", help="estimate the goodput of a job, its spares and its settings")
     plan.description = (
         "Estimate, before a job runs: the share of the time in which it trains (ETTR), what takes the rest, how many spares it "

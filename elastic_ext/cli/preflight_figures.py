@@ -1,5 +1,7 @@
 """What the figures of a preflight mean: which device, disk or pair of nodes is the outlier. Pure."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +62,7 @@ class Figure:
     blame: str = NODE  # if it is bad: NODE, SETTINGS, or OTHERS, with which a job may run
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Figure":
+    def of(cls, fields: Mapping[str, Any]) -> Figure:
         """Return the figure that `dataclasses.asdict` has made these fields of."""
         return cls(**{**fields, "nodes": tuple(fields["nodes"])})
 

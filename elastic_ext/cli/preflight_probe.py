@@ -8,6 +8,8 @@ Output, one JSON object per line: {"doing": TEXT} before each step, {"figure": F
 all others; {"end": true} at the end.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -81,7 +83,7 @@ class _Probe:
         for figure in self._figures:
             self._report("figure", asdict(figure))
 
-    def _meet(self) -> "_Party":
+    def _meet(self) -> _Party:
         self._report("doing", "waiting for the other processes")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         _choose_interface(os.environ["MASTER_ADDR"])
@@ -126,7 +128,7 @@ class _Probe:
             if "://" in storage or os.path.isdir(storage):
                 self._figures.append(_storage_figure(node, storage))
 
-    def _measure_pairs(self, party: "_Party", device: str) -> None:
+    def _measure_pairs(self, party: _Party, device: str) -> None:
         began = time.monotonic()
         party.ends(0)  # its own part
         for number, pairs in enumerate(tournament(len(party.nodes)), 1):
@@ -141,7 +143,7 @@ class _Probe:
                 self._figures += found if party.rank == members[0] else []
             party.ends(number)
 
-    def _gather(self, party: "_Party") -> None:
+    def _gather(self, party: _Party) -> None:
         """Give rank 0 the figures of all."""
         self._report("doing", "gathering the figures")
         party.store.set(f"figures/{party.rank}", json.dumps([asdict(figure) for figure in self._figures]))

@@ -1,5 +1,7 @@
 """`elastic-ext status`: the status of a whole job, live or ended, from its etcd or from any of its agents."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import shutil
@@ -8,12 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.base.records import RecordError
-from elastic_ext.cli import job_source, print_error
+from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.rendezvous.job_status import NoSuchJob
 from elastic_ext.status import status_records
 from elastic_ext.status.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
@@ -36,7 +37,7 @@ MEANINGS = {
 }
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_command(commands: Commands) -> None:
     status = commands.add_parser("status", help="show the state of a job: nodes, rounds, failures, checkpoints, stragglers")
     status.description = "Show a job, live or ended. Changes nothing."
     status.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
@@ -94,7 +95,7 @@ def _show(document: Document, as_json: bool, again: bool = False) -> int:
     return EXIT_CODES.get(document.job.state, 3)
 
 
-def _terminal(whole_screen: bool) -> "Terminal":
+def _terminal(whole_screen: bool) -> Terminal:
     """Return what standard output is. whole_screen: the nodes get what the rest leaves of it, at least a few rows."""
     if not sys.stdout.isatty():
         return Terminal()

@@ -1,16 +1,17 @@
 """`elastic-ext timeline`: draws the life of a job, from the events of its agents or from its status."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
-from elastic_ext.cli import job_source, print_error, print_line
+from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.timeline import builder, events
 from elastic_ext.timeline.model import Timeline
 
@@ -21,7 +22,7 @@ MOST_FAULTS = 20  # lines named; the rest is counted
 MISSING = "timeline: drawing needs matplotlib: pip install 'elastic_ext[timeline]'"
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_command(commands: Commands) -> None:
     timeline = commands.add_parser("timeline", help="draw the life of a job: what each node did when, failures, checkpoints")
     timeline.description = (
         "Draw a job, live or ended, as a picture. The events of its agents (setting events_file) show most; its status, "

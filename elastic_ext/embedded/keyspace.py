@@ -4,18 +4,18 @@ Requests and answers are messages of `etcd.messages`. Every change has a revisio
 that knows an earlier store, which is lost with all it held, finds its revisions in the future, or compacted, and reads again.
 """
 
+from __future__ import annotations
+
 import itertools
 import operator
 import secrets
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.messages import Message, etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
-
-Message: TypeAlias = Any  # of a class made at run time: see `etcd.messages`
 
 MIN_TTL_S = 2  # as etcd with its default election timeout
 MAX_TTL_S = 9_000_000_000  # server/lease/lessor.go

@@ -1,19 +1,21 @@
 """Serves a `Keyspace` over gRPC, with the calls of `etcd.messages`. Everything runs on one event loop: no locks."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc  # type: ignore[import-untyped, unused-ignore]
-import grpc.aio  # type: ignore[import-untyped, unused-ignore]
+from grpc.aio import ServicerContext  # type: ignore[import-untyped, unused-ignore]
 
-from elastic_ext.embedded.keyspace import Change, Keyspace, Message, Refused, covers
+from elastic_ext.embedded.keyspace import Change, Keyspace, Refused, covers
 from elastic_ext.embedded.plan import BUILD
-from elastic_ext.etcd.messages import calls, etcdrpc
+from elastic_ext.etcd.messages import Message, calls, etcdrpc
 
 RESPONSE_BYTES = 1 << 20  # about; gRPC's clients take 4 MiB
 
@@ -142,7 +144,7 @@ class Service:
         self._wakes: set[asyncio.Event] = set()  # of the streams
         self._announced = keyspace.revision
 
-    def handlers(self) -> list[Any]:
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return gRPC's handlers of all services, and one that refuses other calls."""
         unary: dict[str, Callable[[Message], Message]] = {
             "Range": self._keyspace.range,
@@ -155,7 +157,7 @@ class Service:
             "Alarm": lambda request: self._rpc.AlarmResponse(header=self._keyspace.header()),
             "Status": self._status,
         }
-        streams: dict[str, Callable[[AsyncIterator[Message], Any], AsyncIterator[Message]]] = {
+        streams: dict[str, Callable[[AsyncIterator[Message], ServicerContext], AsyncIterator[Message]]] = {
             "Watch": self._watch,
             "LeaseKeepAlive": self._keep_alive,
         }
@@ -192,8 +194,8 @@ class Service:
                 wake.set()
             self._on_change()
 
-    def _unary(self, answer: Callable[[Message], Message]) -> Callable[[Message, Any], Any]:
-        async def call(request: Message, context: Any) -> Message:
+    def _unary(self, answer: Callable[[Message], Message]) -> Callable[[Message, ServicerContext], Awaitable[Message]]:
+        async def call(request: Message, context: ServicerContext) -> Message:
             try:
                 response = answer(request)
             except Refused as refused:
@@ -215,11 +217,11 @@ class Service:
         header = self._keyspace.header()
         return self._rpc.StatusResponse(header=header, version=VERSION, dbSize=self._keyspace.size, leader=1, raftTerm=1)
 
-    async def _keep_alive(self, requests: AsyncIterator[Message], context: Any) -> AsyncIterator[Message]:
+    async def _keep_alive(self, requests: AsyncIterator[Message], context: ServicerContext) -> AsyncIterator[Message]:
         async for request in requests:
             yield self._keyspace.keep_alive(request, time.monotonic())
 
-    async def _watch(self, requests: AsyncIterator[Message], context: Any) -> AsyncIterator[Message]:
+    async def _watch(self, requests: AsyncIterator[Message], context: ServicerContext) -> AsyncIterator[Message]:
         watches, wake = Watches(self._keyspace), asyncio.Event()
         reading = asyncio.ensure_future(_read(requests, watches, wake))
         self._wakes.add(wake)
@@ -257,8 +259,8 @@ async def _read(requests: AsyncIterator[Message], watches: Watches, wake: asynci
 class _Others(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     """Refuses calls that only etcd's own servers take."""
 
-    def service(self, details: Any) -> Any:
-        async def refuse(request: bytes, context: Any) -> None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def refuse(request: bytes, context: ServicerContext) -> None:
             what = f"{details.method} is not served by the embedded store; for that use ext_etcd and etcd's own servers"
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, what)
 

@@ -3,6 +3,8 @@
 The format is that of `own_etcd.saved_keys`, and so is the rule when it is removed.
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import contextlib
@@ -16,8 +18,8 @@ from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import printable
-from elastic_ext.embedded.keyspace import Keyspace, Message, Refused
-from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.embedded.keyspace import Keyspace, Refused
+from elastic_ext.etcd.messages import Message, etcdrpc
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from elastic_ext.etcd import errors, vendor
-from elastic_ext.etcd.endpoints import Connection, Endpoints
+from elastic_ext.etcd.endpoints import Connection, Endpoints, Stubs
 from elastic_ext.etcd.errors import ErrorKind, EtcdError, RpcFailure, TlsError, Unavailable
 from elastic_ext.etcd.messages import etcdrpc
 
@@ -237,7 +237,7 @@ class Caller:
     def call(
         self,
         what: str,
-        send: Callable[[Any], T],
+        send: Callable[[Stubs], T],
         *,
         repeatable: bool,
         timeout_s: float | None = None,
@@ -282,7 +282,7 @@ class Caller:
                 raise errors.ClientClosed(f"{what}: the etcd client is closed") from error
             self._on_failure(failed, connection, run)
 
-    def _attempt(self, connection: Connection, send: Callable[[Any], T], run: _Run, leader: bool) -> T:
+    def _attempt(self, connection: Connection, send: Callable[[Stubs], T], run: _Run, leader: bool) -> T:
         run.sent = False
         run.began = time.monotonic()
         share = run.left() / (run.connections - run.tried % run.connections)
@@ -385,7 +385,7 @@ GRACE_S = 0.2  # after a pause of etcd or this process, all answers arrive toget
 SPARE_SHARE = 0.5
 
 
-def ask(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float | None, leader: bool = True) -> T:
+def ask(caller: Caller, what: str, send: Callable[[Stubs], T], *, timeout_s: float | None, leader: bool = True) -> T:
     """Return the answer to a call that may be carried out twice. Args and errors: see `Caller.call`.
 
     Several endpoints share its time one after the other. A lone one has all of it, on two of its connections.
@@ -396,7 +396,7 @@ def ask(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float
     return race(caller, what, send, timeout_s=timeout_s, beside_s=timeout_s * SPARE_SHARE, leader=leader)
 
 
-def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float, leader: bool = True) -> T:
+def race(caller: Caller, what: str, send: Callable[[Stubs], T], *, timeout_s: float, beside_s: float, leader: bool = True) -> T:
     """Return the first answer. send, leader: see `Caller.call`; the call is carried out more than once.
 
     Args:

@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elastic_ext.etcd.calls import BESIDE_S, Caller, CallObserver, Tokens, User, ask, race
-from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
+from elastic_ext.etcd.endpoints import Endpoints, Stubs, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease import LeaseRenewer
-from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.messages import Message, etcdrpc
 from elastic_ext.etcd.values import (
     Alarm,
     Compare,
@@ -52,7 +52,7 @@ class Member:
     clients: tuple[str, ...]
 
     @classmethod
-    def parse(cls, member: Any) -> Member:
+    def parse(cls, member: Message) -> Member:
         return cls(member.ID, member.name, tuple(member.peerURLs), tuple(member.clientURLs))
 
 
@@ -78,8 +78,8 @@ class Membership:
         return self._caller.call(f"remove the member {member_id:x}", send, repeatable=False, timeout_s=timeout_s)
 
     @staticmethod
-    def _sending(method: str, request: Any) -> Callable[[Any], tuple[Member, ...]]:
-        def send(etcd: Any) -> tuple[Member, ...]:
+    def _sending(method: str, request: Message) -> Callable[[Stubs], tuple[Member, ...]]:
+        def send(etcd: Stubs) -> tuple[Member, ...]:
             answer = getattr(etcd.clusterstub, method)(request, etcd.timeout, metadata=etcd.metadata)
             return tuple(map(Member.parse, answer.members))
 
@@ -196,7 +196,7 @@ class EtcdClient:
 
     def _pages(self, prefix: Key, keys_only: bool, deadline: float) -> Reading:
         start, end = range_of_prefix(prefix)
-        options: dict[str, Any] = {"limit": PAGE, "keys_only": keys_only}
+        options: dict[str, object] = {"limit": PAGE, "keys_only": keys_only}
         what = f"get {_show(prefix)}*"
         page = self._range(start, end, options, what, deadline - self.now())
         first, kvs = page, list(page.kvs)
@@ -206,10 +206,10 @@ class EtcdClient:
             kvs += page.kvs
         return Reading(first.revision, tuple(kvs), first.count, False)
 
-    def _range(self, key: bytes, end: bytes, options: dict[str, Any], what: str, timeout_s: float | None) -> Reading:
+    def _range(self, key: bytes, end: bytes, options: dict[str, object], what: str, timeout_s: float | None) -> Reading:
         request = etcdrpc().RangeRequest(key=key, range_end=end, **options)
 
-        def send(etcd: Any) -> Reading:
+        def send(etcd: Stubs) -> Reading:
             response = etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
             return Reading.parse(response, response.header.revision)
 
@@ -236,7 +236,7 @@ class EtcdClient:
         keys = [op.key for op in writes] or [compare.key for compare in compares]
         what = f"transaction on {_show(keys[0]) if keys else 'nothing'}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
 
-        def send(etcd: Any) -> TxnResult:
+        def send(etcd: Stubs) -> TxnResult:
             return TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))
 
         if not writes:
@@ -252,7 +252,7 @@ class EtcdClient:
     def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease:
         """Grant a lease that nobody renews; see `LeaseSession`. ttl_s: seconds."""
 
-        def send(etcd: Any) -> Lease:
+        def send(etcd: Stubs) -> Lease:
             sent_at = self.now()
             lease = etcd.lease(ttl_s)
             return Lease(lease.id, lease.ttl, sent_at)
@@ -272,7 +272,7 @@ class EtcdClient:
         rpc = etcdrpc()
         requests = [rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids]
 
-        def send(etcd: Any) -> KeptAlive:
+        def send(etcd: Stubs) -> KeptAlive:
             sent_at, answered = self.now(), threading.Event()
             # The client's end of the stream stays open until all answers are there: etcd's grpc-proxy gives none after it.
             answers = etcd.leasestub.LeaseKeepAlive(_until(answered, requests), etcd.timeout, metadata=etcd.metadata)
@@ -288,7 +288,7 @@ class EtcdClient:
         """Return the seconds until this lease expires; 0 or less if there is no such lease."""
         request = etcdrpc().LeaseTimeToLiveRequest(ID=lease_id)
 
-        def send(etcd: Any) -> int:
+        def send(etcd: Stubs) -> int:
             return int(etcd.leasestub.LeaseTimeToLive(request, etcd.timeout, metadata=etcd.metadata).TTL)
 
         return self._ask(f"time left of lease {lease_id:x}", send, timeout_s=timeout_s)
@@ -299,7 +299,7 @@ class EtcdClient:
         """Return the status of the member in use; a member without a leader answers as well."""
         request = etcdrpc().StatusRequest()
 
-        def send(etcd: Any) -> Status:
+        def send(etcd: Stubs) -> Status:
             answer = etcd.maintenancestub.Status(request, etcd.timeout, metadata=etcd.metadata)
             head = answer.header
             return Status(answer.version, head.member_id, answer.leader, answer.raftTerm, answer.dbSize, head.revision)
@@ -310,20 +310,20 @@ class EtcdClient:
         """Return all alarms that are now raised in the cluster."""
         kinds = etcdrpc().AlarmMember.DESCRIPTOR.fields_by_name["alarm"].enum_type.values_by_number
 
-        def send(etcd: Any) -> tuple[Alarm, ...]:
+        def send(etcd: Stubs) -> tuple[Alarm, ...]:
             return tuple(Alarm(alarm.member_id, kinds[alarm.alarm_type].name) for alarm in etcd.list_alarms())
 
         return self._ask("list the alarms", send, timeout_s=timeout_s)
 
     # The three ways to the server. A client without a network replaces them.
 
-    def _ask(self, what: str, send: Callable[[Any], T], *, timeout_s: float | None, leader: bool = True) -> T:
+    def _ask(self, what: str, send: Callable[[Stubs], T], *, timeout_s: float | None, leader: bool = True) -> T:
         return ask(self._caller, what, send, timeout_s=timeout_s, leader=leader)
 
-    def _race(self, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float) -> T:
+    def _race(self, what: str, send: Callable[[Stubs], T], *, timeout_s: float, beside_s: float) -> T:
         return race(self._caller, what, send, timeout_s=timeout_s, beside_s=beside_s)
 
-    def _write(self, what: str, send: Callable[[Any], T], *, timeout_s: float | None) -> T:
+    def _write(self, what: str, send: Callable[[Stubs], T], *, timeout_s: float | None) -> T:
         return self._caller.call(what, send, repeatable=False, timeout_s=timeout_s)
 
 

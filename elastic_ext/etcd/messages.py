@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Any
+"""An object of a class that is made here at run time: a type checker knows none of its fields."""
 
 # message, then field:type=number. `type[]` is repeated; a trailing `|name` makes the field a member of that oneof.
 _MESSAGES = """
@@ -127,12 +130,12 @@ def etcdrpc() -> types.ModuleType:
     return module
 
 
-def file_descriptor() -> Any:
+def file_descriptor() -> Message:
     """Return the tables as one FileDescriptorProto."""
     from google.protobuf import descriptor_pb2
 
     file = descriptor_pb2.FileDescriptorProto(name="elastic_ext_etcd.proto", package=_PACKAGE, syntax="proto3")
-    messages: dict[str, Any] = {}
+    messages: dict[str, Message] = {}
     for words in _rows(_MESSAGES):
         messages[words[0]] = file.message_type.add(name=words[0])
     enums = {words[0]: words[1:] for words in _rows(_ENUMS)}
@@ -147,7 +150,7 @@ def file_descriptor() -> Any:
     return file
 
 
-def _add_field(message: Any, text: str, enums: dict[str, list[str]]) -> None:
+def _add_field(message: Message, text: str, enums: dict[str, list[str]]) -> None:
     field_text, _, oneof = text.partition("|")
     name, _, rest = field_text.partition(":")
     type_name, _, number = rest.partition("=")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.messages import Message, etcdrpc
 
 Key: TypeAlias = str | bytes
 
@@ -45,7 +45,7 @@ class KeyValue:
         return self.value.decode(errors="replace")
 
     @classmethod
-    def parse(cls, kv: Any) -> KeyValue:
+    def parse(cls, kv: Message) -> KeyValue:
         return cls(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
 
@@ -57,7 +57,7 @@ class Event:
     kv: KeyValue
 
     @classmethod
-    def parse(cls, event: Any) -> Event:
+    def parse(cls, event: Message) -> Event:
         return cls("delete" if event.type else "put", KeyValue.parse(event.kv))
 
 
@@ -76,7 +76,7 @@ class Reading:
         return self.kvs[0] if self.kvs else None
 
     @classmethod
-    def parse(cls, response: Any, revision: int) -> Reading:
+    def parse(cls, response: Message, revision: int) -> Reading:
         return cls(revision, tuple(KeyValue.parse(kv) for kv in response.kvs), response.count, response.more)
 
 
@@ -109,12 +109,12 @@ class TxnResult:
         return tuple(response for response in self.responses if isinstance(response, Reading))
 
     @classmethod
-    def parse(cls, response: Any) -> TxnResult:
+    def parse(cls, response: Message) -> TxnResult:
         revision = response.header.revision  # the inner answers carry no useful header of their own
         return cls(response.succeeded, revision, tuple(_parse_op(op, revision) for op in response.responses))
 
 
-def _parse_op(op: Any, revision: int) -> Reading | Written | Deleted:
+def _parse_op(op: Message, revision: int) -> Reading | Written | Deleted:
     kind = op.WhichOneof("response")
     if kind == "response_range":
         return Reading.parse(op.response_range, revision)
@@ -131,7 +131,7 @@ class Put:
     value: Key
     lease_id: int = 0
 
-    def message(self) -> Any:
+    def message(self) -> Message:
         rpc = etcdrpc()
         put = rpc.PutRequest(key=to_bytes(self.key), value=to_bytes(self.value), lease=self.lease_id)
         return rpc.RequestOp(request_put=put)
@@ -144,7 +144,7 @@ class Get:
     key: Key
     prefix: bool = False
 
-    def message(self) -> Any:
+    def message(self) -> Message:
         rpc = etcdrpc()
         key, end = range_of_prefix(self.key) if self.prefix else (to_bytes(self.key), b"")
         return rpc.RequestOp(request_range=rpc.RangeRequest(key=key, range_end=end))
@@ -157,7 +157,7 @@ class Delete:
     key: Key
     prefix: bool = False
 
-    def message(self) -> Any:
+    def message(self) -> Message:
         rpc = etcdrpc()
         key, end = range_of_prefix(self.key) if self.prefix else (to_bytes(self.key), b"")
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
@@ -178,7 +178,7 @@ class Compare:
     result: Literal["=", "!=", ">", "<"]
     operand: int | Key
 
-    def message(self) -> Any:
+    def message(self) -> Message:
         compare = etcdrpc().Compare
         operand = self.operand if isinstance(self.operand, int) else to_bytes(self.operand)
         return compare(

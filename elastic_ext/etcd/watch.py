@@ -15,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from elastic_ext.etcd import calls, errors
 from elastic_ext.etcd.calls import Caller
 from elastic_ext.etcd.endpoints import Connection
 from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, ErrorKind, EtcdError, RpcFailure, Unavailable
-from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.messages import Message, etcdrpc
 from elastic_ext.etcd.values import Event, Key, KeyValue, Reading, range_of_prefix, to_bytes
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Watch:
             self.next_revision = revision + 1
             self._call(Began(revision))
 
-    def request(self) -> Any:
+    def request(self) -> Message:
         """Return the WatchRequest that creates this watch."""
         rpc = etcdrpc()
         create = rpc.WatchCreateRequest(
@@ -128,7 +128,7 @@ class Watch:
         )
         return rpc.WatchRequest(create_request=create)
 
-    def take(self, response: Any) -> None:
+    def take(self, response: Message) -> None:
         """Take in events, or a progress notice without any."""
         events = tuple(Event.parse(event) for event in response.events if event.kv.mod_revision >= self.next_revision)
         if events:
@@ -185,7 +185,7 @@ class _Call:
     def __init__(self, connection: Connection, token: calls.Metadata, one_by_one: bool) -> None:
         self.connection = connection
         self._one_by_one = one_by_one
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._waiting: deque[Watch] = deque()  # whose creates are to be sent
         self._unanswered: deque[Watch] = deque()  # whose creates were sent
         self._by_id: dict[int, Watch] = {}  # as the server names them
@@ -202,7 +202,7 @@ class _Call:
             self._unanswered.append(self._waiting.popleft())
             self._requests.put(self._unanswered[-1].request())
 
-    def watch_of(self, response: Any) -> Watch | None:
+    def watch_of(self, response: Message) -> Watch | None:
         """Return the watch that a response belongs to; None: it is not served any more. Raises OwnIds."""
         if not response.created:
             return self._by_id.get(response.watch_id)
@@ -373,7 +373,7 @@ class WatchStream:
             for watch in self._watches.values():
                 watch.live = False
 
-    def _handle(self, response: Any, call: _Call) -> None:
+    def _handle(self, response: Message, call: _Call) -> None:
         call.connection.answered_at = time.monotonic()
         with self._changed:
             watch = call.watch_of(response)
@@ -393,7 +393,7 @@ class WatchStream:
         else:
             watch.take(response)
 
-    def _canceled(self, watch: Watch, response: Any, connection: Connection) -> None:
+    def _canceled(self, watch: Watch, response: Message, connection: Connection) -> None:
         reason = errors.short_text(response.cancel_reason) or "no reason given"
         user = self._caller.tokens.user
         if response.compact_revision:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elastic_ext.base import isolated
 from elastic_ext.base.settings import Settings
@@ -259,7 +258,7 @@ def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, po
     return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api), time.time())
 
 
-def _pod(environ: Mapping[str, str], pod_file: str | None, pod_api: bool) -> dict[str, Any] | None:
+def _pod(environ: Mapping[str, str], pod_file: str | None, pod_api: bool) -> kubernetes.Pod | None:
     pod = kubernetes.read_pod(pod_file) if pod_file else None
     return kubernetes.get_pod(environ) if pod is None and pod_api else pod
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from elastic_ext.failures.evidence import Platform
@@ -25,9 +25,10 @@ PORT = "KUBERNETES_SERVICE_PORT"
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 TIMEOUT_S = 1.0
 MAX_BYTES = 4 << 20
+Pod: TypeAlias = Mapping[str, Any]  # as the API writes it
 
 
-def platform_of(pod: Mapping[str, Any] | None) -> Platform:
+def platform_of(pod: Pod | None) -> Platform:
     """Return why the pod ends. pod: a pod or its status; None if it could not be read."""
     if pod is None:
         return Platform("kubernetes")
@@ -46,7 +47,7 @@ def platform_of(pod: Mapping[str, Any] | None) -> Platform:
     return Platform("kubernetes", reason, disrupted)
 
 
-def deletion_grace_s(pod: Mapping[str, Any] | None, now: float) -> float | None:
+def deletion_grace_s(pod: Pod | None, now: float) -> float | None:
     """Return the seconds until a pod that is being deleted is killed; None if it is not, or if that is unknown.
 
     `deletionGracePeriodSeconds` begins with the request to delete, and a preStop hook uses some of it before SIGTERM comes.
@@ -70,7 +71,7 @@ def _unix_time(text: object) -> float | None:
         return None
 
 
-def read_pod(path: str) -> dict[str, Any] | None:
+def read_pod(path: str) -> Pod | None:
     """Return the JSON object in a file; None if there is none, or if the file exceeds MAX_BYTES."""
     try:
         if not Path(path).is_file():  # a pipe would block
@@ -81,7 +82,7 @@ def read_pod(path: str) -> dict[str, Any] | None:
         return None
 
 
-def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_s: float = TIMEOUT_S) -> dict[str, Any] | None:
+def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_s: float = TIMEOUT_S) -> Pod | None:
     """Return our own pod from the API server; None without permission or an answer in time.
 
     The pod's name comes from the variable POD_NAME, else it is the host name.
@@ -90,7 +91,7 @@ def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_
         account: the directory with the token, the CA and the namespace.
         timeout_s: seconds for the whole call.
     """
-    answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    answers: queue.Queue[Pod | None] = queue.Queue()
     # In a thread, because a server may send one byte per second, and a name lookup has no deadline.
     threading.Thread(target=lambda: answers.put(_get(environ, Path(account), timeout_s)), daemon=True).start()
     try:
@@ -99,7 +100,7 @@ def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_
         return None
 
 
-def _get(environ: Mapping[str, str], account: Path, timeout_s: float) -> dict[str, Any] | None:
+def _get(environ: Mapping[str, str], account: Path, timeout_s: float) -> Pod | None:
     try:
         token = (account / "token").read_text().strip()
         namespace = (account / "namespace").read_text().strip()
@@ -117,7 +118,7 @@ def _get(environ: Mapping[str, str], account: Path, timeout_s: float) -> dict[st
         return None
 
 
-def _object(data: bytes) -> dict[str, Any] | None:
+def _object(data: bytes) -> Pod | None:
     try:
         found = json.loads(data) if len(data) <= MAX_BYTES else None
     except (ValueError, RecursionError):
@@ -125,9 +126,9 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
+def _mapping(value: object) -> Pod:
     return value if isinstance(value, Mapping) else {}
 
 
-def _mappings(value: object) -> list[Mapping[str, Any]]:
+def _mappings(value: object) -> list[Pod]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

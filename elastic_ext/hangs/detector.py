@@ -21,6 +21,8 @@ The setting hang_timeout replaces the limit, even if a worker sleeps in the kern
 START_FACTOR times hang_timeout if no worker does anything. Long phases, and a start at which a worker works, keep their limits.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum

@@ -16,6 +16,8 @@ Invariant: what is named was late in NAMED_WINDOWS comparisons in a row, in each
 in three quarters of its steps by half of that: noise of a loaded machine comes and goes.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import statistics
@@ -151,7 +153,7 @@ class Late:
         least = SHARE * self.step_us
         return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
 
-    def less(self, by_us: float) -> "Late":
+    def less(self, by_us: float) -> Late:
         """Return it with so much less lateness."""
         return replace(self, median_us=self.median_us - by_us, p90_us=self.p90_us - by_us, low_us=self.low_us - by_us)
 

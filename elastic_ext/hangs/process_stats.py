@@ -9,6 +9,8 @@ daemon, which has left both its parent and its session, is missed. (Its environm
 another process can block, and the watch must never wait for the processes that it watches.)
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import platform

@@ -7,6 +7,8 @@ counted here: other protocols (QUIC, RDMA, sockets to a daemon on this machine),
 moved between the previous check and its end.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import os
 import re

@@ -19,6 +19,8 @@ so stays in no call. A worker that stays gets two signals, and one before its no
 two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S; a new connection resets that.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os
@@ -165,7 +167,7 @@ class Stay:
     confirmed: bool = False  # they did when the node was about to claim a stall, too
     outstanding_ns: int = 0  # see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
 
-    def of(self, row: Progress) -> "Stay":
+    def of(self, row: Progress) -> Stay:
         """Return the stay as one in the collective of this row that does not complete."""
         wait = waits.WaitFor.BEGUN if row.outstanding_begun else waits.WaitFor.QUEUED
         return replace(self, wait=wait, outstanding_ns=row.outstanding_ns)

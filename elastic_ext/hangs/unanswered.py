@@ -10,6 +10,8 @@ of life, too. All workers of a node must have done nothing for that time, and no
 Standard library only; times are in seconds.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import math
 from collections.abc import Iterable, Mapping, Sequence

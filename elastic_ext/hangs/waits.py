@@ -12,6 +12,8 @@ recognised, because the same frame may do the rank's own part (the flight record
 - what computes inside torch.distributed: DTensor, pipelines, state dicts, checkpoints, pickling of objects to send.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from enum import Enum

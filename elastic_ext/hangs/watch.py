@@ -3,6 +3,8 @@
 `HangWatch` follows `detector`; `QuietWatch`, apart from it, looks for a silence that a missing answer explains (`unanswered`).
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import logging

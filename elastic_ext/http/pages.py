@@ -5,6 +5,8 @@ So it may serve its metrics until they are scraped once more, or leave them in a
 exporter.
 """
 
+from __future__ import annotations
+
 import base64
 import binascii
 import dataclasses
@@ -55,7 +57,7 @@ class Request:
     authorization: str
 
 
-def parse(received: bytes) -> "Request | Page | None":
+def parse(received: bytes) -> Request | Page | None:
     """Return the request; the page that says what is wrong with it; None while it is incomplete."""
     head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
     if not end:

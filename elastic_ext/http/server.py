@@ -4,6 +4,8 @@ Nothing here may stop a training job: a port in use causes a warning, and client
 of descriptors and no threads. One thread serves them all with poll.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import json
@@ -94,7 +96,7 @@ class MetricsServer:
         server.close()
 
 
-def _bind(pages: Pages, host: str, port: int, gate: Gate | None) -> "_Server | None":
+def _bind(pages: Pages, host: str, port: int, gate: Gate | None) -> _Server | None:
     try:
         return _Server(pages, host, port, gate)
     except (OSError, OverflowError) as error:

@@ -4,6 +4,8 @@ keeper   {"say": "ready", "endpoints": ..., "ca": ..., "cert": ..., "key": ...} 
 keeper   {"say": "silent", "text": ...}                 the hosts for which all wait
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import threading

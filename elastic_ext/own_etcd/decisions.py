@@ -4,6 +4,8 @@ A member's data is in memory, so a host that is lost is lost with its data, and 
 the lease of its keeper has expired, or when another keeper of its name says that it holds no member.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +39,7 @@ class Lifetime:
     look_again: float | None = None
 
     @classmethod
-    def until_first(cls, limits: Sequence[tuple[float, str]], now: float, otherwise: str) -> "Lifetime":
+    def until_first(cls, limits: Sequence[tuple[float, str]], now: float, otherwise: str) -> Lifetime:
         """Return what the first of these times, each with its reason, decides. otherwise: the reason to go on without any."""
         if not limits:
             return cls(False, otherwise)

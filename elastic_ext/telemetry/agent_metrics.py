@@ -5,6 +5,8 @@ they live in files in that directory: the agent would not start without the dire
 their values, and the workers' own /metrics would show the agent's values.
 """
 
+from __future__ import annotations
+
 import ctypes
 import logging
 import numbers

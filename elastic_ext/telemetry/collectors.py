@@ -1,5 +1,7 @@
 """Metrics of what an agent learns from others: verdicts and hangs of the job, calls of etcd, the goodput of all hosts."""
 
+from __future__ import annotations
+
 import math
 import threading
 import time

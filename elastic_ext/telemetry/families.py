@@ -5,6 +5,8 @@ beside failures, and known label values from 0 on, so that increase() sees the f
 `most` says how many series one agent has.
 """
 
+from __future__ import annotations
+
 import bisect
 import itertools
 import math
@@ -57,7 +59,7 @@ class Family:
     @classmethod
     def of(
         cls, kind: type[Metric], help: str, *labels: str, known: tuple[Labels, ...] = (), most: str = "", unit: str = ""
-    ) -> "Family":
+    ) -> Family:
         usually = str(len(known)) if known else "one histogram" if kind is core.HistogramMetricFamily else "1"
         return cls(kind, help, labels, known, most or usually, unit)
 
@@ -102,7 +104,7 @@ class HistogramCounts:
         self.sum += seconds
         self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
 
-    def copy(self) -> "HistogramCounts":
+    def copy(self) -> HistogramCounts:
         made = HistogramCounts(self._bounds)
         made.sum, made._counts = self.sum, list(self._counts)
         return made

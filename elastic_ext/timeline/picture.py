@@ -5,6 +5,8 @@ nodes. Above it stands the title; below it the meanings of the colours, the inte
 inches from the left and the top.
 """
 
+from __future__ import annotations
+
 import io
 import textwrap
 import warnings
@@ -89,7 +91,7 @@ def _style() -> AbstractContextManager[None]:
     return context
 
 
-def _saved(drawing: "_Drawing", kind: str, dpi: int) -> bytes:
+def _saved(drawing: _Drawing, kind: str, dpi: int) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks

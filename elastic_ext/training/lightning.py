@@ -7,6 +7,8 @@ The agent's `checkpoint_dir` is the directory of the ModelCheckpoint. Saves on d
 instance with `elastic-ext checkpoints prune`: the ModelCheckpoint counts only its own saves.
 """
 
+from __future__ import annotations
+
 import importlib
 import math
 import os
@@ -52,7 +54,7 @@ class SaveOnDemand:
     An instance is a Callback of the library that the script has imported.
     """
 
-    def __new__(cls, *args: object, **kwargs: object) -> "SaveOnDemand":
+    def __new__(cls, *args: object, **kwargs: object) -> SaveOnDemand:
         missing = tuple(base for base in _callbacks() if not issubclass(cls, base))
         return super().__new__(type(cls.__name__, (cls, *missing), {}) if missing else cls)
 

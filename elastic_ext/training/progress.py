@@ -1,5 +1,7 @@
 """Progress, phases and amounts of work, which a script reports to the agent besides its optimizer steps."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,7 +34,7 @@ def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and least <= value < 1 << 62
 
 
-def phase(name: str) -> "Phase":
+def phase(name: str) -> Phase:
     """Begin a phase of this process.
 
     The phase lasts until the next call, or, as `with elastic_ext.phase("eval"):`, until the block ends. Call this in the training
@@ -53,7 +55,7 @@ class Phase:
     def __init__(self, before: int) -> None:
         self._before = before
 
-    def __enter__(self) -> "Phase":
+    def __enter__(self) -> Phase:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:

@@ -4,6 +4,8 @@ A pidfd becomes readable when its process ends, so nothing polls. Exits are read
 contexts reap, and while a zombie holds its pid, a signal to its process group cannot hit an unrelated process.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import select

@@ -216,8 +216,8 @@ Moments = dict[str, dict[str, Tensor]]  # tensors of the state, by parameter nam
 class OptimizerForm(TypedDict):
     """The optimizer state in checkpoints, except the tensors. The keys must not change."""
 
-    groups: list[dict[str, Any]]  # the parameter groups, with names instead of parameters
-    state: dict[str, dict[str, Any]]  # by parameter name and key: a Moment instead of each tensor, other values as they are
+    groups: list[StateDict]  # the parameter groups, with names instead of parameters
+    state: dict[str, StateDict]  # by parameter name and key: a Moment instead of each tensor, other values as they are
 
 
 def take_optimizer(optimizer: Optimizer, names: Names) -> tuple[Moments, OptimizerForm]:
@@ -232,7 +232,7 @@ def take_optimizer(optimizer: Optimizer, names: Names) -> tuple[Moments, Optimiz
         ) from None
     groups = [{**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]]
     moments: Moments = {}
-    form: dict[str, dict[str, Any]] = {}
+    form: dict[str, StateDict] = {}
     for index, state in packed["state"].items():
         name, parameter = by_index[index], parameters[index]
         moments[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -300,7 +300,7 @@ Generators = Mapping[str, Any]
 
 def take_generators() -> Generators:
     """Return the state of all generators that training may draw from."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state: StateDict = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -298,7 +298,7 @@ class Stager:
 
     def __init__(self, objects: Objects, rank: int) -> None:
         self._objects, self._rank = objects, rank
-        self._kept: dict[tuple[Any, ...], Tensor] = {}  # the last copies, by their place in the state
+        self._kept: dict[tuple[object, ...], Tensor] = {}  # the last copies, by their place in the state
 
     def stage(self, step: int, accumulation: int) -> tuple[Staged, UsageError | None]:
         """Copy the state of `step`. The previous staged state must no longer be in use.
@@ -321,12 +321,12 @@ class Stager:
     def copied(self, tensors: StateDict) -> StateDict:
         """Return a copy in host memory that training does not change. The previous copy must no longer be in use."""
         before, self._kept = self._kept, {}
-        found: StateDict = self._copy(tensors, (), before)
+        found: StateDict = {key: self._copy(each, (key,), before) for key, each in tensors.items()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # copies from the device are asynchronous
         return found
 
-    def _copy(self, value: Any, path: tuple[Any, ...], before: Mapping[tuple[Any, ...], Tensor]) -> Any:
+    def _copy(self, value: object, path: tuple[object, ...], before: Mapping[tuple[object, ...], Tensor]) -> object:
         if isinstance(value, Tensor):
             self._kept[path] = _copied(value.detach(), before.get(path))
             return self._kept[path]

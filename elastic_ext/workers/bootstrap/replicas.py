@@ -28,7 +28,14 @@ import weakref
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from typing import Any
+    from types import ModuleType
+
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    Labelled = list[tuple[str, Tensor]]
+    Replicas = dict[tuple[int, ...], Labelled]
 
 # Of torch, and of subclasses of tensors, whose code runs here, too.
 FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -75,12 +82,12 @@ class ReplicaHashes:
         """
         self.sums = False  # whether to add up bits by `weighted_sum` although torch has `hash_tensor`
         self._every, self._publish, self._warn = every, publish, warn
-        self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._optimizers: weakref.WeakKeyDictionary[Any, _Stepped] = weakref.WeakKeyDictionary()
+        self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictionary()
         self._steppers = 0
         self._sets: dict[tuple[int, ...], int] = {}  # how many there have been, by the ranks that hold them
         self._off = self._note = ""
-        self._weights: dict[Any, Any] = {}  # by device
+        self._weights: dict[object, Tensor] = {}  # by device
         sys.modules["torch.nn.modules.module"].register_module_module_registration_hook(self._registered)
 
     def _registered(self, module: object, name: str, submodule: object) -> None:
@@ -89,7 +96,7 @@ class ReplicaHashes:
         if name == "module" and wrapper is not None and isinstance(module, wrapper):
             self._wrappers.add(module)
 
-    def stepped(self, optimizer: "Any") -> None:
+    def stepped(self, optimizer: "Optimizer") -> None:
         """Count a step of this optimizer; hash its replicas if that is due. An error ends that, and the file says why."""
         if self._off:
             return
@@ -108,7 +115,7 @@ class ReplicaHashes:
             except OSError as away:
                 self._warn(f"integrity_every: {self._off}; the agent does not know of it: {away}")
 
-    def _hash(self, optimizer: "Any", own: _Stepped) -> None:
+    def _hash(self, optimizer: "Optimizer", own: _Stepped) -> None:
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized() and cuda.is_current_stream_capturing():
             return  # into a CUDA graph, which may not wait for the device
@@ -126,7 +133,7 @@ class ReplicaHashes:
                 del values[step]
         self._share()
 
-    def _begin(self, optimizer: "Any", own: _Stepped, found: "dict[tuple[int, ...], list[tuple[str, Any]]]") -> None:
+    def _begin(self, optimizer: "Optimizer", own: _Stepped, found: "Replicas") -> None:
         """Decide whether this optimizer is compared, and note what is not."""
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         none = parameters - sum(label == PARAMETER for tensors in found.values() for label, _ in tensors)
@@ -158,11 +165,11 @@ class ReplicaHashes:
         ]
         self._publish(json.dumps({"schema": 1, "hashed": hashed, "off": self._off, "note": self._note}))
 
-    def _replicas(self, optimizer: "Any") -> "dict[tuple[int, ...], list[tuple[str, Any]]]":
+    def _replicas(self, optimizer: "Optimizer") -> "Replicas":
         """Return the tensors that are replicas, with a label each, by the ranks that hold the same."""
         of_wrappers = dict(sorted(self._of_wrappers(), key=lambda item: (len(item[1]), item[1])))  # of two, the larger group
         sharded = isinstance(optimizer, _sharded_class())
-        found: dict[tuple[int, ...], list[tuple[str, Any]]] = {}
+        found: Replicas = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 ranks = of_wrappers.get(id(parameter)) or _ranks_of_mesh(parameter)
@@ -185,11 +192,11 @@ class ReplicaHashes:
                 if name not in wrapper.parameters_to_ignore:
                     yield id(parameter), ranks
 
-    def _value(self, tensors: "list[tuple[str, Any]]") -> str:
+    def _value(self, tensors: "Labelled") -> str:
         """Return one hash of these tensors and numbers, in their order. It waits for each device once."""
-        torch: Any = sys.modules["torch"]
+        torch = sys.modules["torch"]
         value = hashlib.blake2b(digest_size=8)
-        by_device: dict[Any, list[Any]] = {}
+        by_device: dict[object, list[Tensor]] = {}
         with torch.no_grad():
             for label, each in tensors:
                 if isinstance(each, torch.Tensor):
@@ -202,7 +209,7 @@ class ReplicaHashes:
                 value.update(repr(torch.stack(by_device[device]).tolist()).encode())
         return value.hexdigest()
 
-    def _checksum(self, torch: "Any", tensor: "Any") -> "Any":
+    def _checksum(self, torch: "ModuleType", tensor: "Tensor") -> "Tensor":
         """Return a checksum of 64 bits of the tensor's bits, as a tensor on its device. It changes with each single bit."""
         data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         data = data.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
@@ -213,7 +220,7 @@ class ReplicaHashes:
         return weighted_sum(data.reshape(-1), self._weights[tensor.device])
 
 
-def weighted_sum(words: "Any", weights: "Any") -> "Any":
+def weighted_sum(words: "Tensor", weights: "Tensor") -> "Tensor":
     """Return the sum of integers times odd weights, modulo 2**64: it needs no copy of them. weights: of COLUMNS neighbors."""
     whole = words.numel() // COLUMNS * COLUMNS
     int64 = weights.dtype
@@ -222,7 +229,7 @@ def weighted_sum(words: "Any", weights: "Any") -> "Any":
     return (columns * weights).sum() + (rest * weights[: rest.numel()]).sum()
 
 
-def _sharded_class() -> "Any":
+def _sharded_class() -> "type | tuple[()]":
     """Return the class of optimizers whose state is sharded; an empty tuple if the script has none."""
     return getattr(sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer"), "ZeroRedundancyOptimizer", ())
 
@@ -238,7 +245,7 @@ def _is_inside_sharded(optimizer: object) -> bool:
     return False
 
 
-def _ranks_of_mesh(parameter: "Any") -> tuple[int, ...]:
+def _ranks_of_mesh(parameter: "Tensor") -> tuple[int, ...]:
     """Return the ranks that hold the same shard of a DTensor; () for any other tensor, or if no other rank surely does."""
     placements = getattr(parameter, "placements", None)
     mesh = getattr(parameter, "device_mesh", None)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from elastic_ext.workers.bootstrap import error_file
     from elastic_ext.workers.worker_env import WorkerMessage
 
+    Namespace = dict[str, object]
+
     def _load(name: str, folder: str = "") -> Any: ...
 else:
 
@@ -284,7 +286,7 @@ def _is_ours(trace: "TracebackType") -> bool:
     return trace.tb_frame.f_globals is globals()
 
 
-def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
+def _show_without_our_frames(quiet: bool, namespace: "Namespace") -> None:
     """Install an excepthook that shows the current exception as if the interpreter had run the script itself.
 
     quiet: the agent shows it; print nothing unless the script has its own excepthook. namespace: loses its file names afterwards.
@@ -313,7 +315,7 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
     sys.excepthook = excepthook
 
 
-def _is_default(hook: "Callable[..., Any]") -> bool:
+def _is_default(hook: "Callable[..., object]") -> bool:
     """Return whether `hook` is Python's, or torch's wrapper from init_process_group, which adds "[rank0]: " to each line."""
     while getattr(hook, "__name__", None) == "_distributed_excepthook":
         cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
@@ -473,7 +475,7 @@ def _called_from(function: str) -> bool:
     return frame is not None
 
 
-def _import_stdlib(name: str) -> "Any":
+def _import_stdlib(name: str) -> "ModuleType":
     """Import one of Python's C modules, whatever PYTHONPATH holds. What the script finds under this name does not change."""
     before, path = sys.modules.get(name), sys.path[:]
     library = os.path.dirname(os.__file__)
@@ -491,7 +493,7 @@ def _import_stdlib(name: str) -> "Any":
 # The script, found, read and compiled as `python [-m] SCRIPT` does (CPython 3.10 to 3.13: Modules/main.c, pythonrun.c).
 
 
-def fresh_main() -> "dict[str, Any]":
+def fresh_main() -> "Namespace":
     """Put a new `__main__` into sys.modules and return its namespace as the interpreter would initialize it."""
     main: ModuleType = type(sys)("__main__")
     main.__dict__.update(__loader__=BuiltinImporter, __annotations__={}, __builtins__=sys.modules["builtins"])
@@ -499,13 +501,13 @@ def fresh_main() -> "dict[str, Any]":
     return main.__dict__
 
 
-def forget_file(namespace: "dict[str, Any]") -> None:
+def forget_file(namespace: "Namespace") -> None:
     """Remove the names that atexit handlers and remaining threads do not see after the script ends (PyRun_SimpleFile)."""
     namespace.pop("__file__", None)
     namespace.pop("__cached__", None)
 
 
-def resolve(argv: "list[str]", namespace: "dict[str, Any]") -> "tuple[Callable[..., object], tuple[Any, ...]]":
+def resolve(argv: "list[str]", namespace: "Namespace") -> "tuple[Callable[..., object], tuple[object, ...]]":
     """Set sys.path[0] and return the function that runs the script, with its arguments (pymain_run_python).
 
     argv: [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS]. namespace: that of `__main__`.
@@ -543,7 +545,7 @@ def _has_importer(path: str) -> bool:
     return False
 
 
-def _load_script(filename: str, namespace: "dict[str, Any]") -> "CodeType":
+def _load_script(filename: str, namespace: "Namespace") -> "CodeType":
     """Return the script's code and set `__file__`, `__cached__` and `__loader__` (pymain_run_file, PyRun_SimpleFile)."""
     try:
         with open(filename, "rb") as file:
@@ -562,7 +564,7 @@ def _load_script(filename: str, namespace: "dict[str, Any]") -> "CodeType":
     return code
 
 
-def _compile(data: bytes, filename: str, namespace: "dict[str, Any]") -> "CodeType":
+def _compile(data: bytes, filename: str, namespace: "Namespace") -> "CodeType":
     """Compile with the errors of CPython's file parser. They differ for encodings, null bytes and an unexpected end."""
     try:
         return compile(data, filename, "exec", dont_inherit=True)

@@ -5,6 +5,8 @@ logged once. A start waits for a standby only where another round has ended whil
 torch, which all workers would have to import again. It imports the rest once they run.
 """
 
+from __future__ import annotations
+
 import errno
 import logging
 import os
@@ -77,8 +79,8 @@ class PoolThread:
     def __init__(
         self,
         modules: PreloadedModules,
-        waiting: "WaitingStandbys",
-        cold: "ColdStarts",
+        waiting: WaitingStandbys,
+        cold: ColdStarts,
         shown: Callable[[int, int], None],
     ) -> None:
         """Start the thread. shown: see `StandbyPool`."""

@@ -102,6 +102,23 @@ def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
     nodes.finish()
 
 
+def test_the_budget_is_the_jobs_whoever_fails(store, start, tmp_path):
+    """Two restarts, spent by two nodes; the third failure, on a third node, stops all, with one verdict."""
+    faults = {"a": "exit3:0", "b": "exit4:1", "c": "exit5:2"}
+    jobs = [start(name, store, "3", fault, ELASTIC_EXT_MAX_RESTARTS="2") for name, fault in faults.items()]
+    done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [1, 1, 1], [each.err for each in done]
+    verdict, *others = verdicts(tmp_path, "abc")
+    assert others == [verdict] * 2
+    assert (verdict["host"], verdict["restarts"], verdict["decision"]["rule"]) == ("c", 2, "budget")
+    assert {line["attempt"] for line in reports(*jobs)} == {0, 1, 2}
+    for each, own in zip(done, ("restart", "restart", "stop"), strict=True):  # all of its own failure, a line on each other one
+        told = re.findall(r" elastic_ext: (restart|stop): .*?(?:; more in the log of (\w))?$", each.err, re.MULTILINE)
+        assert [action for action, _ in told] == ["restart", "restart", "stop"], each.err
+        assert sum(not of for _, of in told) == 1, each.err
+        assert (own, "") in told, each.err
+
+
 @pytest.mark.seam
 def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(store, nodes, start, tmp_path):
     """Under our own command; under torchrun, see the next one, and test_etcd_jobs."""

@@ -34,30 +34,20 @@ from elastic_ext.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Entry:
-    """One name in a listed directory.
+    """One name in a listed directory."""
 
-    Attributes:
-        name: relative to the listed directory.
-        path: absolute local path or URL that a worker can open.
-        is_dir: whether it is a directory, or a link to one.
-        size: bytes, of the target if this is a link; meaningless for a directory.
-        mtime: time of the last change in seconds since the epoch, by the clock of the filesystem; None if it keeps no time.
-        unusable: why this can be neither a checkpoint nor part of one (a dangling link, a pipe); "" if it can.
-        sibling: the name that this link points to, if it is in the same directory; else "".
-        is_link: whether it is a symbolic link; the other attributes then describe its target.
-        parts: the files of all ranks, if each rank wrote its own; `name` then has a "*" for the rank. Empty: it is one entry.
-        torn: why its save did not finish, judging by the names beside it and by what else lies there; "" if nothing says so.
-    """
-
-    name: str
-    path: str
-    is_dir: bool
-    size: int
+    name: str  # relative to the listed directory
+    path: str  # absolute local path or URL that a worker can open
+    is_dir: bool  # whether it is a directory, or a link to one
+    size: int  # bytes, of the target if this is a link; meaningless for a directory
+    # time of the last change in seconds since the epoch, by the clock of the filesystem; None if it keeps no time
     mtime: float | None
-    unusable: str = ""
-    sibling: str = ""
-    is_link: bool = False
+    unusable: str = ""  # why this can be neither a checkpoint nor part of one (a dangling link, a pipe); "" if it can
+    sibling: str = ""  # the name that this link points to, if it is in the same directory; else ""
+    is_link: bool = False  # whether it is a symbolic link; the other attributes then describe its target
+    # the files of all ranks, if each rank wrote its own; `name` then has a "*" for the rank. Empty: it is one entry
     parts: tuple[Entry, ...] = ()
+    # why its save did not finish, judging by the names beside it and by what else lies there; "" if nothing says so
     torn: str = ""
 
 

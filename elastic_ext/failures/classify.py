@@ -47,29 +47,18 @@ _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a sign
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The meaning of one worker's failure.
+    """The meaning of one worker's failure."""
 
-    Attributes:
-        kind: one of `kinds.KINDS`.
-        response: the rule's answer; `policy.decide` may overrule it because of the history or the budget.
-        rule: the name of the rule.
-        reason: which worker ended, how it ended, and why the rule applies.
-        fingerprint: equal for two failures that are the same.
-        evidence: includes the exception from stderr if no other was known.
-        tier: the tier of the rule, 1 to 4; 0 for a user rule.
-        checkpoints_back: 1 to resume from the checkpoint before the newest.
-        order: when the job learned of it, e.g. an etcd revision; equal for all that one node reports at once.
-    """
-
-    kind: Kind
+    kind: Kind  # one of `kinds.KINDS`
+    # the rule's answer; `policy.decide` may overrule it because of the history or the budget
     response: Response = field(metadata=stored_as("decision"))
-    rule: str
-    reason: str
-    fingerprint: str
-    evidence: Evidence
-    tier: int
-    checkpoints_back: ZeroOrOne = 0
-    order: int = 0
+    rule: str  # the name of the rule
+    reason: str  # which worker ended, how it ended, and why the rule applies
+    fingerprint: str  # equal for two failures that are the same
+    evidence: Evidence  # includes the exception from stderr if no other was known
+    tier: int  # the tier of the rule, 1 to 4; 0 for a user rule
+    checkpoints_back: ZeroOrOne = 0  # 1 to resume from the checkpoint before the newest
+    order: int = 0  # when the job learned of it, e.g. an etcd revision; equal for all that one node reports at once
 
     @property
     def deterministic(self) -> bool:

@@ -33,15 +33,10 @@ class Silent:
 
 @dataclass(frozen=True)
 class Reach:
-    """A node's account of its connections.
+    """A node's account of its connections."""
 
-    Attributes:
-        addresses: its own that its workers use.
-        silent: the other hosts' addresses that do not answer its workers.
-    """
-
-    addresses: tuple[Name, ...] = ()
-    silent: tuple[Silent, ...] = ()
+    addresses: tuple[Name, ...] = ()  # its own that its workers use
+    silent: tuple[Silent, ...] = ()  # the other hosts' addresses that do not answer its workers
 
 
 NOTHING_KNOWN = Reach()
@@ -62,16 +57,11 @@ def union(one: Reach, other: Reach) -> Reach:
 
 @dataclass(frozen=True)
 class Cut:
-    """Two nodes that cannot reach each other.
+    """Two nodes that cannot reach each other."""
 
-    Attributes:
-        node: id of the node that gets no answer; silent: from whom.
-        other: id of the node that has this address.
-    """
-
-    node: str
-    other: str
-    silent: Silent
+    node: str  # id of the node that gets no answer;
+    other: str  # id of the node that has this address
+    silent: Silent  # from whom
 
     @property
     def pair(self) -> frozenset[str]:

@@ -26,93 +26,59 @@ CERTAIN, WAITS = 0, 2  # the first number of Evidence.hang_blame: the others sur
 
 @dataclass(frozen=True)
 class Wrapped:
-    """An exception inside another one: the one that it was raised from, or a member of the group.
-
-    Attributes:
-        bases: names of the base classes, nearest first, without Exception and what is above it.
-        errno: of an OSError.
-    """
+    """An exception inside another one: the one that it was raised from, or a member of the group."""
 
     type: str
     message: str
-    bases: tuple[str, ...] = ()
-    errno: int | None = None
+    bases: tuple[str, ...] = ()  # names of the base classes, nearest first, without Exception and what is above it
+    errno: int | None = None  # of an OSError
 
 
 @dataclass(frozen=True)
 class RaisedException:
-    """An uncaught exception of the script.
-
-    Attributes:
-        frames: "file.py:line in function", outermost first.
-        causes: "type: message" of the exceptions that Python shows above it in the traceback, nearest first.
-        bases, errno: see Wrapped.
-        wrapped: what it was raised from, and the members of a group, nearest first.
-    """
+    """An uncaught exception of the script."""
 
     type: str
     message: str
-    frames: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()  # "file.py:line in function", outermost first
+    causes: tuple[str, ...] = ()  # "type: message" of the exceptions that Python shows above it in the traceback, nearest first
+    # bases, errno: see Wrapped
     bases: tuple[str, ...] = ()
     errno: int | None = None
-    wrapped: tuple[Wrapped, ...] = ()
+    wrapped: tuple[Wrapped, ...] = ()  # what it was raised from, and the members of a group, nearest first
 
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """The content of a worker's error file.
+    """The content of a worker's error file."""
 
-    Attributes:
-        path: the path of the file if torch may also read it, else "".
-        data: torch's {"message": ...}, validated; None without a usable file.
-        problem: why an existing file is not used, else "".
-        exception: the exception, if the file names one.
-        raised_ns: the worker's time.monotonic_ns() when it caught the exception; None if unknown.
-    """
-
-    path: str = ""
-    data: dict[str, Any] | None = None
-    problem: str = ""
-    exception: RaisedException | None = None
-    raised_ns: int | None = None
+    path: str = ""  # the path of the file if torch may also read it, else ""
+    data: dict[str, Any] | None = None  # torch's {"message": ...}, validated; None without a usable file
+    problem: str = ""  # why an existing file is not used, else ""
+    exception: RaisedException | None = None  # the exception, if the file names one
+    raised_ns: int | None = None  # the worker's time.monotonic_ns() when it caught the exception; None if unknown
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The report of Kubernetes or Slurm on the end of this node's part of the job.
+    """The report of Kubernetes or Slurm on the end of this node's part of the job."""
 
-    Attributes:
-        name: "kubernetes" or "slurm"; "" if unknown.
-        reason: in the platform's words, e.g. "OOMKilled", "PREEMPTED", "DUE TO TIME LIMIT"; "" if unknown.
-        disruption_target: whether the pod has the condition DisruptionTarget; None if unknown.
-    """
-
-    name: str = ""
-    reason: str = ""
-    disruption_target: bool | None = None
+    name: str = ""  # "kubernetes" or "slurm"; "" if unknown
+    reason: str = ""  # in the platform's words, e.g. "OOMKilled", "PREEMPTED", "DUE TO TIME LIMIT"; "" if unknown
+    disruption_target: bool | None = None  # whether the pod has the condition DisruptionTarget; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What the ledger keeps of a failure, and `policy` looks at as it is.
+    """What the ledger keeps of a failure, and `policy` looks at as it is."""
 
-    Attributes:
-        kind: the kind of its diagnosis; "" if unknown.
-        warm: whether its process was a warm standby; None if unknown.
-        cut: see Evidence.
-        of_nodes: number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or
-            unknown.
-        before_repair: whether its node has been given back since, see `ledger.given_back`.
-        moved: whether the ranks of its node changed places with another node's for the restart after it.
-    """
-
-    kind: str = ""
-    warm: bool | None = None
-    cut: tuple[str, ...] = ()
+    kind: str = ""  # the kind of its diagnosis; "" if unknown
+    warm: bool | None = None  # whether its process was a warm standby; None if unknown
+    cut: tuple[str, ...] = ()  # see Evidence
+    # number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or unknown
     of_nodes: Count = 0
-    before_repair: bool = False
-    moved: bool = False
+    before_repair: bool = False  # whether its node has been given back since, see `ledger.given_back`
+    moved: bool = False  # whether the ranks of its node changed places with another node's for the restart after it
 
     @property
     def maybe_outage(self) -> bool:
@@ -125,30 +91,19 @@ TRAITS = tuple(each.name for each in fields(Traits))
 
 @dataclass(frozen=True)
 class Precedent(Traits):
-    """An earlier failure of this job, compared with the current one.
+    """An earlier failure of this job, compared with the current one."""
 
-    Attributes:
-        same_fingerprint: whether it was the same failure.
-        progress: whether the job made progress between the two (a step or a checkpoint); None if unknown.
-        node: name of the node where it happened; None if unknown.
-        first_step_done: whether its worker had done an optimizer step; None if unknown.
-        same_checkpoint: whether both rounds had resumed from the same checkpoint.
-        charged: whether the restart after it was charged.
-        same_rank: whether it was the same rank.
-        same_step: whether the job was at the same step; None if unknown.
-        recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
-            given it back, and `budget_window` has not passed.
-    """
-
-    same_fingerprint: bool
-    progress: bool | None = None
-    node: str | None = None
-    first_step_done: bool | None = None
-    same_checkpoint: bool = False
+    same_fingerprint: bool  # whether it was the same failure
+    progress: bool | None = None  # whether the job made progress between the two (a step or a checkpoint); None if unknown
+    node: str | None = None  # name of the node where it happened; None if unknown
+    first_step_done: bool | None = None  # whether its worker had done an optimizer step; None if unknown
+    same_checkpoint: bool = False  # whether both rounds had resumed from the same checkpoint
+    # whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has given it back,
+    # and `budget_window` has not passed
     recent: bool = False
-    charged: bool = True
-    same_rank: bool = False
-    same_step: bool | None = None
+    charged: bool = True  # whether the restart after it was charged
+    same_rank: bool = False  # whether it was the same rank
+    same_step: bool | None = None  # whether the job was at the same step; None if unknown
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:
@@ -166,61 +121,38 @@ class Precedent(Traits):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of one worker that did not end with 0. An unknown value is None (or empty), never a guess.
-
-    Attributes:
-        exit_code: the exit code of the process; None if a signal ended it or if it is unknown.
-        signal: name of the signal that ended it, e.g. "SIGKILL".
-        exception: the uncaught exception of the script, from the error file.
-        step: optimizer steps that this worker had done.
-        first_step_done: whether this worker had done an optimizer step.
-        warm: whether its process was a warm standby.
-        stopped_by_agent: whether it worked until the agent told it to end.
-        ended_ns: time.monotonic_ns() when the exception was caught, else when the exit was seen.
-        stderr_tail: the end of its stderr.
-        agent_signal: name of the signal that the agent itself got.
-        oom_kills: the increase of the oom_kill count of its cgroup; None if unknown.
-        xids: NVIDIA Xid numbers in the kernel log since it started.
-        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (host.ACTIONS except "none").
-        hang: whether the hang detector ended it.
-        hang_reason: the detector's reason for this worker.
-        cuts: the names, in order, of each two hosts of the job that cannot reach each other; the first two stand for all.
-        cuts_text: who gets no answer from whom, in one line.
-        hang_blame: of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`).
-        shared: workers of other nodes have failed in the same way in the same round, so that no node is to blame.
-        differs: names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`.
-        checkpoint_load: whether it was loading a checkpoint.
-        node_health_failed: whether this node's health check failed before the start; None without a check.
-        node: name of the node where it ran.
-        history: earlier failures of the job, oldest first.
-    """
+    """The evidence of one worker that did not end with 0. An unknown value is None (or empty), never a guess."""
 
     rank: Rank
-    exit_code: int | None = None
-    signal: str | None = None
-    exception: RaisedException | None = None
-    step: int | None = None
-    first_step_done: bool | None = None
-    warm: bool | None = None
-    stopped_by_agent: bool = False
-    ended_ns: int = 0
-    stderr_tail: str = ""
-    agent_signal: str | None = None
-    oom_kills: int | None = None
-    xids: tuple[int, ...] = ()
+    exit_code: int | None = None  # the exit code of the process; None if a signal ended it or if it is unknown
+    signal: str | None = None  # name of the signal that ended it, e.g. "SIGKILL"
+    exception: RaisedException | None = None  # the uncaught exception of the script, from the error file
+    step: int | None = None  # optimizer steps that this worker had done
+    first_step_done: bool | None = None  # whether this worker had done an optimizer step
+    warm: bool | None = None  # whether its process was a warm standby
+    stopped_by_agent: bool = False  # whether it worked until the agent told it to end
+    ended_ns: int = 0  # time.monotonic_ns() when the exception was caught, else when the exit was seen
+    stderr_tail: str = ""  # the end of its stderr
+    agent_signal: str | None = None  # name of the signal that the agent itself got
+    oom_kills: int | None = None  # the increase of the oom_kill count of its cgroup; None if unknown
+    xids: tuple[int, ...] = ()  # NVIDIA Xid numbers in the kernel log since it started
+    # recovery actions that the NVIDIA driver asks for on its node (host.ACTIONS except "none")
     gpu_recovery: tuple[str, ...] = ()
     platform: Platform = Platform()
-    hang: bool | None = None
-    hang_reason: str = ""
+    hang: bool | None = None  # whether the hang detector ended it
+    hang_reason: str = ""  # the detector's reason for this worker
+    # of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`)
     hang_blame: tuple[int, ...] = ()
-    shared: bool = False
+    shared: bool = False  # workers of other nodes have failed in the same way in the same round, so that no node is to blame
+    # the names, in order, of each two hosts of the job that cannot reach each other; the first two stand for all
     cuts: tuple[tuple[str, ...], ...] = ()
-    cuts_text: str = ""
+    cuts_text: str = ""  # who gets no answer from whom, in one line
+    # names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`
     differs: tuple[str, ...] = ()
-    checkpoint_load: bool | None = None
-    node_health_failed: bool | None = None
-    node: str | None = None
-    history: tuple[Precedent, ...] = ()
+    checkpoint_load: bool | None = None  # whether it was loading a checkpoint
+    node_health_failed: bool | None = None  # whether this node's health check failed before the start; None without a check
+    node: str | None = None  # name of the node where it ran
+    history: tuple[Precedent, ...] = ()  # earlier failures of the job, oldest first
 
     @property
     def cut(self) -> tuple[str, ...]:

@@ -46,33 +46,22 @@ class Lost:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The input of a judgement besides the reports and the ledger.
-
-    Attributes:
-        nodes: number of nodes present now, including those with a report and spares.
-        members: number of nodes of the round; 0: unknown.
-        min_nodes: minimum number of nodes of the job.
-        lost: the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
-        charges: restarts charged within the budget's window; None without a window, when all count.
-        reaches: what nodes reported of their connections while the job hung, by id, besides their reports: connections may be
-            gone by the time of a report. Of the other nodes of the round, their addresses.
-        hosts: their names, by id.
-        at: see JobVerdict.
-        exit_codes, backoff, jitter: see policy.decide.
-        kind_limits: see policy.Budget.
-    """
+    """The input of a judgement besides the reports and the ledger."""
 
     max_restarts: int
+    # exit_codes, backoff, jitter: see policy.decide
     exit_codes: str = "design"
-    nodes: int | None = None
-    members: int = 0
-    min_nodes: int | None = None
-    lost: tuple[Lost, ...] = ()
-    charges: int | None = None
+    nodes: int | None = None  # number of nodes present now, including those with a report and spares
+    members: int = 0  # number of nodes of the round; 0: unknown
+    min_nodes: int | None = None  # minimum number of nodes of the job
+    lost: tuple[Lost, ...] = ()  # the round's nodes that are gone, were cut off or were told to leave; they explain any cascade
+    charges: int | None = None  # restarts charged within the budget's window; None without a window, when all count
+    # what nodes reported of their connections while the job hung, by id, besides their reports: connections may be gone by the
+    # time of a report. Of the other nodes of the round, their addresses
     reaches: Mapping[str, Reach] = field(default_factory=dict)
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    at: str = ""
-    kind_limits: Mapping[str, int] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)  # their names, by id
+    at: str = ""  # see JobVerdict
+    kind_limits: Mapping[str, int] = field(default_factory=dict)  # see policy.Budget
     backoff: policy.Backoff = policy.NO_BACKOFF
     jitter: float = 0.0
 
@@ -168,16 +157,11 @@ def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> t
 
 @dataclass(frozen=True)
 class Back:
-    """What no round may resume from any more, besides the copies in memory, after a number has left its range.
+    """What no round may resume from any more, besides the copies in memory, after a number has left its range."""
 
-    Attributes:
-        checkpoint: whether the newest checkpoint is not to be used.
-        to: step of the newest checkpoint, if that is tried.
-    """
-
-    checkpoint: bool
+    checkpoint: bool  # whether the newest checkpoint is not to be used
     reason: str
-    to: int | None = None
+    to: int | None = None  # step of the newest checkpoint, if that is tried
 
 
 def going_back(copied_at: int | None, saved_at: int | None, earlier: Sequence[PastFailure]) -> Back:

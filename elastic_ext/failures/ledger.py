@@ -32,27 +32,18 @@ from elastic_ext.failures.replicas import Hashed
 
 @dataclass(frozen=True)
 class PastFailure(Traits):
-    """The ledger's record of a failure.
-
-    Attributes:
-        steps: optimizer steps that the worker had done since it started; None if unknown.
-        resumed_at: step of the checkpoint that the worker started from, 0 for the beginning; None if unknown.
-        resumed_from: path or URL of that checkpoint; "" if there was none.
-        node: None if unknown, or if it was on several.
-        charged: whether the restart after it counted against the budget.
-        gone_back_to: step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None.
-        rank: of the worker; -1: unknown.
-    """
+    """The ledger's record of a failure."""
 
     fingerprint: str
-    steps: int | None = None
-    resumed_at: int | None = None
+    steps: int | None = None  # optimizer steps that the worker had done since it started; None if unknown
+    resumed_at: int | None = None  # step of the checkpoint that the worker started from, 0 for the beginning; None if unknown
     first_step_done: bool | None = None
-    node: str | None = None
-    charged: bool = False
-    resumed_from: str = ""
+    node: str | None = None  # None if unknown, or if it was on several
+    charged: bool = False  # whether the restart after it counted against the budget
+    resumed_from: str = ""  # path or URL of that checkpoint; "" if there was none
+    # step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None
     gone_back_to: int | None = None
-    rank: Rank = -1
+    rank: Rank = -1  # of the worker; -1: unknown
 
     @property
     def step(self) -> int | None:
@@ -140,35 +131,20 @@ MAX_CHARGED = 10**6  # restarts
 
 @dataclass(frozen=True)
 class Report:
-    """A node's report of the root cause among its own failed workers.
+    """A node's report of the root cause among its own failed workers."""
 
-    Attributes:
-        host: the node's name.
-        diagnosis: the diagnosis of the worker that explains the others of this node.
-        resumed_at: step of the checkpoint that the round started from, 0 for the beginning; None if unknown.
-        stacks: the stacks of workers that did not end when told to.
-        resumed_from: path or URL of that checkpoint; "" if there was none.
-        reach: the hosts that did not answer its workers when the job hung.
-        copied_at: step of the newest copy in its memory; None: there is none.
-        saved_at: step of the newest checkpoint that it knows of; 0: there is none, None: unknown.
-        ranks: of its workers.
-        collectives: those in which its workers waited when the job hung.
-        hashed: the hashes of their replicas; see `replicas`.
-        counts_from: step of the job at which their workers have begun to count; None: unknown.
-    """
-
-    host: NameOrEmpty
-    diagnosis: Diagnosis
-    resumed_at: int | None = None
-    stacks: str = ""
-    resumed_from: str = ""
-    reach: Reach = NOTHING_KNOWN
-    copied_at: int | None = None
-    saved_at: int | None = None
-    ranks: tuple[Rank, ...] = ()
-    collectives: tuple[Collective, ...] = ()
-    hashed: tuple[Hashed, ...] = ()
-    counts_from: int | None = None
+    host: NameOrEmpty  # the node's name
+    diagnosis: Diagnosis  # the diagnosis of the worker that explains the others of this node
+    resumed_at: int | None = None  # step of the checkpoint that the round started from, 0 for the beginning; None if unknown
+    stacks: str = ""  # the stacks of workers that did not end when told to
+    resumed_from: str = ""  # path or URL of that checkpoint; "" if there was none
+    reach: Reach = NOTHING_KNOWN  # the hosts that did not answer its workers when the job hung
+    copied_at: int | None = None  # step of the newest copy in its memory; None: there is none
+    saved_at: int | None = None  # step of the newest checkpoint that it knows of; 0: there is none, None: unknown
+    ranks: tuple[Rank, ...] = ()  # of its workers
+    collectives: tuple[Collective, ...] = ()  # those in which its workers waited when the job hung
+    hashed: tuple[Hashed, ...] = ()  # the hashes of their replicas; see `replicas`
+    counts_from: int | None = None  # step of the job at which their workers have begun to count; None: unknown
 
     @property
     def follows(self) -> bool:
@@ -183,38 +159,25 @@ class Report:
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """The job's verdict at the end of a round, which all agents carry out.
+    """The job's verdict at the end of a round, which all agents carry out."""
 
-    Attributes:
-        decision: see `policy.Decision`; its exit code is that of every agent that leaves because of it.
-        round: the round that has ended.
-        node: id of the node with the cause; it alone leaves if the response is replace_node.
-        host, rank: host and rank of the cause; rank -1: it is no worker, but the node was lost, say.
-        restarts: restarts charged to the job's budget so far, including this one.
-        limit: the budget; policy.NO_LIMIT for none.
-        at: wall clock of the agent that judged; for people only, no decision depends on it.
-        stacks: the stacks from the reports, also for people only.
-        cut: the names of two hosts that cannot reach each other, if that is the cause.
-        refuse_copies: no round may resume from a copy in memory that exists now, on any node.
-        shown_by: id of the node that logs the failure in full: its report shows the cause, which may be another node's loss.
-        refuse_newer: no round may resume from a checkpoint or copy of a later step that exists now; None: all may be used.
-        refused_by: id of the node that marks these checkpoints.
-    """
-
-    decision: Decision
-    round: Count
-    node: NameOrEmpty = ""
+    decision: Decision  # see `policy.Decision`; its exit code is that of every agent that leaves because of it
+    round: Count  # the round that has ended
+    node: NameOrEmpty = ""  # id of the node with the cause; it alone leaves if the response is replace_node
+    # host, rank: host and rank of the cause; rank -1: it is no worker, but the node was lost, say
     host: NameOrEmpty = ""
     rank: Rank = -1
-    restarts: Count = 0
-    limit: Annotated[int, Within(NO_LIMIT, 2**63 - 1)] = NO_LIMIT
-    at: str = ""
-    stacks: str = ""
-    cut: tuple[NameOrEmpty, ...] = ()
-    refuse_copies: bool = False
+    restarts: Count = 0  # restarts charged to the job's budget so far, including this one
+    limit: Annotated[int, Within(NO_LIMIT, 2**63 - 1)] = NO_LIMIT  # the budget; policy.NO_LIMIT for none
+    at: str = ""  # wall clock of the agent that judged; for people only, no decision depends on it
+    stacks: str = ""  # the stacks from the reports, also for people only
+    cut: tuple[NameOrEmpty, ...] = ()  # the names of two hosts that cannot reach each other, if that is the cause
+    refuse_copies: bool = False  # no round may resume from a copy in memory that exists now, on any node
+    # id of the node that logs the failure in full: its report shows the cause, which may be another node's loss
     shown_by: NameOrEmpty = ""
+    # no round may resume from a checkpoint or copy of a later step that exists now; None: all may be used
     refuse_newer: int | None = None
-    refused_by: NameOrEmpty = ""
+    refused_by: NameOrEmpty = ""  # id of the node that marks these checkpoints
 
     def for_node(self, node: str) -> Decision:
         """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""

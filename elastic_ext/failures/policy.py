@@ -120,30 +120,20 @@ ACTIONS = {
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision for one agent, with its reason.
-
-    Attributes:
-        exit_code: the agent's exit code if it leaves, else None.
-        rule: the rule of the table, or of this module if it overruled the table.
-        charged: whether the restart counts against the budget.
-        response: the response of the whole job; None if no rule was applied.
-        checkpoints_back: 1 to resume from the checkpoint before the newest.
-        delay_s: seconds to wait before the restart; 0 without one.
-        cold: whether to start the workers without warm standbys.
-        moves_ranks: whether the ranks of the node with the cause move to another node; see `_moves_ranks`.
-    """
+    """The decision for one agent, with its reason."""
 
     action: Action
     kind: Kind
     reason: str
-    exit_code: int | None = None
-    rule: str = ""
-    charged: bool = False
+    exit_code: int | None = None  # the agent's exit code if it leaves, else None
+    rule: str = ""  # the rule of the table, or of this module if it overruled the table
+    charged: bool = False  # whether the restart counts against the budget
+    # the response of the whole job; None if no rule was applied
     response: Response | None = field(default=None, metadata=stored_as("verdict"))
-    checkpoints_back: ZeroOrOne = 0
-    delay_s: Seconds = 0.0
-    cold: bool = False
-    moves_ranks: bool = False
+    checkpoints_back: ZeroOrOne = 0  # 1 to resume from the checkpoint before the newest
+    delay_s: Seconds = 0.0  # seconds to wait before the restart; 0 without one
+    cold: bool = False  # whether to start the workers without warm standbys
+    moves_ranks: bool = False  # whether the ranks of the node with the cause move to another node; see `_moves_ranks`
 
     @property
     def word(self) -> str:
@@ -153,19 +143,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Budget:
-    """The restarts that a job may have, and those charged so far.
+    """The restarts that a job may have, and those charged so far."""
 
-    Attributes:
-        max_restarts: NO_LIMIT for none.
-        charged: restarts charged so far.
-        kind_limits: the most restarts for failures of a kind, by kind; max_restarts applies as well.
-        charged_by_kind: restarts charged so far, by kind.
-    """
-
-    max_restarts: int = NO_LIMIT
-    charged: int = 0
+    max_restarts: int = NO_LIMIT  # NO_LIMIT for none
+    charged: int = 0  # restarts charged so far
+    # the most restarts for failures of a kind, by kind; max_restarts applies as well
     kind_limits: Mapping[str, int] = field(default_factory=dict)
-    charged_by_kind: Mapping[str, int] = field(default_factory=dict)
+    charged_by_kind: Mapping[str, int] = field(default_factory=dict)  # restarts charged so far, by kind
 
     @property
     def left(self) -> bool:
@@ -175,17 +159,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the job. None means unknown.
+    """The nodes of the job. None means unknown."""
 
-    Attributes:
-        running: number of nodes that run or wait now, including this one.
-        needed: minimum number of nodes of the job.
-        members: number of nodes of the round that has failed: a spare cannot fail. 0: as many as run.
-    """
-
-    running: int | None = None
-    needed: int | None = None
-    members: int = 0
+    running: int | None = None  # number of nodes that run or wait now, including this one
+    needed: int | None = None  # minimum number of nodes of the job
+    members: int = 0  # number of nodes of the round that has failed: a spare cannot fail. 0: as many as run
 
     @property
     def only_one(self) -> bool:
@@ -200,15 +178,10 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Backoff:
-    """Exponential backoff with jitter, so that nodes and jobs with the same failure do not all come back at once.
+    """Exponential backoff with jitter, so that nodes and jobs with the same failure do not all come back at once."""
 
-    Attributes:
-        base_s: seconds before the second charged restart in a row; 0 to never wait.
-        max_s: the longest wait in seconds.
-    """
-
-    base_s: float = 1.0
-    max_s: float = 60.0
+    base_s: float = 1.0  # seconds before the second charged restart in a row; 0 to never wait
+    max_s: float = 60.0  # the longest wait in seconds
 
     def delay_s(self, charged: int, jitter: float) -> float:
         """Return the wait before this restart.

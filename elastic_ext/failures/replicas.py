@@ -18,22 +18,14 @@ from elastic_ext.base.records import Count, Name, Rank
 
 @dataclass(frozen=True)
 class Hashed:
-    """What ranks of one node have hashed of one set of replicas, with the same result.
+    """What ranks of one node have hashed of one set of replicas, with the same result."""
 
-    Attributes:
-        of: name of the set, equal on all ranks that hold it.
-        replicas: number of ranks that hold it, on all nodes.
-        step: steps of the set's optimizer since the workers were started.
-        value: the hash.
-        ranks: of this node.
-        counted: steps of the optimizer that has made the fewest by then, which a checkpoint's step counts, if any; None: `step`.
-    """
-
-    of: Name
-    replicas: Count
-    step: Count
-    value: Name
-    ranks: tuple[Rank, ...] = ()
+    of: Name  # name of the set, equal on all ranks that hold it
+    replicas: Count  # number of ranks that hold it, on all nodes
+    step: Count  # steps of the set's optimizer since the workers were started
+    value: Name  # the hash
+    ranks: tuple[Rank, ...] = ()  # of this node
+    # steps of the optimizer that has made the fewest by then, which a checkpoint's step counts, if any; None: `step`
     counted: Count | None = None
 
 
@@ -42,17 +34,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class WorkerHashes:
-    """What one worker has written.
+    """What one worker has written."""
 
-    Attributes:
-        hashed: without its rank.
-        off: why it hashes nothing any more in this round; "".
-        note: what is not compared, or not as one may expect, and why; "".
-    """
-
-    hashed: tuple[Hashed, ...] = ()
-    off: str = ""
-    note: str = ""
+    hashed: tuple[Hashed, ...] = ()  # without its rank
+    off: str = ""  # why it hashes nothing any more in this round; ""
+    note: str = ""  # what is not compared, or not as one may expect, and why; ""
 
     @property
     def uncompared(self) -> str:
@@ -67,21 +53,13 @@ def decode(data: bytes, what: str) -> WorkerHashes:
 
 @dataclass(frozen=True)
 class Difference:
-    """Replicas that were equal and are not any more, or never were.
+    """Replicas that were equal and are not any more, or never were."""
 
-    Attributes:
-        step: the first step after which they are known to differ, counted from the start of the workers.
-        agreed: the last step before it after which all replicas were equal; None: there is none in this round.
-        counted: the same, as checkpoints count steps; see `Hashed`.
-        odd: ranks whose hash is not that of the majority; all ranks without a majority.
-        majority: number of ranks whose hashes are equal; 0: they are not more than half.
-    """
-
-    step: int
-    agreed: int | None
-    counted: int
-    odd: tuple[int, ...]
-    majority: int
+    step: int  # the first step after which they are known to differ, counted from the start of the workers
+    agreed: int | None  # the last step before it after which all replicas were equal; None: there is none in this round
+    counted: int  # the same, as checkpoints count steps; see `Hashed`
+    odd: tuple[int, ...]  # ranks whose hash is not that of the majority; all ranks without a majority
+    majority: int  # number of ranks whose hashes are equal; 0: they are not more than half
 
     @property
     def text(self) -> str:

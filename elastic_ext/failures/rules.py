@@ -46,18 +46,12 @@ USER_RULES, STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = ran
 
 @dataclass(frozen=True)
 class EvidenceView:
-    """The evidence in the form that rules match.
-
-    Attributes:
-        exception_names: the full and the bare names of the exception and of its base classes; empty without one.
-        text: the text in which a rule's texts are searched.
-        signal: the signal that ended the worker; exit code 128+N counts as signal N.
-    """
+    """The evidence in the form that rules match."""
 
     evidence: Evidence
-    exception_names: frozenset[str]
-    text: SearchText
-    signal: str | None
+    exception_names: frozenset[str]  # the full and the bare names of the exception and of its base classes; empty without one
+    text: SearchText  # the text in which a rule's texts are searched
+    signal: str | None  # the signal that ended the worker; exit code 128+N counts as signal N
     errno: int | None = None
 
 
@@ -66,20 +60,13 @@ Condition = Callable[[EvidenceView], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table.
-
-    Attributes:
-        because: the end of the reason that users read.
-        checkpoints_back: 1 to resume from the checkpoint before the newest.
-        survivable: scripts print such texts and go on (a library tries again, a thread loses a peer that is being stopped), so on
-            stderr they say nothing beside an exception that ended the script.
-    """
+    """One row of the table."""
 
     tier: int
     name: str
     kind: str
     response: Response
-    because: str
+    because: str  # the end of the reason that users read
     source: str = ""
     exceptions: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
@@ -89,7 +76,9 @@ class Rule:
     xids: frozenset[int] = frozenset()
     errnos: frozenset[int] = frozenset()
     when: Condition | None = None
-    checkpoints_back: int = 0
+    checkpoints_back: int = 0  # 1 to resume from the checkpoint before the newest
+    # scripts print such texts and go on (a library tries again, a thread loses a peer that is being stopped), so on stderr they
+    # say nothing beside an exception that ended the script
     survivable: bool = False
 
     def matches(self, view: EvidenceView) -> bool:

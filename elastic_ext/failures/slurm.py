@@ -26,16 +26,12 @@ _FIELD = re.compile(r"(?:^|\s)(JobState|Reason|Restarts)=(\S*)")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The job in the environment.
-
-    Attributes:
-        end_time: Unix time of the limit; None without a limit, or with Slurm before 23.02, unless the batch script sets it.
-        restarts: how often Slurm has started it again.
-    """
+    """The job in the environment."""
 
     job_id: str
+    # Unix time of the limit; None without a limit, or with Slurm before 23.02, unless the batch script sets it
     end_time: int | None = None
-    restarts: int = 0
+    restarts: int = 0  # how often Slurm has started it again
 
 
 def job_id(environ: Mapping[str, str]) -> str:

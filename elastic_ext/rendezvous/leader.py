@@ -300,16 +300,13 @@ def outliving_lease(client: EtcdClient, lease_id: int) -> int:
 class Members:
     """Ranks of the current round. For the rendezvous thread.
 
-    Attributes:
-        ranks: rank of each node in the round, by id; includes lost nodes.
-        promised: rank of each node in the round after it, of which a leader that was lost has written assignments, but no header.
-            These have replaced the ones to this round.
-
     Invariant: that leader compared the header, and saw that all living members wait. So none of those is lost, or runs workers.
     """
 
     def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
-        self.ranks: dict[str, int] = {}
+        self.ranks: dict[str, int] = {}  # rank of each node in the round, by id; includes lost nodes
+        # rank of each node in the round after it, of which a leader that was lost has written assignments, but no header. These
+        # have replaced the ones to this round
         self.promised: dict[str, int] = {}
         self._context = context
         self._header = header

@@ -40,34 +40,22 @@ MAX_THREADS = 16  # that read files at once
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        complete: whether training can resume from it, judging by names, sizes and small files.
-        format: name of the format, for people.
-        reason: why it is complete or not, one sentence without a period, for people.
-        written_at: when its last part was written, in seconds since the epoch by the clock of the filesystem.
-        step, epoch: from its content; None if the content does not say, or is costly to read.
-        size: bytes of all its files; None if unknown.
-        distrusted: it looks complete, but must not be used.
-        unreadable: why it could not be read; it may be complete. None: it was read.
-        training: whether it holds the state of an optimizer; None: not known.
-        parts: what a save may have left out, see `names.parts_of`; none if it is known to be whole.
-        compared: it is incomplete only by what lies beside it.
-    """
-
-    complete: bool
-    format: str
-    reason: str
-    written_at: float | None = None
+    complete: bool  # whether training can resume from it, judging by names, sizes and small files
+    format: str  # name of the format, for people
+    reason: str  # why it is complete or not, one sentence without a period, for people
+    written_at: float | None = None  # when its last part was written, in seconds since the epoch by the clock of the filesystem
+    # step, epoch: from its content; None if the content does not say, or is costly to read
     step: int | None = None
     epoch: int | None = None
-    size: int | None = None
-    distrusted: bool = False
-    unreadable: OSError | None = None
-    training: bool | None = None
+    size: int | None = None  # bytes of all its files; None if unknown
+    distrusted: bool = False  # it looks complete, but must not be used
+    unreadable: OSError | None = None  # why it could not be read; it may be complete. None: it was read
+    training: bool | None = None  # whether it holds the state of an optimizer; None: not known
+    # what a save may have left out, see `names.parts_of`; none if it is known to be whole
     parts: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
-    compared: bool = False
+    compared: bool = False  # it is incomplete only by what lies beside it
 
 
 class Format(Protocol):

@@ -201,26 +201,16 @@ Reshard = Callable[[Sequence[Any], int, int], Any]
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """The position of training.
+    """The position of training."""
 
-    Attributes:
-        step: optimizer steps done.
-        epoch: current epoch, from 0.
-        accumulation: micro-steps done toward the next optimizer step; their gradients are restored.
-        path: the checkpoint; None at the beginning.
-        world_size: world size of the group that saved it; 0 at the beginning.
-        note: the note passed to `save`.
-        dataloader: whether the data loader's state was restored; if not, it is in its initial state.
-        generators: whether this rank's random generators were restored; if not, they were seeded, equally in each attempt.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    accumulation: int = 0
-    path: str | None = None
-    world_size: int = 0
-    note: Mapping[str, Any] = field(default_factory=dict)
-    dataloader: bool = False
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # current epoch, from 0
+    accumulation: int = 0  # micro-steps done toward the next optimizer step; their gradients are restored
+    path: str | None = None  # the checkpoint; None at the beginning
+    world_size: int = 0  # world size of the group that saved it; 0 at the beginning
+    note: Mapping[str, Any] = field(default_factory=dict)  # the note passed to `save`
+    dataloader: bool = False  # whether the data loader's state was restored; if not, it is in its initial state
+    # whether this rank's random generators were restored; if not, they were seeded, equally in each attempt
     generators: bool = False
 
 

@@ -51,23 +51,14 @@ ALARM_AFTER = 3  # failed saves in a row
 
 @dataclass(frozen=True)
 class SaveEvent:
-    """The argument of `on_event`, which the writing thread calls.
+    """The argument of `on_event`, which the writing thread calls."""
 
-    Attributes:
-        kind: saved, failed, alarm (several saves failed in a row) or pruned.
-        step: step of the save; for "pruned", of the save that made the checkpoint superfluous.
-        name: name of the checkpoint in its directory; "" if it got none.
-        seconds: time from the call of `save` to the commit.
-        size: bytes.
-        reason: why it failed or was removed.
-    """
-
-    kind: str
-    step: int
-    name: str
-    seconds: float = 0.0
-    size: int = 0
-    reason: str = ""
+    kind: str  # saved, failed, alarm (several saves failed in a row) or pruned
+    step: int  # step of the save; for "pruned", of the save that made the checkpoint superfluous
+    name: str  # name of the checkpoint in its directory; "" if it got none
+    seconds: float = 0.0  # time from the call of `save` to the commit
+    size: int = 0  # bytes
+    reason: str = ""  # why it failed or was removed
 
 
 class Results:

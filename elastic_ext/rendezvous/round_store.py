@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -189,6 +190,12 @@ class NodeStates:
         """Whether no call of the last round is under way."""
         self._calls = [call for call in self._calls if call.is_alive()]
         return not self._calls
+
+    def await_calls(self, timeout_s: float) -> None:
+        """Wait until no call is under way: in a program that ends meanwhile, torch's code would abort as it comes back."""
+        deadline = time.monotonic() + timeout_s
+        for call in list(self._calls):
+            call.join(max(0.0, deadline - time.monotonic()))
 
     def swap(self, round_: RoundStore, state: str, timeout_s: float) -> Sequence[str] | None:
         """Write this node's state; return the others' states. None: the store has not answered in time."""

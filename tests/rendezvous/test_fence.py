@@ -147,6 +147,19 @@ def test_what_hangs_in_the_store_of_a_round_does_no_harm_in_the_next(frozen_stor
     assert states.swap(RoundStore("localhost", store.port, 1, 2), "1", LONG_S) == ["0"]
 
 
+@pytest.mark.seam
+def test_a_node_that_leaves_waits_for_the_calls_that_were_given_up(frozen_store):
+    server, _, store = frozen_store
+    states = NodeStates(LONG_S)
+    server.pause()
+    assert states.swap(RoundStore("localhost", store.port, 1, 2), "1", 0.05) is None
+    states.await_calls(0.05)
+    assert not states.settled
+    server.resume()
+    states.await_calls(LONG_S)
+    assert states.settled
+
+
 def test_without_another_thread_the_store_counts_as_silent(store, monkeypatch):
     states, start = NodeStates(LONG_S), threading.Thread.start
 

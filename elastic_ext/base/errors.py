@@ -69,7 +69,7 @@ class NodeRefused(ElasticExtError):
 
 
 class NodeDrained(NodeRefused):
-    """An operator has told this node to leave the job (`elastic-ext drain`)."""
+    """An operator has this node leave the job (`elastic-ext drain`)."""
 
     def __init__(self, reason: str, refused_s: int, step: int | None) -> None:
         """refused_s: for how long this host may not come back."""

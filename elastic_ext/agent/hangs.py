@@ -30,6 +30,7 @@ WAIT_S = 4.0  # the monitor thread checks once a second
 CHECK_S = 0.1
 SHOWN_STACKS = 4000  # characters in the log; the rest is in stacks.txt beside the error file, where logs are kept
 STACKS_KEPT = 1000  # characters for the verdict
+KILLED_WAIT_S = 2.0  # for the stacks of all workers that are killed; a busy host needs more than `stacks.WAIT_S`
 
 
 class FlightRecorder:
@@ -192,19 +193,20 @@ def reach_by(diagnosis: Diagnosis) -> cuts.Reach:
 def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:
     """Log which workers did not end in time and where they were: only now can the reason be found.
 
-    Returns one text for the verdict for each worker that dumped its stacks.
+    Returns one text for the verdict for each worker. One that was ending by itself got no SIGTERM, and comes last.
     """
+    rows = {each: workers.progress.read(each) for each in local_ranks} if workers.progress is not None else {}
+    pids = {each: workers.processes.pids[each] for each in local_ranks}
+    armed = {pids[each]: workers.stacks_files[each] for each, row in rows.items() if row.stacks_armed}
+    found = stacks.dump_all(armed, KILLED_WAIT_S)
+    ending = {each: row.ends_with for each, row in rows.items() if row.ends_with}
     texts = []
-    for local_rank in local_ranks:
-        pid = workers.processes.pids[local_rank]
-        armed = workers.progress is not None and workers.progress.read(local_rank).stacks_armed
-        stack = stacks.dump(pid, workers.stacks_files[local_rank]) if armed else ""
-        if stack:
-            position = waits.main_thread_first(stack, STACKS_KEPT)
-            texts.append(f"rank {workers.ranks[local_rank]} did not end on SIGTERM; it was at:\n{position}")
-        logger.warning(
-            "worker %s (pid %s) did not end within %.2g s of SIGTERM and is killed%s", local_rank, pid, grace_s, _shown(stack)
-        )
+    for each in sorted(local_ranks, key=lambda one: one in ending):
+        stack = found.get(pids[each], "")
+        did_not = f"was to end with exit code {ending[each]}, but did not" if each in ending else "did not end on SIGTERM"
+        position = f"; it was at:\n{waits.main_thread_first(stack, STACKS_KEPT)}" if stack else ""
+        texts.append(f"rank {workers.ranks[each]} {did_not}{position}")
+        logger.warning("worker %s (pid %s) %s within %.2g s, and is killed%s", each, pids[each], did_not, grace_s, _shown(stack))
     return texts
 
 

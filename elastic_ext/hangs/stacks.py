@@ -55,9 +55,9 @@ def dump(pid: int, path: str) -> str:
     return dump_all({pid: path}).get(pid, "")
 
 
-def dump_all(paths: Mapping[int, str]) -> dict[int, str]:
+def dump_all(paths: Mapping[int, str], wait_s: float = WAIT_S) -> dict[int, str]:
     """Do the same for several processes at once; return what each wrote, without those that wrote nothing. paths: by pid."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + wait_s
     before = {pid: _size(path) for pid, path in paths.items()}
     sizes, writing, ends = dict(before), set(), select.poll()
     with _opened(paths) as pidfds_of:

@@ -57,6 +57,7 @@ def test_a_bug_that_the_others_feel_before_its_own_node_does(store, start, tmp_p
     assert (verdict["rank"], verdict["round"], verdict["decision"]["kind"]) == (0, 1, "code")
     assert "rank 1 did not end on SIGTERM" in verdict["stacks"]
     assert "in ignore_term" in verdict["stacks"]
+    assert "rank 0 was to end with exit code 1, but did not" in verdict["stacks"]
 
 
 @pytest.mark.seam

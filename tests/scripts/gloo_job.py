@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,8 @@ dist.barrier()  # all have said so before one does what it was told
 def ignore_term() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say("ignoring")
-    dist.barrier()
+    with suppress(RuntimeError):  # the connection to one that has left the barrier may be lost before this one leaves it
+        dist.barrier()
     while True:
         signal.pause()
 

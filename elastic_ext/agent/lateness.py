@@ -124,7 +124,7 @@ class LatenessWatch(Companion):
         self._seen = samples
         self._due.put(True)
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="elastic_ext-lateness", daemon=True)
+            thread = round_store.StoreCall(target=self._run, name="elastic_ext-lateness", daemon=True)
             with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
                 try:
                     thread.start()
@@ -134,7 +134,6 @@ class LatenessWatch(Companion):
             raise_again(received)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        # A thread that returned from torch's C++ code while the process ends would abort the process.
         self._over.set()
         self._due.put(False)
         if self._thread is not None and self._thread.ident is not None:

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 STEPS_TO_AGREE = 3  # workers see a request within one step and agree on the next; one more is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
-JOIN_S = 1.0  # time for the thread that acknowledges requests to end
 POLL_S = 5.0  # between two readings of checkpoint_dir: a storage reports no change; as often as for grow_at=checkpoint
 
 
@@ -183,10 +182,10 @@ class SavesOnDemand(Companion):
             self._acks.put(each)
         self._shown = number
         if self._thread is None:  # a store that hangs must not block the loop
-            thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
+            thread = round_store.StoreCall(target=self._acknowledge, name="elastic_ext-save", daemon=True)
             with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
                 thread.start()
-                self._thread = thread  # here: a thread that sees it may join it
+                self._thread = thread
             raise_again(received)
 
     def _acknowledge(self) -> None:
@@ -209,10 +208,7 @@ class SavesOnDemand(Companion):
         return SaveResult.FAILED if any(progress.save_failed >= number for progress in workers) else None
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        # A thread that returned from torch's C++ code while the process ends would abort the process.
         self._acks.put(None)
-        if self._thread is not None:
-            self._thread.join(JOIN_S)
 
 
 def take_as_one(received: signal.Signals, leave_by: Callable[[], float | None]) -> None:

@@ -142,10 +142,6 @@ class Fence:
             self._wake.notify()
         self._thread.join(timeout_s)
 
-    def await_calls(self, timeout_s: float) -> None:
-        """After `close`, wait for the store calls that were abandoned."""
-        self._states.await_calls(timeout_s)
-
     def _run(self) -> None:
         while True:
             with self._wake:

@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -18,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastic_ext.base import names
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.round_store import StoreCall
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_records import Header
 
@@ -115,7 +115,7 @@ class StoreConnector:
         Raises RendezvousConnectionError: this is the last of TRIES consecutive stores that did not answer.
         """
         answer: Future[TCPStore] = Future()
-        threading.Thread(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
+        StoreCall(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
         with self._changed:
             while not answer.done():
                 if over() is not None:
@@ -191,12 +191,6 @@ class NodeStates:
         self._calls = [call for call in self._calls if call.is_alive()]
         return not self._calls
 
-    def await_calls(self, timeout_s: float) -> None:
-        """Wait until no call is under way: in a program that ends meanwhile, torch's code would abort as it comes back."""
-        deadline = time.monotonic() + timeout_s
-        for call in list(self._calls):
-            call.join(max(0.0, deadline - time.monotonic()))
-
     def swap(self, round_: RoundStore, state: str, timeout_s: float) -> Sequence[str] | None:
         """Write this node's state; return the others' states. None: the store has not answered in time."""
         if round_ != self._round:
@@ -213,7 +207,7 @@ class NodeStates:
             except Exception as error:  # noqa: BLE001 - top of the thread; the caller of result() gets it
                 answer.set_exception(error)
 
-        thread = threading.Thread(target=call, name="elastic_ext-node-states", daemon=True)
+        thread = StoreCall(target=call, name="elastic_ext-node-states", daemon=True)
         try:
             thread.start()  # RuntimeError, too: no more threads
             self._calls.append(thread)

@@ -184,12 +184,21 @@ atexit.register(print, "an exit handler")
 exits.set_succeeded()
 """
 APART = ["an exit handler", "taken apart"]
+CALL = """
+from elastic_ext.base import round_store
+round_store.await_calls.__defaults__ = (600.0,)  # longer than the alarm
+answer = threading.Event()
+round_store.StoreCall(target=lambda: (answer.wait(), print("a call has returned")), daemon=True).start()
+"""
+ANSWER = "atexit.register(answer.set)\n"
 
 
 @pytest.mark.seam
 def test_a_launcher_does_not_take_itself_apart_after_a_success(tmp_path):
-    """Or a thread that comes back from a store call meanwhile would abort it: exit code -6 of a job that has succeeded."""
+    """Any other program does. A call to a store that returned meanwhile would abort it, so it waits: a launcher need not."""
     cases = [
+        (LAUNCHER + CALL + SUCCESS, 0, APART[:1]),
+        (CALL + ANSWER + SUCCESS, 0, [APART[0], "a call has returned", APART[1]]),
         (LAUNCHER + SUCCESS, 0, APART[:1]),
         (SUCCESS, 0, APART),
         (LAUNCHER + SUCCESS + "raise ValueError", 1, APART),

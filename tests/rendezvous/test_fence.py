@@ -6,6 +6,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
+from elastic_ext.base.round_store import StoreCall, await_calls
 from elastic_ext.rendezvous import fence
 from elastic_ext.rendezvous.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
 from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, NodeStates, RoundStore, recently_silent
@@ -116,9 +117,7 @@ def frozen_store():
         yield server, node, store
         server.resume()
         node.fence.close()
-        for call in threading.enumerate():
-            if call.name == "elastic_ext-node-states":
-                call.join(LONG_S)  # before the store is killed: it would try again, and torch would complain
+        await_calls(LONG_S)  # before the store is killed: they would try again, and torch would complain
 
 
 @pytest.mark.seam
@@ -148,16 +147,18 @@ def test_what_hangs_in_the_store_of_a_round_does_no_harm_in_the_next(frozen_stor
 
 
 @pytest.mark.seam
-def test_a_node_that_leaves_waits_for_the_calls_that_were_given_up(frozen_store):
-    server, _, store = frozen_store
-    states = NodeStates(LONG_S)
+def test_a_process_that_ends_waits_for_calls_of_all_rounds(frozen_store, store):
+    server, _, frozen = frozen_store
     server.pause()
-    assert states.swap(RoundStore("localhost", store.port, 1, 2), "1", 0.05) is None
-    states.await_calls(0.05)
-    assert not states.settled
+    states = NodeStates(LONG_S)
+    assert states.swap(RoundStore("localhost", frozen.port, 1, 2), "1", 0.05) is None
+    assert states.swap(RoundStore("localhost", store.port, 1, 2), "1", LONG_S) == ["0"]
+    (call,) = (each for each in threading.enumerate() if isinstance(each, StoreCall))
+    await_calls(0.05)
+    assert call.is_alive()
     server.resume()
-    states.await_calls(LONG_S)
-    assert states.settled
+    await_calls(LONG_S)
+    assert not call.is_alive()
 
 
 def test_without_another_thread_the_store_counts_as_silent(store, monkeypatch):

@@ -159,10 +159,8 @@ class Place:
         It may though nothing failed here: others got no answer from it. A job can also be closed between a verdict that lets it
         go on and the next round.
         """
-        try:
-            verdict = decode_verdict(header.verdict)
-        except RecordError as error:
-            logger.debug("a verdict that cannot be read: %s", error)
+        verdict = _decoded(header.verdict)
+        if verdict is None:
             return
         leaves = verdict.decision.response is Response.REPLACE_NODE and verdict.node == self.node_id
         if on_news is not None and not leaves:
@@ -193,6 +191,15 @@ class Place:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self.dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+@functools.lru_cache(1)  # a waiting node looks at the same verdict again and again
+def _decoded(text: str) -> JobVerdict | None:
+    try:
+        return decode_verdict(text)
+    except RecordError as error:
+        logger.debug("a verdict that cannot be read: %s", error)
+        return None
 
 
 def take_place(

@@ -154,7 +154,6 @@ ILL_STORAGE = frozenset(
 # What a script raises wherever it runs: twice on one node is a bug, as it is on two.
 OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict"})
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
-PEERS = frozenset({"peer-gone", "peer-connection"})
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
@@ -619,3 +618,4 @@ TIER_4 = (
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
 ELSEWHERE = frozenset(rule.name for rule in RULES if rule.response is Response.FOLLOW)  # the node that reports it lives
+PEERS = ELSEWHERE - {INTERFACE, "stopped-by-agent"}

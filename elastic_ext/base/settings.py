@@ -6,13 +6,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from elastic_ext.base import setting_sources as types
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
+from elastic_ext.base.setting_sources import (
+    BOOLEAN,
+    BYTES,
+    DIRECTORY,
+    KIND_LIMITS,
+    LINGER_SECONDS,
+    MB_PER_SECOND,
+    MODULES,
+    NAME,
+    PATTERN,
+    PORT,
+    RESTARTS,
+    SECONDS,
+    SECONDS_FROM_1,
+    SECRET,
+    STEPS,
+    TEXT,
+    WHOLE_SECONDS,
+    SettingType,
+    one_of,
+    read_values,
+)
 from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 
 # For the agent only, never for its workers.
@@ -22,196 +43,153 @@ SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD", ENV_PREFIX + "JOB_SE
 RENAMED: dict[str, str] = {}
 
 
-def _setting(default: Any, type_: types.SettingType) -> Callable[[str], Any]:
-    """Return what makes the field of its help text."""
-    return lambda help_: field(default=default, metadata={"type": type_, "help": help_})
+def _setting(default: Any, type_: SettingType, help_: str) -> Any:
+    return field(default=default, metadata={"type": type_, "help": help_})
 
 
 @dataclass(frozen=True)
 class Settings:
     """All settings with their defaults. Times are in seconds."""
 
-    address: str | None = _setting(None, types.TEXT)(
+    # fmt: off
+    address: str | None = _setting(None, TEXT,
         "interface (`eth1`) or network (`10.1.0.0/16`) whose address this node gives to the other nodes; default: the address "
-        "from which this host reaches the host of --rdzv-endpoint; --local-addr overrides it"
-    )
-    backoff: float = _setting(1.0, types.SECONDS)(
+        "from which this host reaches the host of --rdzv-endpoint; --local-addr overrides it")
+    backoff: float = _setting(1.0, SECONDS,
         "delay before the second restart in a row without progress; doubles with each further restart, with jitter; 0: no "
-        "delay. Before the first step, a failure that may be an outage is tried again after 30, then after 90 times this delay"
-    )
-    backoff_max: float = _setting(60.0, types.SECONDS)("the longest delay to which backoff may double")
-    bad_node_command: str | None = _setting(None, types.TEXT)(
+        "delay. Before the first step, a failure that may be an outage is tried again after 30, then after 90 times this delay")
+    backoff_max: float = _setting(60.0, SECONDS, "the longest delay to which backoff may double")
+    bad_node_command: str | None = _setting(None, TEXT,
         "shell command that the agent runs, for 10 s at most, as its node leaves for a failure of kind hardware; "
-        "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why"
-    )
-    bootstrap: bool = _setting(True, types.BOOLEAN)("run Python workers through the bootstrap (error files, progress, stacks)")
-    budget_window: int | None = _setting(None, types.WHOLE_SECONDS)(
-        "a restart counts against --max-restarts for this many seconds; default: for the whole job"
-    )
-    checkpoint_dir: str | None = _setting(None, types.DIRECTORY)("where the job's checkpoints are: a path or an fsspec URL")
-    checkpoint_pattern: str = _setting("", types.PATTERN)(
+        "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why")
+    bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
+    budget_window: int | None = _setting(None, WHOLE_SECONDS,
+        "a restart counts against --max-restarts for this many seconds; default: for the whole job")
+    checkpoint_dir: str | None = _setting(None, DIRECTORY, "where the job's checkpoints are: a path or an fsspec URL")
+    checkpoint_pattern: str = _setting("", PATTERN,
         "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; the files may be of unknown formats; default: "
-        "every checkpoint of a known format"
-    )
-    copy_mb_s: float = _setting(0.0, types.MB_PER_SECOND)(
-        "limit for copying from local_dir to checkpoint_dir, in megabytes per second and node; 0: no limit"
-    )
-    copy_stall: float = _setting(60.0, types.SECONDS_FROM_1)(
+        "every checkpoint of a known format")
+    copy_mb_s: float = _setting(0.0, MB_PER_SECOND,
+        "limit for copying from local_dir to checkpoint_dir, in megabytes per second and node; 0: no limit")
+    copy_stall: float = _setting(60.0, SECONDS_FROM_1,
         "at the end of a job, time without progress after which copying to checkpoint_dir is restarted; after twice this time "
-        "the agent gives up"
-    )
-    etcd_ca: str | None = _setting(None, types.TEXT)("ext_etcd: file of the CA that signed the servers' certificates")
-    etcd_cert: str | None = _setting(None, types.TEXT)("ext_etcd: file of this client's certificate")
-    etcd_data_dir: str | None = _setting(None, types.TEXT)(
+        "the agent gives up")
+    etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
+    etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
+    etcd_data_dir: str | None = _setting(None, TEXT,
         "`job:`: directory for a small file that lets a requeued job keep its ledger, budget, refused hosts and goodput; on a "
-        "disk that all hosts share, or on local disks if the same hosts come back"
-    )
-    etcd_key: str | None = _setting(None, types.TEXT)("ext_etcd: file of this client's private key")
-    etcd_password: str | None = _setting(None, types.SECRET)("ext_etcd: password; set it in the environment or the file")
-    etcd_user: str | None = _setting(None, types.TEXT)("ext_etcd: user")
-    events_file: str | None = _setting(None, types.TEXT)(
-        "file to which events are appended, one JSON object per line; agents of a host may share it; or `stdout`"
-    )
-    exit_codes: str = _setting("design", types.one_of("design", "stock", "kubeflow"))(
+        "disk that all hosts share, or on local disks if the same hosts come back")
+    etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
+    etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
+    etcd_user: str | None = _setting(None, TEXT, "ext_etcd: user")
+    events_file: str | None = _setting(None, TEXT,
+        "file to which events are appended, one JSON object per line; agents of a host may share it; or `stdout`")
+    exit_codes: str = _setting("design", one_of("design", "stock", "kubeflow"),
         "exit codes of the agent: `design`, by cause (see [exit codes](failures.md#exit-codes)); `stock`, always 1; `kubeflow`, "
-        "by cause, with 128 added to those that Kubeflow's ExitCode policy should retry"
-    )
-    grow_at: str = _setting("now", types.one_of("now", "checkpoint"))(
-        "when a new node joins a running job: now, or at the next checkpoint (needs checkpoint_dir)"
-    )
-    health_command: str | None = _setting(None, types.TEXT)(
+        "by cause, with 128 added to those that Kubeflow's ExitCode policy should retry")
+    grow_at: str = _setting("now", one_of("now", "checkpoint"),
+        "when a new node joins a running job: now, or at the next checkpoint (needs checkpoint_dir)")
+    health_command: str | None = _setting(None, TEXT,
         "shell command that the agent runs before each round; unless it exits with 0, this node leaves with 69; the log shows "
         "its output; `preflight`: a [check of our own](operations.md#preflight) of devices, memory and disks; a "
-        "wrong setting then is 78"
-    )
-    health_timeout: float = _setting(60.0, types.SECONDS_FROM_1)(
-        "how long health_command may take; a node on which it hangs is bad"
-    )
-    hang: bool = _setting(True, types.BOOLEAN)(
-        "detect hangs: when no worker of the job makes progress, end the round and start it again"
-    )
-    hang_timeout: float | None = _setting(None, types.SECONDS_FROM_1)(
+        "wrong setting then is 78")
+    health_timeout: float = _setting(60.0, SECONDS_FROM_1,
+        "how long health_command may take; a node on which it hangs is bad")
+    hang: bool = _setting(True, BOOLEAN,
+        "detect hangs: when no worker of the job makes progress, end the round and start it again")
+    hang_timeout: float | None = _setting(None, SECONDS_FROM_1,
         "seconds without progress that count as a hang; before the first step, ten times this, and at least half an hour while a "
-        "worker is busy; default: learned from the job"
-    )
-    integrity_every: int = _setting(0, types.STEPS)(
+        "worker is busy; default: learned from the job")
+    integrity_every: int = _setting(0, STEPS,
         "N: after every N optimizer steps, workers hash parameters and optimizer state that other ranks hold too, and the agents "
-        "compare the hashes (see [wrong results](failures.md#wrong-results)); 0: never"
-    )
-    job_secret: str | None = _setting(None, types.SECRET)(
-        "`job:`, ext_c10d: secret of the job, 16 characters or more, the same on all hosts; set it in the environment or the file"
-    )
-    job_secret_file: str | None = _setting(None, types.TEXT)(
+        "compare the hashes (see [wrong results](failures.md#wrong-results)); 0: never")
+    job_secret: str | None = _setting(None, SECRET,
+        "`job:`, ext_c10d: secret of the job, 16 characters or more, the same on all hosts; set it in the environment or the "
+        "file")
+    job_secret_file: str | None = _setting(None, TEXT,
         "`job:`, ext_c10d: file that holds the secret, with mode 0600; on a disk that all hosts share, it is created if it does "
-        "not exist"
-    )
-    kind_limits: tuple[tuple[str, int], ...] | None = _setting(None, types.KIND_LIMITS)(
-        "the most restarts for each kind of failure, within the budget, e.g. `hang:3 network:20`"
-    )
-    last_call: float = _setting(2.0, types.SECONDS)("how long the first round waits for more nodes after the minimum is reached")
-    ledger_file: str | None = _setting(None, types.TEXT)(
+        "not exist")
+    kind_limits: tuple[tuple[str, int], ...] | None = _setting(None, KIND_LIMITS,
+        "the most restarts for each kind of failure, within the budget, e.g. `hang:3 network:20`")
+    last_call: float = _setting(2.0, SECONDS, "how long the first round waits for more nodes after the minimum is reached")
+    ledger_file: str | None = _setting(None, TEXT,
         "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; with "
-        "several nodes, only the file on the store's host counts"
-    )
-    lease_ttl: int = _setting(10, types.WHOLE_SECONDS)("a node that is silent for this long counts as dead; 2 or more")
-    local_dir: str | None = _setting(None, types.DIRECTORY)(
+        "several nodes, only the file on the store's host counts")
+    lease_ttl: int = _setting(10, WHOLE_SECONDS, "a node that is silent for this long counts as dead; 2 or more")
+    local_dir: str | None = _setting(None, DIRECTORY,
         "directory on a fast disk of each node; `elastic_ext.Checkpointer` saves there first, and the agent copies to "
-        "checkpoint_dir in the background"
-    )
-    max_rejoins: int = _setting(20, types.RESTARTS)(
+        "checkpoint_dir in the background")
+    max_rejoins: int = _setting(20, RESTARTS,
         "how often within an hour a host may join a running job; if it joins more often, it may not come back for refuse_node "
-        "seconds once it has left, because each join restarts all nodes; -1: no limit"
-    )
-    max_restarts: int | None = _setting(None, types.RESTARTS)("overrides --max-restarts; -1: no limit")
-    memory_every: int | None = _setting(None, types.STEPS)(
+        "seconds once it has left, because each join restarts all nodes; -1: no limit")
+    max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
+    memory_every: int | None = _setting(None, STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "
-        "the copies hold up training for less than 1 % of the time, and ever more rarely while nothing fails, down to 0.1 %"
-    )
-    memory_limit: int | None = _setting(None, types.BYTES)(
+        "the copies hold up training for less than 1 % of the time, and ever more rarely while nothing fails, down to 0.1 %")
+    memory_limit: int | None = _setting(None, BYTES,
         "the most memory for these copies on a node, e.g. `64G`, two for each worker; with several nodes, half of it is for "
-        "another node's copies; default: a quarter of the memory that is free when a round starts"
-    )
-    memory_mb_s: float = _setting(0.0, types.MB_PER_SECOND)(
-        "limit for sending these copies to another node, in megabytes per second; 0: no limit"
-    )
-    metrics: bool = _setting(True, types.BOOLEAN)("serve Prometheus metrics")
-    metrics_discovery_dir: str | None = _setting(None, types.TEXT)(
-        "directory for a file that names this endpoint to Prometheus (file_sd_configs), as long as the agent runs"
-    )
-    metrics_file: str | None = _setting(None, types.TEXT)(
-        "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`"
-    )
-    metrics_host: str = _setting("127.0.0.1", types.TEXT)("address of the metrics endpoint")
-    metrics_linger: float = _setting(0.0, types.LINGER_SECONDS)(
-        "how long an agent that has left the job waits for one more scrape of its metrics; 300 or less"
-    )
-    metrics_port: int = _setting(9401, types.PORT)("port of the metrics endpoint; 0: any free port")
-    metrics_web_config: str | None = _setting(None, types.TEXT)(
+        "another node's copies; default: a quarter of the memory that is free when a round starts")
+    memory_mb_s: float = _setting(0.0, MB_PER_SECOND,
+        "limit for sending these copies to another node, in megabytes per second; 0: no limit")
+    metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
+    metrics_discovery_dir: str | None = _setting(None, TEXT,
+        "directory for a file that names this endpoint to Prometheus (file_sd_configs), as long as the agent runs")
+    metrics_file: str | None = _setting(None, TEXT,
+        "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`")
+    metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
+    metrics_linger: float = _setting(0.0, LINGER_SECONDS,
+        "how long an agent that has left the job waits for one more scrape of its metrics; 300 or less")
+    metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
+    metrics_web_config: str | None = _setting(None, TEXT,
         "file with TLS certificates and users of the metrics endpoint, in the format of Prometheus' exporter-toolkit; needs "
-        "`pip install 'elastic_ext[web]'`"
-    )
-    node_name: str | None = _setting(None, types.NAME)("name of this node in verdicts and metrics; default: the host's name")
-    platform_grace: float | None = _setting(None, types.SECONDS)(
+        "`pip install 'elastic_ext[web]'`")
+    node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
+    platform_grace: float | None = _setting(None, SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "
-        "`pod_api` or Slurm can shorten it, or provide it if it is not set"
-    )
-    pod_api: bool = _setting(False, types.BOOLEAN)("Kubernetes: ask the API server about this pod after a failure")
-    pod_file: str | None = _setting(None, types.TEXT)(
-        "Kubernetes: file with this pod, or its status, as JSON; something outside the agent must keep it up to date"
-    )
-    preload: tuple[str, ...] | None = _setting(None, types.MODULES)(
+        "`pod_api` or Slurm can shorten it, or provide it if it is not set")
+    pod_api: bool = _setting(False, BOOLEAN, "Kubernetes: ask the API server about this pod after a failure")
+    pod_file: str | None = _setting(None, TEXT,
+        "Kubernetes: file with this pod, or its status, as JSON; something outside the agent must keep it up to date")
+    preload: tuple[str, ...] | None = _setting(None, MODULES,
         "modules that warm standbys import, besides torch and those that the agent learns from the job's workers; may be "
-        "modules next to the script"
-    )
-    preload_exclude: tuple[str, ...] | None = _setting(None, types.MODULES)(
-        "modules that warm standbys do not import, with their submodules"
-    )
-    refuse_node: int = _setting(3600, types.WHOLE_SECONDS)("how long a host that had to leave the job may not come back")
-    rejoin_timeout: float | None = _setting(None, types.SECONDS)(
+        "modules next to the script")
+    preload_exclude: tuple[str, ...] | None = _setting(None, MODULES,
+        "modules that warm standbys do not import, with their submodules")
+    refuse_node: int = _setting(3600, WHOLE_SECONDS, "how long a host that had to leave the job may not come back")
+    rejoin_timeout: float | None = _setting(None, SECONDS,
         "how long the job waits for lost nodes to come back once fewer than the minimum are left; then it ends with 75, to be "
-        "requeued; default: as long as join_timeout; in a step of Slurm, where a lost node cannot come back, lease_ttl and 5 s"
-    )
-    resume_from: str = _setting("", types.TEXT)(
+        "requeued; default: as long as join_timeout; in a step of Slurm, where a lost node cannot come back, lease_ttl and 5 s")
+    resume_from: str = _setting("", TEXT,
         "the checkpoint that the job starts from: a step, a name, a path or a URL, or `none` to start from nothing; later rounds "
-        "resume from what this run has saved"
-    )
-    rules: str | None = _setting(None, types.TEXT)("TOML file with your own failure rules, which come before the built-in ones")
-    settle: float = _setting(0.5, types.SECONDS)(
-        "how long the job waits, after the first report of a failure, for reports of other nodes"
-    )
-    slow_node: str = _setting("report", types.one_of("report", "replace"))(
+        "resume from what this run has saved")
+    rules: str | None = _setting(None, TEXT, "TOML file with your own failure rules, which come before the built-in ones")
+    settle: float = _setting(0.5, SECONDS,
+        "how long the job waits, after the first report of a failure, for reports of other nodes")
+    slow_node: str = _setting("report", one_of("report", "replace"),
         "what becomes of a node that is late, or one of whose ranks is (see [stragglers](hangs.md#stragglers)): `report`, or "
         "`replace`: once it has been late by 10 % of a step or more for slow_node_after, and while a spare waits, it leaves with "
-        "69 at the next checkpoint, as after `elastic-ext drain`"
-    )
-    slow_node_after: float = _setting(300.0, types.SECONDS)("how long a node must have been late to be replaced")
-    stragglers: str = _setting("auto", types.one_of("auto", "all", "off"))(
+        "69 at the next checkpoint, as after `elastic-ext drain`")
+    slow_node_after: float = _setting(300.0, SECONDS, "how long a node must have been late to be replaced")
+    stragglers: str = _setting("auto", one_of("auto", "all", "off"),
         "whether [stragglers](hangs.md#stragglers) are looked for: `auto`: not with NCCL, whose recorder asks the device, which "
-        "may break the capture of a CUDA graph (not yet run on GPUs); `all`: with NCCL, too; `off`"
-    )
-    standby: bool = _setting(True, types.BOOLEAN)(
-        "keep warm standbys: processes that have imported torch and wait for the next start of the workers"
-    )
-    stderr_tail: bool = _setting(True, types.BOOLEAN)(
-        "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal"
-    )
-    stop_grace: float | None = _setting(None, types.SECONDS)(
+        "may break the capture of a CUDA graph (not yet run on GPUs); `all`: with NCCL, too; `off`")
+    standby: bool = _setting(True, BOOLEAN,
+        "keep warm standbys: processes that have imported torch and wait for the next start of the workers")
+    stderr_tail: bool = _setting(True, BOOLEAN,
+        "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal")
+    stop_grace: float | None = _setting(None, SECONDS,
         "time between SIGTERM and SIGKILL for workers that are stopped because another one failed; default 5, or "
-        "--shutdown-timeout if that is less"
-    )
-    topology: str | None = _setting(None, types.TEXT)(
-        "location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
-    )
-    trainjob_interval: float = _setting(30.0, types.SECONDS)(
-        "Kubeflow Trainer: seconds between two updates of the TrainJob's status, if the TrainJob asks for them; 0: no updates"
-    )
-    unsafe_etcd: bool = _setting(False, types.BOOLEAN)(
-        "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, although a member that is killed may lose writes for good"
-    )
-    verify: str = _setting("sampled", types.one_of("off", "sampled", "full"))(
-        "how much of a checkpoint is read before it is chosen: off, sampled (all sizes, the content of some files), or full"
-    )
-    verdict_file: str | None = _setting(None, types.TEXT)("file for the verdict that ends the job, as JSON")
+        "--shutdown-timeout if that is less")
+    topology: str | None = _setting(None, TEXT,
+        "location of this node, e.g. its rack; new nodes get ranks in the order of their locations")
+    trainjob_interval: float = _setting(30.0, SECONDS,
+        "Kubeflow Trainer: seconds between two updates of the TrainJob's status, if the TrainJob asks for them; 0: no updates")
+    unsafe_etcd: bool = _setting(False, BOOLEAN,
+        "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, although a member that is killed may lose writes for good")
+    verify: str = _setting("sampled", one_of("off", "sampled", "full"),
+        "how much of a checkpoint is read before it is chosen: off, sampled (all sizes, the content of some files), or full")
+    verdict_file: str | None = _setting(None, TEXT, "file for the verdict that ends the job, as JSON")
+    # fmt: on
 
     @property
     def copies_to_memory(self) -> bool:
@@ -221,7 +199,7 @@ class Settings:
 
 DEFAULT_STOP_GRACE = 5.0  # seconds
 
-_TYPES: dict[str, types.SettingType] = {each.name: each.metadata["type"] for each in fields(Settings)}
+_TYPES: dict[str, SettingType] = {each.name: each.metadata["type"] for each in fields(Settings)}
 
 
 def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
@@ -231,7 +209,7 @@ def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Setting
 
     Raises UsageError: an unknown key (the message names the nearest known one), an invalid value, or an unreadable file.
     """
-    return Settings(**types.read_values(_TYPES, RENAMED, rdzv_conf, environ))
+    return Settings(**read_values(_TYPES, RENAMED, rdzv_conf, environ))
 
 
 # (a time, the time that it must not exceed, why)

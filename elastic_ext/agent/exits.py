@@ -1,6 +1,6 @@
 """Exit codes that schedulers understand, and the verdict where schedulers look for it, no matter who started the agent.
 
-Torch exits with code 1 whatever ended the job. Here the exception that ends the process carries the exit code: torchrun needs no
+Torch exits with code 1 however the job ended. Here the exception that ends the process carries the exit code: torchrun needs no
 change, and a program that calls `elastic_launch` still gets its ChildFailedError.
 
 The verdict file and Kubernetes' termination message hold the verdict of the job as JSON, as `failures.ledger` defines it.

@@ -1,5 +1,5 @@
 """Files and private directories in places to which others may write, e.g. /tmp or a shared directory; and text files that a user
-names, read in bounded time and space, whatever kind of file it is.
+names, read in bounded time and space, for any kind of file.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ RENDEZVOUS, WAITING, BACKOFF, IDLE, DETECTION, HANG = "rendezvous", "waiting_for
 # A node is in exactly one of these at any moment. The states of running workers are the mean over the workers of the node.
 STATES: Mapping[str, str] = MappingProxyType(
     {
-        PRODUCTIVE: "Training: optimizer steps that nobody has done before, with all that the script does between them and names "
+        PRODUCTIVE: "Training: optimizer steps that were not done before, with all that the script does between them and names "
         "no phase for; evaluation too. Without the bootstrap, all the time that workers run.",
         LOST: "Steps computed again: from the checkpoint up to the highest step reached before the restart, where both are known "
         "(`checkpoint_dir`); what a phase names stays in its state. Also the step that a restart interrupted, up to this "

@@ -377,7 +377,7 @@ class Agents:
         self.rivals.clear()
 
     def close(self) -> None:
-        """Take in nobody any more. Agents that have left wait for the end of this process."""
+        """Accept no more agents. Agents that have left wait for the end of this process."""
         self._listener.close()
         for connection, _ in self._connected.values():
             connection.close()

@@ -1,4 +1,4 @@
-"""The lines of this package's log: what they look like where nobody has configured logging, and that they are safe to show.
+"""The lines of this package's log: what they look like where logging is not configured, and that they are safe to show.
 
     TIME NODE LEVEL message        (the output of several nodes often goes to one file)
 
@@ -23,7 +23,7 @@ ROOT = "elastic_ext"
 NODE_NAME = "ELASTIC_EXT_NODE_NAME"  # the setting; the agent also sets it for what it starts
 _WORKER = "ELASTIC_EXT_WORKER"  # which the agent sets for its workers
 MARK = "elastic_ext: "
-"""In each line that this package logs on a worker's stderr: it begins the message, whatever format the script has configured.
+"""In each line that this package logs on a worker's stderr: it begins the message, in any format that the script has configured.
 Also in the lines of `workers.bootstrap`. Such lines are no evidence about the script."""
 
 _node = ""
@@ -32,7 +32,7 @@ _node = ""
 def install(plain: bool = False) -> None:
     """Clean the records of all loggers of this package in this process; further calls do nothing. In a worker, also mark them.
 
-    plain: for someone at a terminal: where nobody has configured logging, a line is the message alone.
+    plain: for a user at a terminal: where logging is not configured, a line is the message alone.
     """
     logger = logging.getLogger(ROOT)
     if not any(isinstance(handler, _Cleaner) for handler in logger.handlers):
@@ -96,7 +96,7 @@ class _Cleaner(logging.Handler):
         clean(record)
         if _WORKER in os.environ:  # read only now: on import, a warm standby does not know yet which worker it will be
             mark(record)
-        # If nobody has configured logging, this handler would keep logging from using its handler of last resort.
+        # If logging is not configured, this handler would keep logging from using its handler of last resort.
         last = logging.lastResort
         if last and record.levelno >= last.level and _has_no_other(record.name):
             if last.formatter is None and not self._plain:

@@ -2,7 +2,7 @@
 
 Message, version 1. The agent names a prefix in the worker's message (`metrics`, see `workers.worker_env`): the path of a
 directory of its own, and ROUND.LOCAL_RANK.RANK. A process adds .PID.START.RANDOM (START: `running_since`), so that no two
-processes ever share a file, whatever becomes of their pids. The file is a row of chunks, CHUNK bytes each and all allocated:
+processes ever share a file, even if a pid is used again. The file is a row of chunks, CHUNK bytes each and all allocated:
 
     8 bytes   MAGIC, with the version
     8 bytes   how much of this chunk is used, with this head; written last, so that a record is whole when it is seen
@@ -68,7 +68,7 @@ class Definition:
         return frozenset(self.name + each for each in suffixes.get(self.kind, ("", "_bucket", "_count", "_sum", "_created")))
 
     def agrees(self, other: Definition) -> bool:
-        """Return whether both describe the same metric, in whatever words."""
+        """Return whether both describe the same metric, in any words."""
         return (self.kind, self.name, self.labels, self.bounds) == (other.kind, other.name, other.labels, other.bounds)
 
 

@@ -102,7 +102,7 @@ def _ask(address: str) -> None:
 
 
 def seconds_for_name(address: str) -> float:
-    """Return how long torch's look-up of the name of an address takes, whatever comes of it. address: may be a host's name."""
+    """Return how long torch's look-up of the name of an address takes, with any result. address: may be a host's name."""
     began = time.monotonic()
     with suppress(OSError):  # no name server has answered, or can be reached
         found = socket.getaddrinfo(address, 0, socket.AF_INET6, socket.SOCK_STREAM, flags=socket.AI_V4MAPPED)  # as torch does

@@ -122,7 +122,7 @@ class _TakenForSigterm(SignalException):  # type: ignore[misc, unused-ignore]
 
 
 def received(error: SignalException) -> signal.Signals:
-    """Return the signal that this process got, whatever it is taken for."""
+    """Return the signal that this process got; torch may take it for another one."""
     return error.received if isinstance(error, _TakenForSigterm) else signal.Signals(error.sigval)
 
 

@@ -46,7 +46,7 @@ class StorageFailed(CheckpointError):
 
 
 class Rank0Failed(ElasticExtError):
-    """What rank 0 was to decide for all failed in a way that nobody has foreseen. Raised on all ranks, which are in step."""
+    """What rank 0 was to decide for all failed in an unforeseen way. Raised on all ranks, which are in step."""
 
 
 class FailureKind(str, Enum):

@@ -7,7 +7,7 @@ Every implementation keeps these promises:
   (it begins with a dot) and never looks like a checkpoint.
 - If several processes `create` the same name, exactly one succeeds.
 - Each call asks the storage again. No listing or attribute comes from a cache of an earlier call.
-- Errors are OSError, whatever library does the work. A missing name is FileNotFoundError.
+- Errors are OSError, whichever library does the work. A missing name is FileNotFoundError.
 - Only regular files are ever opened. Opening a pipe would block, and a device can do anything.
 """
 

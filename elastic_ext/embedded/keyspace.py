@@ -310,7 +310,7 @@ class Keyspace:
             self._end_lease(lease_id)
 
     def prolong(self, seconds: float, now: float) -> None:
-        """Let each lease last longer: this process stood still for so long, and nobody could renew one."""
+        """Let each lease last longer: this process stood still for so long, and no lease could be renewed."""
         for lease in self._leases.values():
             lease.expires = min(lease.expires + seconds, now + lease.ttl_s)
 

@@ -141,7 +141,7 @@ class JobFile:
             self._snapshot.write_now()
             if self._over:
                 self._remove()
-        self._keyspace.compact(self._keyspace.revision)  # nobody watches
+        self._keyspace.compact(self._keyspace.revision)  # there are no watches
 
 
 class OneRound:
@@ -196,7 +196,7 @@ class OneRound:
         self._job.on_event()
 
     def save_completed(self, number: int, step: int) -> None:
-        """Do nothing: nobody outside this agent requests saves."""
+        """Do nothing: only this agent requests saves."""
 
     def report_ready_to_leave(self, number: int, step: int | None) -> None:
         """Do nothing: no node is drained."""

@@ -103,7 +103,7 @@ class Tokens:
         if self.user is None:
             return []
         old = None if refused is None else dict(refused).get("token", "")
-        token = self._other_than(old)  # before any lock: who waits for a new token holds up nobody else
+        token = self._other_than(old)  # before any lock: a call that waits for a new token holds up no other
         if token is None:
             token = self._renewed(connection, self.user, old, timeout_s)
         return [("token", token)] if token else []
@@ -266,7 +266,7 @@ class Caller:
             if self.closed.is_set():
                 raise errors.ClientClosed(f"{what}: the etcd client is closed")
             if only is not None and only.over.is_set():
-                raise errors.Unavailable(f"{what}: nobody waits for the answer any more")
+                raise errors.Unavailable(f"{what}: the caller no longer waits for the answer")
             connection = self.endpoints.current() if only is None else only.connection
             try:
                 answer = self._attempt(connection, send, run, leader)

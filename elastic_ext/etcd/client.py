@@ -250,7 +250,7 @@ class EtcdClient:
     # Leases
 
     def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease:
-        """Grant a lease that nobody renews; see `LeaseSession`. ttl_s: seconds."""
+        """Grant a lease that is not renewed; see `LeaseSession`. ttl_s: seconds."""
 
         def send(etcd: Stubs) -> Lease:
             sent_at = self.now()

@@ -41,7 +41,7 @@ class KeyValue:
 
     @property
     def text(self) -> str:
-        """The value as text, whatever its bytes are."""
+        """The value as text, for any bytes."""
         return self.value.decode(errors="replace")
 
     @classmethod

@@ -1,7 +1,7 @@
 """Watches that survive failures of connections and servers: nothing is lost or delivered twice.
 
 All watches of a client share one stream and one daemon thread (`WatchStream`). Each watch knows the revision it wants next;
-whatever breaks the stream, it is reopened, on the next endpoint if need be, and each watch goes on from that revision.
+if anything breaks the stream, it is reopened, on the next endpoint if need be, and each watch goes on from that revision.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Watch:
             self._ended.set()
 
 
-# The stream shared by all watches of a client: whatever breaks it, it is reopened, and each watch resumes where it stood.
+# The stream shared by all watches of a client: if it breaks, it is reopened, and each watch resumes where it stood.
 
 _JOIN_S = 2.0
 _ids = itertools.count(1)  # of watches

@@ -139,7 +139,7 @@ def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
     """
     ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
     for rule in _BY_TIER[PROGRAM_OUTPUT]:
-        of_evidence = not (rule.texts or rule.survivable)  # whatever was printed
+        of_evidence = not (rule.texts or rule.survivable)  # no matter what was printed
         meant = rule.kind in _BEHIND_A_SIGNAL if ended_otherwise else not (recorded and rule.survivable)
         if of_evidence or (meant and rule.response is not Response.STOP):
             yield rule
@@ -158,7 +158,7 @@ def _chain(exception: RaisedException | None) -> list[RaisedException | Wrapped]
 
 
 def _errno(exception: RaisedException | Wrapped) -> int | None:
-    """Return the errno of an OSError, whatever the language of its text."""
+    """Return the errno of an OSError with a text in any language."""
     if exception.errno is None and (said := _ERRNO.match(exception.message)):
         return int(said[1])
     return exception.errno

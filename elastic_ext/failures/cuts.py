@@ -1,6 +1,6 @@
 """Which two nodes of a job cannot reach each other, from what each reports of itself. Pure functions, standard library only.
 
-Only the node that sends learns that nobody answers, so a report of either one is enough. It names an address; whose address that
+Only the node that sends learns that no answer comes, so a report of either one is enough. It names an address; whose address that
 is, the other node's own report says. An address of no node of the job (an object store, say) makes no pair.
 """
 
@@ -59,7 +59,7 @@ def union(one: Reach, other: Reach) -> Reach:
 class Cut:
     """Two nodes that cannot reach each other."""
 
-    node: str  # id of the node that gets no answer;
+    node: str  # id of the node that gets no answer
     other: str  # id of the node that has this address
     silent: Silent  # from whom
 

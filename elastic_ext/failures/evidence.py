@@ -130,7 +130,7 @@ class Evidence:
     step: int | None = None  # optimizer steps that this worker had done
     first_step_done: bool | None = None  # whether this worker had done an optimizer step
     warm: bool | None = None  # whether its process was a warm standby
-    stopped_by_agent: bool = False  # whether it worked until the agent told it to end
+    stopped_by_agent: bool = False  # whether it worked until the agent stopped it
     ended_ns: int = 0  # time.monotonic_ns() when the exception was caught, else when the exit was seen
     stderr_tail: str = ""  # the end of its stderr
     agent_signal: str | None = None  # name of the signal that the agent itself got
@@ -171,7 +171,7 @@ def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:
 
 
 def read_error_file(path: str) -> ErrorFile:
-    """Read a worker's error file. Never raises, whatever the worker has written."""
+    """Read a worker's error file. Never raises, for any content."""
     if not path or not os.path.isfile(path):
         return ErrorFile()
     try:

@@ -1,6 +1,6 @@
 """The host's evidence about a failure: the kernel's OOM killer, the GPU driver's log, the platform. `classify` does no I/O.
 
-Each source answers with plain values within its deadline and never raises, whatever the host looks like. None means "unknown"
+Each source answers with plain values within its deadline and never raises, on any host. None means "unknown"
 (no such file, no permission to read it, no answer in time), never "fine".
 """
 

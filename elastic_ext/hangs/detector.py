@@ -53,7 +53,7 @@ STARVED_SHARE = 0.5  # of the time, ready to run but not running
 IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
 IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
 STEADY_GAPS = 20  # in this phase; fewer do not show how long a step may take
-STAY_SHARE = 0.8  # of that limit: a worker has not left its call for this long, whatever it did before
+STAY_SHARE = 0.8  # of that limit: a worker has not left its call for this long, no matter what it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"

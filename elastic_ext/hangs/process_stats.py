@@ -30,7 +30,7 @@ _SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  #
 _EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit waits here
 _EPOLLIN = 0x1
 
-# The system calls that any handled signal ends, whatever its handler does: pause and rt_sigsuspend. Where there is none,
+# The system calls that any handled signal ends, no matter what its handler does: pause and rt_sigsuspend. Where there is none,
 # libc calls ppoll without descriptors and timeout. (The same sources.)
 _SIGNAL_WAITS = {"x86_64": (34, 130), "aarch64": (133,)}.get(platform.machine(), ())
 _HAS_PAUSE = platform.machine() == "x86_64"

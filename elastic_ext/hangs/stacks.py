@@ -5,8 +5,8 @@ has a collective that does not complete and no other Python thread computes.
 
 Neither processor time nor one stack is enough. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time
 in the same line of the same short collective. So `CallChecks` asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which
-the main thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread
-does. As long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more
+the main thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes while the main thread is
+in C. As long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more
 signals. Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
 
 Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connection of the worker
@@ -89,7 +89,7 @@ def empty(path: str) -> None:
 def ask(pid: int) -> bool:
     """Ask the main thread of process `pid` to answer as soon as it runs Python code; return whether it was asked.
 
-    Not asked: one that blocks the signal, because it would not answer whatever it does.
+    Not asked: one that blocks the signal, because it would not answer in any case.
     Call this only for a worker whose progress row says that it answers (`answers`), which is also where it does.
     """
     with _opened([pid]) as pidfds_of:

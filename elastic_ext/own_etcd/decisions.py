@@ -118,7 +118,7 @@ def next_step(
     stays in the list until a host can take its place.
 
     size: number of members that the job began with. hosts: by name. order: names; hosts are chosen in this order, then by name.
-    patient: the job has only just begun: a member that nobody has seen may still come.
+    patient: the job has only just begun: a member that no node has seen may still come.
     """
     if size < 2:
         return None

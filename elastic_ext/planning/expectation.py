@@ -102,7 +102,7 @@ def waiting_share(out: float, spares: int | None) -> float:
     """Return the share of the time for which a job lacks a node.
 
     It runs as long as no more nodes than it has spares are out, and none fails while it waits: Erlang's loss formula for one
-    server more than spares, whatever the distribution of the repair times.
+    server more than spares, for any distribution of the repair times.
 
     out: see `out_for_repair`.
     """

@@ -168,7 +168,7 @@ class EtcdRendezvous(contract.Base):
     # While this node is in the job.
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 once the round is over, for whatever reason: agents ask this to learn of a new round."""
+        """Return 1 once the round is over, for any reason: agents ask this to learn of a new round."""
         return 0 if self.part.over() is None else 1
 
     @property

@@ -107,7 +107,7 @@ class HeaderRecord:
         at = header.mod_revision if header is not None else revision
         found = self.readable(header) if header is not None else self.value
         if at < self._heard or (at == self._heard and found != self.value and not rounds.precedes(found, self.value)):
-            # Readings are linearizable: this is another store, new or from a backup, whatever was written there since.
+            # Readings are linearizable: this is another store, new or from a backup, no matter what was written there since.
             self._heard = 0
         if header is not None:
             self._take(found, header.mod_revision)

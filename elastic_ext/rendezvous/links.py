@@ -21,7 +21,7 @@ which.
 Invariants:
     The listening socket is open as long as the agent or its reaper lives: the reaper inherits it. Nobody links to an agent that
     has no reaper, because its workers could outlive it.
-    A node that reaches etcd within CONFIRM_S is not declared dead, whatever something between the hosts closes or refuses.
+    A node that reaches etcd within CONFIRM_S is not declared dead, even if something between the hosts closes or refuses a link.
     A node is declared dead within DECIDE_S after the end of its link (to it, or from it to one that died with it) or not at all,
     and only by a node that is in the job itself.
     A node that is declared dead though it lives learns that from its next event from etcd, and kills its workers without grace.

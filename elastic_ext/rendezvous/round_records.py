@@ -105,7 +105,7 @@ class Drain:
 
 @dataclass(frozen=True)
 class Header:
-    """The state of the job, which every node watches: small, whatever the number of nodes."""
+    """The state of the job, which every node watches: small, for any number of nodes."""
 
     round: Count = 0  # number of the running round, or of the last one; 0 before the first
     state: State = State.FORMING

@@ -33,7 +33,7 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
 # Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: a node
-# that claims checks its workers every hangs.detector.CALL_CHECK_S, whatever hang_timeout is. It sees a step, or a process that
+# that claims checks its workers every hangs.detector.CALL_CHECK_S, for any hang_timeout. It sees a step, or a process that
 # computes, at the first check or the second; work that barely counts as such, once it fills the window over which the process
 # stats are compared (detector.window_s, 27 s at most). The rest is for a late agent (detector.LATE_S), and for telling.
 CLAIMS_S = 45.0

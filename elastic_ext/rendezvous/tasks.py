@@ -62,7 +62,7 @@ class Dispatcher:
         heapq.heappush(self._order, (at, next(self._numbers), runner, task))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Run the waiting tasks, then end. After timeout_s seconds, abandon the thread in whatever call it is in."""
+        """Run the waiting tasks, then end. After timeout_s seconds, abandon the thread, even in a call."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():

@@ -16,7 +16,7 @@ worker, children that it forks or spawns (a DataLoader's), any thread, a signal 
 - Numbers that are not finite cannot be summed: a histogram passes over them, a counter refuses them. A gauge shows them.
 
 A change takes less than a microsecond, no system call, and no lock that another process could hold. Without our agent, or with
-`metrics=off`, the calls do the same in plain memory, which nobody reads.
+`metrics=off`, the calls do the same in plain memory, which is not read.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Series:
     __slots__ = ("definition", "dropped", "label_values", "values")
 
     def __init__(self, definition: layout.Definition, label_values: tuple[str, ...], dropped: bool = False) -> None:
-        """dropped: it is beyond the limits, so nobody sees its values."""
+        """dropped: it is beyond the limits, so its values are not shown."""
         self.definition, self.label_values, self.dropped = definition, label_values, dropped
         self.values: memoryview[float] | None = None
 

@@ -91,7 +91,7 @@ def report_flops(count: float) -> None:
 
 @contextmanager
 def doing(account: str) -> Iterator[None]:
-    """Count the training thread's time in this block in `account`, one of progress_layout.ACCOUNTS, whatever the phase says."""
+    """Count the training thread's time in this block in `account`, one of progress_layout.ACCOUNTS, in any phase."""
     worker = this_worker()
     if worker is None:
         yield

@@ -60,7 +60,7 @@ def report_saved(step: int, seconds: float) -> None:
 
 
 def report_save_failed() -> None:
-    """Report that the requested checkpoint failed, so that nobody waits for it."""
+    """Report that the requested checkpoint failed, so that no process waits for it."""
     if (boundaries := _this_workers_boundaries()) is not None:
         boundaries.failed()
 
@@ -169,7 +169,7 @@ def report_loaded(seconds: float) -> None:
 
 @contextmanager
 def timed_check() -> Iterator[None]:
-    """Report the time that this block takes as that of a check for damage, whatever it finds."""
+    """Report the time that this block takes as that of a check for damage, with any result."""
     began = time.monotonic()
     try:
         yield

@@ -63,7 +63,7 @@ class ProgressRow:
         return self._words[progress_layout.DOING]
 
     def begin_doing(self, doing: int) -> None:
-        """Settle the time so far; count it as `doing` from now on, whatever the phase says. Only for the training thread.
+        """Settle the time so far; count it as `doing` from now on, in any phase. Only for the training thread.
 
         In the exit handlers of a script that has failed this does nothing: see `progress_layout.end`.
         """

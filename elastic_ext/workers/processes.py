@@ -153,7 +153,7 @@ class WorkerProcesses:
         ending: EndingWorkers | None = None,
         limit: HasStopBy | None = None,
     ) -> None:
-        """End all workers: send `sig` now, and SIGKILL to whatever is left of them after `grace_s` seconds.
+        """End all workers: send `sig` now, and SIGKILL to those that are left after `grace_s` seconds.
 
         Returns when all have ended. If one sleeps in the kernel and outlives even SIGKILL, returns after another `grace_s`.
 

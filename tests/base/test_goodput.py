@@ -32,7 +32,7 @@ def test_sums_and_differences(one, more):
 def test_a_sum_knows_the_newest_checkpoints_of_both():
     places = [CheckpointPosition(step, 100.0 * step) for step in range(6)]
     both = Spent(positions=(*places[:3], CheckpointPosition(5, 1.0))).plus(Spent(positions=tuple(places[3:])))
-    assert both.positions == tuple(places[2:])  # the fifth was saved anew
+    assert both.positions == tuple(places[2:])  # the fifth was saved again
 
 
 @given(some, amounts)

@@ -97,7 +97,7 @@ def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
         assert kv is not None
         assert kv.lease_id != 0  # it expires
         assert len(job_records.decode_ledger(kv.value.decode()).failures) == 4
-    # Somebody has looked at it and starts the job anew: with a new budget.
+    # A user has looked at it and starts the job again: with a new budget.
     third = start("a", store, "1:2", "exit8:0")
     third.wait_for(seen(1, 1))
     nodes.finish()

@@ -346,7 +346,7 @@ def failing_start(count: int) -> None:
 
     def fits(self: Buffers, size: int) -> bool:
         asked[0] += 1
-        return fit(self, size) and asked[0] != count + 2  # buffers are made anew right after the last failure
+        return fit(self, size) and asked[0] != count + 2  # new buffers are made right after the last failure
 
     Buffers.fit = fits
 

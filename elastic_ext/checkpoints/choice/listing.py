@@ -157,7 +157,7 @@ class Inspector:
         return found
 
     def glance(self, entry: Entry) -> Inspection:
-        """Check a candidate, whatever its marks and its content. One that cannot be read counts as incomplete."""
+        """Check a candidate with any marks and content. One that cannot be read counts as incomplete."""
         return detect.check(self.storage, entry, is_named(entry, self.wanted.pattern))
 
 
@@ -398,7 +398,7 @@ class ListedCheckpoint(PruneCandidate):
 
     @property
     def prune_candidate(self) -> PruneCandidate:
-        """The input for `plan_prune`. What families have in common are the steps in their names, whatever a pattern says."""
+        """The input for `plan_prune`. What families have in common are the steps in their names, for any pattern."""
         return replace(self, family=family_of(self.name), step=step_of(self.name)) if self.together else self
 
 

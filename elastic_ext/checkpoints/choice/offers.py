@@ -62,7 +62,7 @@ class Offers:
     usable: bool = False  # the node has a local tier, and rounds may resume from it
     offers: tuple[Offer, ...] = ()  # in its local directory
     memory: tuple[Offer, ...] = ()  # copies in its memory
-    refused: tuple[Name, ...] = ()  # names of copies in memory, on whatever node, that this node knows to be bad
+    refused: tuple[Name, ...] = ()  # names of copies in memory, on any node, that this node knows to be bad
     # The node has memory for copies, even if it holds none; without it, no round of it may resume from one.
     has_memory: bool = False
     saved: NewestSaved | None = None  # the newest checkpoint that the node knows of; None: it cannot know

@@ -158,7 +158,7 @@ class RestartedChild:
     """Runs the process from construction until `finish`. Only `finish` waits.
 
     A process that has work but stays silent for `stall_s` is logged. While finishing, a process that makes no progress for
-    `stall_s` is replaced once, then given up, so that nobody waits forever for a stuck one.
+    `stall_s` is replaced once, then given up, so that the agent does not wait forever.
     """
 
     def __init__(self, start: Callable[[], Child], target: str, metrics: CopyMetrics, stall_s: float) -> None:

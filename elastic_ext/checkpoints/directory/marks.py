@@ -1,7 +1,7 @@
 """Marks on checkpoints: quarantined (never resume from it) and pinned (never prune it).
 
 A mark is a small file beside the checkpoints, `.elastic_ext/quarantine/NAME.json` or `.elastic_ext/pin/NAME.json`, so every
-process that can read the checkpoints sees it, whatever its run. It holds the JSON of a `Mark`. A mark never removes data.
+process that can read the checkpoints sees it, in any run. It holds the JSON of a `Mark`. A mark never removes data.
 """
 
 from __future__ import annotations

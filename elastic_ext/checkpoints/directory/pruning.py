@@ -61,7 +61,7 @@ def plan_prune(
 
     Args:
         newest_first: all checkpoints, newest first within each family.
-        keep_last: number of complete checkpoints to keep in each family; at least one stays, whatever this is.
+        keep_last: number of complete checkpoints to keep in each family; at least one stays.
         keep_every: keep checkpoints whose step is a multiple of this; 0: no such rule.
         resumed: names of what a job would resume from: these stay, and what other families have of the same step.
     """

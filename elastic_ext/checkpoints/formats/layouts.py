@@ -1,8 +1,8 @@
 """The directories that tools for training write: a table of what each looks like, and of what must be in it.
 
 A row says by which names in a directory the tool is known, and what is missing if the save did not finish. The parts are checked
-alike, whatever tool wrote them: files of torch.save and of safetensors, directories of torch.distributed.checkpoint, JSON, and
-files of which each rank wrote its own.
+alike for any tool: files of torch.save and of safetensors, directories of torch.distributed.checkpoint, JSON, and files of
+which each rank wrote its own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _check_indices(storage: Storage, tree: Tree) -> None:
 
 
 def check_shards(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check a directory of torch.distributed.checkpoint, with whatever else lies in it. Raises OSError."""
+    """Check a directory of torch.distributed.checkpoint, with all other files in it. Raises OSError."""
     found = dcp.check(storage, entry, content)
     if not found.complete:
         return found

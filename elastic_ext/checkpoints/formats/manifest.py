@@ -6,7 +6,7 @@ reader refuses any other schema and ignores unknown fields. `nodes` may be absen
 A directory belongs to one step of one generation; its name gives both. Each group of workers that opens the directory of
 checkpoints gets a generation (`directory/generations.py`), and later groups get higher ones. If a paused group wakes up after its
 successor has started, it writes to its own directories and damages nothing. Its checkpoints count as older than the successor's,
-whatever their step.
+at any step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Manifest:
 
 
 def count(value: object, least: int = 0) -> int:
-    """Return a count as a plain int. It may be whatever can be used as an index, such as the whole numbers of NumPy and torch.
+    """Return a count as a plain int. It may be anything that serves as an index, such as the whole numbers of NumPy and torch.
 
     The one rule for what is written and what is read. Raises ValueError for anything else, for a bool, and for less than `least`.
     """
@@ -120,7 +120,7 @@ def _seal(record: Mapping[str, object]) -> str:
 
 
 def decode(data: bytes) -> Manifest:
-    """Parse the content of `manifest.json`. Raises only ManifestError, whatever is wrong with it."""
+    """Parse the content of `manifest.json`. Raises only ManifestError, for any content."""
     try:
         record = json.loads(data)
         if not isinstance(record, dict):

@@ -115,7 +115,7 @@ class Planned:
 def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     """Lay out the part of the rank with this local rank, of local_world ranks on the node. Copies nothing but small values.
 
-    Raises TypeError for tensors that are not strided, and whatever pickling raises.
+    Raises TypeError for tensors that are not strided, and any error of pickling.
     """
     tensors, values = dict(leaves(captured.tensors)), dict(other_leaves(captured.tensors))
     for path, tensor in tensors.items():

@@ -327,7 +327,7 @@ class MemorySaver:
         deadline = time.monotonic() + pace.CLOSE_S
         over = self._attempt is None or self._attempt.join(pace.CLOSE_S)
         if over and self._schedule.owes is not None:
-            self._schedule.owes = None  # a second call waits for nobody
+            self._schedule.owes = None  # a second call does not wait
             over = _met(self._ranks, max(0.0, deadline - time.monotonic()))
         if over:
             self._copying.pin(())

@@ -1,8 +1,8 @@
 """Split the state of an extra object into tensors and their form, and put it together again as it was.
 
 The form is a pickle of the whole state with a key in place of each tensor. So a load gives back what was saved, containers, keys
-and types, as torch.save and torch.load would, whatever the object that loads it holds. That object only shows how tensors of the
-same shape are placed: on which device, how sharded, and in which memory, if nothing else uses that memory.
+and types, as torch.save and torch.load would, with any object that loads it. That object only shows how tensors of the same
+shape are placed: on which device, how sharded, and in which memory, if nothing else uses that memory.
 
 Tensors that torch.distributed.checkpoint cannot write (sparse, quantized), and those inside other objects than dicts, lists and
 tuples, are pickled with the form. Two tensors that share memory come back apart, unless they are one object.

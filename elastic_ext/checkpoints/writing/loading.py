@@ -265,7 +265,7 @@ class Loader:
             return position
 
     def _load_from_memory(self, memory: LocalTier, name: str) -> TrainingPosition:
-        """Load a copy in memory; if it cannot be loaded, the older one or the newest of the lower tiers, whatever is newer."""
+        """Load a copy in memory; if it cannot be loaded, the older one or the newest of the lower tiers, whichever is newer."""
         refused: set[str] = set()
         while True:
             try:

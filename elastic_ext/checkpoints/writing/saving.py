@@ -146,8 +146,8 @@ class AttemptOutcome:
 def what_prevents(at: At, staged: Staged, ranks: Ranks) -> SaveFailure | None:
     """Return why no attempt to save this state makes sense, wherever it writes to, once all ranks save it. Collective.
 
-    The first of all that ranks do together for a save, and for a load: so they meet here, whatever each has left out. A rank that
-    has left out a save is ahead of the others. Their save fails, and the rank asks again, until all are at the same place. So the
+    The first of all that ranks do together for a save, and for a load: so they meet here, in any case. A rank that has
+    left out a save is ahead of the others. Their save fails, and the rank asks again, until all are at the same place. So the
     result is the same on all ranks that save one state.
     """
     while True:

@@ -47,7 +47,7 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
     """Write the error file, or add our account to what @record has written.
 
     trace: the traceback of `error`, starting at the script's first frame. Returns False and leaves the file unchanged if it
-    holds something else. Raises OSError, and whatever the exception's own code raises.
+    holds something else. Raises OSError, and any error that the exception's own code raises.
     """
     import json
     import traceback

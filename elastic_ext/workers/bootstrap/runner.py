@@ -476,7 +476,7 @@ def _called_from(function: str) -> bool:
 
 
 def _import_stdlib(name: str) -> "ModuleType":
-    """Import one of Python's C modules, whatever PYTHONPATH holds. What the script finds under this name does not change."""
+    """Import one of Python's C modules, for any PYTHONPATH. What the script finds under this name does not change."""
     before, path = sys.modules.get(name), sys.path[:]
     library = os.path.dirname(os.__file__)
     try:

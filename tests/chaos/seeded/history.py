@@ -63,7 +63,7 @@ class History:
             self.changed.wait(seconds)
 
     def close(self) -> list[Told]:
-        """Write the file anew, in the order of time; return it all."""
+        """Rewrite the file in the order of time; return it all."""
         with self.changed:
             self._file.close()
             ordered = sorted(self.events, key=lambda each: (each["what"] == "end", each["t"]))

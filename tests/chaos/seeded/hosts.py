@@ -138,7 +138,7 @@ class Hosts:
     def _environment(self, host: str, tmp: Path) -> dict[str, str]:
         env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))
         del env["ELASTIC_EXT_STANDBY"], env["ELASTIC_EXT_METRICS_PORT"]
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the many processes would compile all of elastic_ext anew
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the many processes would compile all of elastic_ext again
         env |= self.etcd.environ
         return {**env, **self.surroundings.environ(host), **(self.object_store.environ if self.object_store else {})}
 

@@ -156,7 +156,7 @@ def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts
 
 @pytest.mark.full
 def test_nothing_is_said_to_be_copied_again_when_only_buffers_were_made(hosts: Hosts, groups: RankGroups) -> None:
-    """The copies of steps 2 and 3 fail, at step 5 a rank makes buffers anew, and the copy of step 9 is committed."""
+    """The copies of steps 2 and 3 fail, at step 5 a rank makes new buffers, and the copy of step 9 is committed."""
     hosts.task("together", {"steps": 8, "refuses": 1, "steps_that_fail": 2})
     assert hosts.newest() == ""
     assert "the state is copied to memory again" not in groups.stderr.read_text()

@@ -203,7 +203,7 @@ def test_stale_group_may_not_prune(directory: str, groups: RankGroups, successor
 
 @pytest.mark.seam
 def test_older_restart_of_a_launch_may_not_open(directory: str, groups: RankGroups) -> None:
-    """But the same job, launched anew, counts its restarts from 0 again and may."""
+    """But the same job, launched again, counts its restarts from 0 again and may."""
     args = {"directory": directory, "steps": 1}
     env = {"TORCHELASTIC_RUN_ID": "job", "ELASTIC_EXT_LAUNCH": "a", "TORCHELASTIC_RESTART_COUNT": "3"}
     assert groups.run("train", 1, args, env=env)[0]["saved"] == 1

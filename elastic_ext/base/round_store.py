@@ -33,7 +33,6 @@ from typing import Protocol, cast
 from elastic_ext.base import names
 
 ANSWER = timedelta(seconds=10)  # the store must answer within this time
-END_S = 3.0  # how long a process that ends waits for its calls
 PREFIX = "elastic_ext"
 
 # The keys below are relative to PREFIX; `connect` adds it.
@@ -97,12 +96,10 @@ class StoreCall(threading.Thread):
     """A thread of the agent in torch's C++ code: one that returns from it while the interpreter ends aborts the process."""
 
 
-def await_calls(timeout_s: float = END_S) -> None:
+@atexit.register
+def await_calls(timeout_s: float = 3.0) -> None:
     """Wait for all calls, also those in the stores of earlier rounds. Runs as the process ends."""
     deadline = time.monotonic() + timeout_s
     for call in threading.enumerate():
         if isinstance(call, StoreCall):
             call.join(max(0.0, deadline - time.monotonic()))
-
-
-atexit.register(await_calls)

@@ -41,6 +41,7 @@ def report(host="h", type_=None, message="", resumed_at=None, order=0, **more):
 
 LOST = Lost("hc", id="c")
 PEER = {"type_": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234"}
+STORE = {"type_": "torch.distributed.DistStoreError", "message": "wait timeout after 3000ms, keys: /a/0//cpu//0/1"}
 
 
 def again(reports, times, rules=RULES):
@@ -491,12 +492,15 @@ NAMED = dataclasses.replace(RULES, max_restarts=NO_LIMIT, lost=(LOST,))
     ],
 )
 @pytest.mark.parametrize("spares", [0, 1])
-def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(reporters, progress, nodes, answers, spares, first_step_done):
+@pytest.mark.parametrize("loss", [PEER, STORE])
+def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(
+    reporters, progress, nodes, answers, spares, loss, first_step_done
+):
     """By names of nodes, in the order of their reports. Without progress the scheduler may try on other nodes."""
     ledger, found = Ledger(), []
     for number, hosts in enumerate(reporters.split()):
         seen = {"step": 7 * first_step_done, "first_step_done": first_step_done, "resumed_at": 10 * number * progress}
-        reports = {host: report(host, **PEER, rank=ord(host), order=order, **seen) for order, host in enumerate(hosts)}
+        reports = {host: report(host, **loss, rank=ord(host), order=order, **seen) for order, host in enumerate(hosts)}
         rules = Circumstances(NO_LIMIT, nodes=nodes + spares, members=nodes, min_nodes=nodes - 1)
         ledger, verdict = judge(reports, ledger, rules, number)
         ledger = decode_ledger(encode_ledger(ledger))

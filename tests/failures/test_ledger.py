@@ -509,6 +509,16 @@ def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(
     assert verdict.decision.exit_code == (None if progress else 75)
 
 
+@pytest.mark.parametrize(("steps", "exit_code"), [((100, 100, 100), 1), ((100, 100, 99), 75), ((7, 7, 7), 75)])
+def test_peers_that_are_always_lost_at_the_same_step_have_a_bug(steps, exit_code):
+    """A rank that has fewer batches ends well, and the others lose it: no other node and no other day would help."""
+    ledger = Ledger()
+    for number, step in enumerate(steps):
+        ledger, verdict = judge({"a": report("ha", **PEER, step=step, resumed_at=50)}, ledger, RULES, number)
+    assert (verdict.decision.rule, verdict.decision.exit_code) == ("ceiling", exit_code)
+    assert ("always at the same step" in verdict.decision.reason) == (exit_code == 1)
+
+
 def test_a_named_loss_holds_nothing_against_the_lost_node_when_it_later_reports_one():
     """It is back, and lives."""
     ledger, lost = judge({"a": report("ha", **PEER, step=7, resumed_at=0)}, Ledger(), NAMED, 1)

@@ -456,7 +456,8 @@ def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     same rank again, as in a job that was submitted again, the move has shown nothing.
     """
     weak = not of_a_node(diagnosis)
-    here = (each for each in past if each.of_nodes and not each.cut and each.node == diagnosis.evidence.node)
+    since_repair = (each for each in past if each.of_nodes and not each.cut and not each.before_repair)
+    here = (each for each in since_repair if each.node == diagnosis.evidence.node)
     return any(each.maybe_outage == weak and each.moved and not each.same_rank for each in here)
 
 

@@ -403,6 +403,18 @@ def test_a_node_that_was_repaired_and_given_back_begins_without_failures(hosts, 
     assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
 
 
+def test_where_a_node_failed_before_its_repair_shows_nothing_of_its_ranks_after_it():
+    """The job is submitted again after each further failure, so the node has rank 0 again: perhaps that has a bug."""
+    ledger = Ledger()
+    for number, rank in enumerate((9, 0, 0)):
+        ledger = given_back(ledger, "a") if number == 1 else ledger
+        rules = Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047)
+        told = {"a": report("a", rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)}
+        ledger, verdict = judge(told, ledger, rules, number)
+    assert verdict.decision.rule == "bus-error"
+    assert "too many for chance" in verdict.decision.reason
+
+
 def test_who_is_given_back_leaves_the_other_failures_of_the_ledger_alone():
     """They say how many each other node may have by chance, and which failure is the same as another."""
     past = tuple(PastFailure("f", node=node, of_nodes=64 * counts) for node, counts in (("a", 1), ("a", 0), ("b", 1), (None, 1)))

@@ -453,12 +453,12 @@ def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether such a failure has stayed on this node although its ranks moved.
 
     Some ranks, such as 0, do what no other does, so they have bugs of their own and see any outage first. Where the node has the
-    same rank again, as in a job that was submitted again, the move has shown nothing.
+    same ranks again, as in a job that was submitted again, the move has shown nothing.
     """
     weak = not of_a_node(diagnosis)
     since_repair = (each for each in past if each.of_nodes and not each.cut and not each.before_repair)
     here = (each for each in since_repair if each.node == diagnosis.evidence.node)
-    return any(each.maybe_outage == weak and each.moved and not each.same_rank for each in here)
+    return any(each.maybe_outage == weak and each.moved and not (each.same_rank or each.rank_here) for each in here)
 
 
 def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:

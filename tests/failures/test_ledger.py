@@ -403,6 +403,18 @@ def test_a_node_that_was_repaired_and_given_back_begins_without_failures(hosts, 
     assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
 
 
+@pytest.mark.parametrize(("ranks", "leaves"), [((3, 0), False), ((11, 0), True)])
+def test_another_worker_of_a_node_shows_nothing_where_the_node_has_the_same_ranks_again(ranks, leaves):
+    """As in a job that was submitted again: rank 0 may have a bug."""
+    ledger = Ledger()
+    for number, rank in enumerate(ranks):
+        first = rank - rank % 8
+        told = report("a", rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)
+        told = dataclasses.replace(told, ranks=tuple(range(first, first + 8)))
+        ledger, verdict = judge({"a": told}, ledger, Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047), number)
+    assert verdict.decision.rule == ("bad-node" if leaves else "bus-error")
+
+
 def test_where_a_node_failed_before_its_repair_shows_nothing_of_its_ranks_after_it():
     """The job is submitted again after each further failure, so the node has rank 0 again: perhaps that has a bug."""
     ledger = Ledger()

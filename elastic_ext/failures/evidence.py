@@ -103,6 +103,7 @@ class Precedent(Traits):
     recent: bool = False
     charged: bool = True  # whether the restart after it was charged
     same_rank: bool = False  # whether it was the same rank
+    rank_here: bool = False  # whether its rank is now on the node of the current one
     same_step: bool | None = None  # whether the job was at the same step; None if unknown
 
     @property

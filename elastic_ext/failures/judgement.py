@@ -310,7 +310,7 @@ def _compared(
     """Return the ledger's record of this failure, the budget that is left for it, and the earlier ones compared with it."""
     now = past_failure(diagnosis, report.resumed_at, report.resumed_from)
     budget = _budget(ledger, now, circumstances)
-    return now, budget, precedents(now, ledger.failures, budget.charged)
+    return now, budget, precedents(now, ledger.failures, budget.charged, report.ranks)
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

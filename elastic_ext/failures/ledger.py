@@ -68,13 +68,16 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
     )
 
 
-def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 0) -> tuple[Precedent, ...]:
+def precedents(
+    now: PastFailure, earlier: Sequence[PastFailure], charged: int = 0, ranks: Sequence[int] = ()
+) -> tuple[Precedent, ...]:
     """Compare the earlier failures, oldest first, with this one, for `policy.decide`.
 
     The same failure after copies in memory were refused is not yet a bug: the cause may be older than the checkpoint that was
     tried then. So progress is unknown, and the checkpoint before that one is tried, too.
 
     charged: restarts that still count against the budget. If any does, the last failure is no older than it: no clock is needed.
+    ranks: those of the node of this failure; (): unknown.
     """
     return tuple(
         Precedent(
@@ -86,6 +89,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 
             recent=charged > 0 and number == len(earlier) - 1,
             charged=past.charged,
             same_rank=past.rank == now.rank >= 0,
+            rank_here=past.rank in ranks,
             same_step=None if None in (past.step, now.step) else past.step == now.step,
             **{name: getattr(past, name) for name in TRAITS},
         )

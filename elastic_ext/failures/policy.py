@@ -322,9 +322,12 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {diagnosis.evidence.node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
-        away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE)
+        at_one_step = (diagnosis.evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same)
+        bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
+        away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE) and not bug
         exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
+        reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
     row = [earlier for earlier in past if earlier.charged and earlier.progress is False]
     if len(row) + 1 >= MAX_FAILURES_IN_A_ROW and outcome.kind != PREEMPTION:
@@ -450,11 +453,12 @@ def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether such a failure has stayed on this node although its ranks moved.
 
     Some ranks, such as 0, do what no other does, so they have bugs of their own and see any outage first. Where the node has the
-    same rank again, as in a job that was submitted again, the move has shown nothing.
+    same ranks again, as in a job that was submitted again, the move has shown nothing.
     """
     weak = not of_a_node(diagnosis)
-    here = (each for each in past if each.of_nodes and not each.cut and each.node == diagnosis.evidence.node)
-    return any(each.maybe_outage == weak and each.moved and not each.same_rank for each in here)
+    since_repair = (each for each in past if each.of_nodes and not each.cut and not each.before_repair)
+    here = (each for each in since_repair if each.node == diagnosis.evidence.node)
+    return any(each.maybe_outage == weak and each.moved and not (each.same_rank or each.rank_here) for each in here)
 
 
 def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:

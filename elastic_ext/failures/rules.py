@@ -187,6 +187,7 @@ COUNTS_AS = {
     **dict.fromkeys(("_ArrayMemoryError", "ArrowMemoryError"), "MemoryError"),  # of numpy and pyarrow
     "BadZipfile": "BadZipFile",
     "RendezvousConnectionError": "DistNetworkError",
+    "DistNetworkError": "RuntimeError",
 }  # fmt: skip
 
 # Errors that any call may raise on a network file system in trouble.
@@ -315,6 +316,7 @@ def _eof_of_data(view: EvidenceView) -> bool:
 
 
 _PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "broken pipe")
+_STORE_CLOSED = "failed to recv, got 0 bytes"  # of a TCPStore's client
 _PEER_OR_LAYER: tuple[Text, ...] = tuple(
     (text, layer) for text in _PEER_TEXTS for layer in ("gloo", "nccl", "processgroup", "collective")
 )
@@ -322,7 +324,7 @@ _PEER_OR_LAYER: tuple[Text, ...] = tuple(
 
 def _peer_connection(view: EvidenceView) -> bool:
     """Return whether a peer's connection broke. Unless it is a RuntimeError (gloo, NCCL), the text must name the layer."""
-    return contains(view.text, _PEER_TEXTS if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
+    return contains(view.text, (*_PEER_TEXTS, _STORE_CLOSED) if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
 
 
 # slurmd logs "CANCELLED AT ... DUE TO TIME LIMIT" although no user cancelled the job.
@@ -556,8 +558,9 @@ TIER_3 = (
          "if no other worker failed, the workers cannot connect to each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
          "to the interface of the "
          "network between the nodes", texts=_NOT_CONNECTED, when=_not_after_first_step, survivable=True),
-    _program("peer-gone", CASCADE, Response.FOLLOW, "a peer disappeared during a collective; the cause is elsewhere", "T",
-         exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
+    _program("peer-gone", CASCADE, Response.FOLLOW,
+         "a peer disappeared during a collective, or did not come in time; the cause is elsewhere", "T",
+         exceptions=_names("DistBackendError DistStoreError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
@@ -567,7 +570,7 @@ TIER_3 = (
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
          exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
     _program(NETWORK_RULE, NETWORK, RESTART, "the network failed",
-         exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
+         exceptions=_names("DistNetworkError ConnectionError TimeoutError gaierror socket.timeout"),
          texts=("name or service not known", "temporary failure in name resolution", "address already in use",
                 "connection refused", "connection timed out", "no route to host", "network is unreachable", "socket timeout",
                 "cannot assign requested address"), survivable=True),

@@ -41,6 +41,7 @@ def report(host="h", type_=None, message="", resumed_at=None, order=0, **more):
 
 LOST = Lost("hc", id="c")
 PEER = {"type_": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234"}
+STORE = {"type_": "torch.distributed.DistStoreError", "message": "wait timeout after 3000ms, keys: /a/0//cpu//0/1"}
 
 
 def again(reports, times, rules=RULES):
@@ -402,6 +403,30 @@ def test_a_node_that_was_repaired_and_given_back_begins_without_failures(hosts, 
     assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
 
 
+@pytest.mark.parametrize(("ranks", "leaves"), [((3, 0), False), ((11, 0), True)])
+def test_another_worker_of_a_node_shows_nothing_where_the_node_has_the_same_ranks_again(ranks, leaves):
+    """As in a job that was submitted again: rank 0 may have a bug."""
+    ledger = Ledger()
+    for number, rank in enumerate(ranks):
+        first = rank - rank % 8
+        told = report("a", rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)
+        told = dataclasses.replace(told, ranks=tuple(range(first, first + 8)))
+        ledger, verdict = judge({"a": told}, ledger, Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047), number)
+    assert verdict.decision.rule == ("bad-node" if leaves else "bus-error")
+
+
+def test_where_a_node_failed_before_its_repair_shows_nothing_of_its_ranks_after_it():
+    """The job is submitted again after each further failure, so the node has rank 0 again: perhaps that has a bug."""
+    ledger = Ledger()
+    for number, rank in enumerate((9, 0, 0)):
+        ledger = given_back(ledger, "a") if number == 1 else ledger
+        rules = Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047)
+        told = {"a": report("a", rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)}
+        ledger, verdict = judge(told, ledger, rules, number)
+    assert verdict.decision.rule == "bus-error"
+    assert "too many for chance" in verdict.decision.reason
+
+
 def test_who_is_given_back_leaves_the_other_failures_of_the_ledger_alone():
     """They say how many each other node may have by chance, and which failure is the same as another."""
     past = tuple(PastFailure("f", node=node, of_nodes=64 * counts) for node, counts in (("a", 1), ("a", 0), ("b", 1), (None, 1)))
@@ -491,18 +516,31 @@ NAMED = dataclasses.replace(RULES, max_restarts=NO_LIMIT, lost=(LOST,))
     ],
 )
 @pytest.mark.parametrize("spares", [0, 1])
-def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(reporters, progress, nodes, answers, spares, first_step_done):
+@pytest.mark.parametrize("loss", [PEER, STORE])
+def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(
+    reporters, progress, nodes, answers, spares, loss, first_step_done
+):
     """By names of nodes, in the order of their reports. Without progress the scheduler may try on other nodes."""
     ledger, found = Ledger(), []
     for number, hosts in enumerate(reporters.split()):
         seen = {"step": 7 * first_step_done, "first_step_done": first_step_done, "resumed_at": 10 * number * progress}
-        reports = {host: report(host, **PEER, rank=ord(host), order=order, **seen) for order, host in enumerate(hosts)}
+        reports = {host: report(host, **loss, rank=ord(host), order=order, **seen) for order, host in enumerate(hosts)}
         rules = Circumstances(NO_LIMIT, nodes=nodes + spares, members=nodes, min_nodes=nodes - 1)
         ledger, verdict = judge(reports, ledger, rules, number)
         ledger = decode_ledger(encode_ledger(ledger))
         found.append(verdict.decision.response.value)
     assert found == answers.split()
     assert verdict.decision.exit_code == (None if progress else 75)
+
+
+@pytest.mark.parametrize(("steps", "exit_code"), [((100, 100, 100), 1), ((100, 100, 99), 75), ((7, 7, 7), 75)])
+def test_peers_that_are_always_lost_at_the_same_step_have_a_bug(steps, exit_code):
+    """A rank that has fewer batches ends well, and the others lose it: no other node and no other day would help."""
+    ledger = Ledger()
+    for number, step in enumerate(steps):
+        ledger, verdict = judge({"a": report("ha", **PEER, step=step, resumed_at=50)}, ledger, RULES, number)
+    assert (verdict.decision.rule, verdict.decision.exit_code) == ("ceiling", exit_code)
+    assert ("always at the same step" in verdict.decision.reason) == (exit_code == 1)
 
 
 def test_a_named_loss_holds_nothing_against_the_lost_node_when_it_later_reports_one():

@@ -415,6 +415,15 @@ def test_another_worker_of_a_node_shows_nothing_where_the_node_has_the_same_rank
     assert verdict.decision.rule == ("bad-node" if leaves else "bus-error")
 
 
+def test_moved_ranks_of_another_node_show_nothing():
+    ledger = Ledger()
+    for number, (host, rank) in enumerate((("b", 9), ("a", 0), ("a", 0))):
+        rules = Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047)
+        failed = {host: report(host, rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)}
+        ledger, verdict = judge(failed, ledger, rules, number)
+    assert verdict.decision.rule == "bus-error"
+
+
 def test_where_a_node_failed_before_its_repair_shows_nothing_of_its_ranks_after_it():
     """The job is submitted again after each further failure, so the node has rank 0 again: perhaps that has a bug."""
     ledger = Ledger()

@@ -377,6 +377,11 @@ def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(ho
     assert "".join(str(int(each.moves_ranks)) for each in found) == moves
 
 
+def test_a_bug_on_a_node_with_an_ill_mount_is_not_of_the_mount():
+    failures = STALE, STALE, STALE, {"type_": "KeyError", "message": "'x'"}
+    assert with_progress("aaaa", 64, failures=failures)[-1] == "arguments"
+
+
 def test_an_outage_of_the_storage_never_counts_beside_what_only_a_bad_node_has():
     several = STALE, STALE, {"signal": "SIGBUS"}
     assert with_progress("aaa", 64, failures=several)[-1] == "bus-error"

@@ -361,6 +361,14 @@ def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back
     """Else an outage of the storage, or two lost nodes while the workers load, quarantine one good checkpoint after another."""
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
     assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
+    for other in (replace(loaded[0], same_fingerprint=False), replace(loaded[0], first_step_done=True)):
+        assert decide(diagnosis, history=(other,), nodes=Nodes(2, 2)).checkpoints_back == 0
+
+
+def test_a_node_that_sees_an_outage_before_the_first_step_three_times_is_not_to_blame():
+    for known, rule in ((False, "ceiling"), (None, "network")):
+        refused = Precedent(True, known, "n1", False)
+        assert decide(of("ConnectionError", first_step_done=False), Budget(5, 2), (refused, refused), Nodes(3, 2)).rule == rule
 
 
 @pytest.mark.parametrize("diagnosis", [of(signal="SIGSEGV", first_step_done=False), OWN, of("EOFError", first_step_done=False)])

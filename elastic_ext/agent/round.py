@@ -190,11 +190,12 @@ class RoundWatch:
         handler: Rendezvous,
         companions: JobCompanions,
         running: RunningRound,
+        stderr: StderrTails,
         stop: Callable[[float | None], None],
     ) -> None:
         """stop: stops the workers that still run, with the given grace in seconds, or the usual one for None."""
         self._agent, self._handler, self._companions = agent, handler, companions
-        self._running, self._stop = running, stop
+        self._running, self._stderr, self._stop = running, stderr, stop
 
     def run(self) -> RunResult | None:
         """Return how the workers ended; None if the round is over and no worker of this node has failed.
@@ -263,8 +264,9 @@ class RoundWatch:
         # A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it.
         self._stop(0.0 if hung or differs else None)
         self._companions.observation.node.round_ended(over.reason)
-        failed = verdicts.stopped(self._running.workers) if differs else verdicts.failed_by_itself(self._running.workers)
-        if not hung and not failed:
+        workers = self._running.workers
+        failed = verdicts.failed_by_itself(workers) or verdicts.says_why(workers, self._stderr)
+        if not hung and not failed and not (differs and verdicts.stopped(workers)):
             return None
         self._companions.host.start_asking()
         return self._agent.close_failed()

@@ -139,7 +139,7 @@ class Supervisor(TorchAgent):
 
     def _run_rounds(self) -> RunResult:
         while True:
-            result = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round).run()
+            result = RoundWatch(self, self._handler, self._companions, self._running, self._logs.stderr, self._stop_round).run()
             if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self._handler.part.await_all_done():

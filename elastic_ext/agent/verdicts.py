@@ -28,7 +28,7 @@ from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read
 from elastic_ext.failures.host import HostEvidence, HostProbe
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.failures.rules import STOP_REQUESTED
+from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -103,6 +103,14 @@ def failed_by_itself(workers: LocalWorkers) -> bool:
         exit_.exitcode is not None
         and exit_.failed
         and not exit_.ended_by_agent(read_error_file(workers.error_files.get(local_rank, "")).raised_ns)
+        for local_rank, exit_ in workers.processes.exits.items()
+    )
+
+
+def says_why(workers: LocalWorkers, stderr: StderrTails) -> bool:
+    """Return whether one of the workers that were asked to end was about to leave with the others, and has said why."""
+    return any(
+        exit_.failed and says_why_all_leave(stderr.tail(local_rank) or "")
         for local_rank, exit_ in workers.processes.exits.items()
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.errors import EX_TRY_AGAIN
-from elastic_ext.base.kinds import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETWORK, USER_STOP, Kind, Response
+from elastic_ext.base.kinds import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETWORK, PREEMPTION, USER_STOP, Kind, Response
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
@@ -22,7 +22,9 @@ from elastic_ext.failures.rules import (
     COUNTS_AS,
     EXIT_STATUS,
     HARDWARE_EVIDENCE,
+    NO_EVIDENCE,
     PROGRAM_OUTPUT,
+    RERUN_CODES,
     RULES,
     STOP_REQUESTED,
     XIDS_ANNOTATE,
@@ -64,6 +66,11 @@ class Diagnosis:
     def deterministic(self) -> bool:
         """Whether another try would end the same way."""
         return self.response is Response.STOP
+
+    @property
+    def lacks_reason(self) -> bool:
+        """Whether another worker may say why: those of Megatron-LM leave together, and one has logged the reason."""
+        return self.rule == NO_EVIDENCE and self.evidence.exit_code in RERUN_CODES
 
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
@@ -218,9 +225,9 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     """Return the diagnosis that explains the others, over all known ranks and nodes.
 
     A cascade never outvotes a real cause, and what the agent stopped explains least: another failure made it do so. A request to
-    stop comes first, then evidence of a bug that would recur on every try; then, of the workers that hung, the one that is
-    behind; then the earliest failure: by `order` across nodes, by time within one node, because the clocks of two nodes cannot be
-    compared.
+    stop comes first, then evidence of a bug that would recur on every try; then, of workers that have left together, the one
+    that says why; then, of the workers that hung, the one that is behind; then the earliest failure: by `order` across nodes, by
+    time within one node, because the clocks of two nodes cannot be compared.
     """
     cause = min(diagnoses, key=_precedence)
     if cause.response is not Response.FOLLOW:
@@ -233,12 +240,13 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     )
 
 
-def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, bool, tuple[int, ...], int, int]:
+def _precedence(diagnosis: Diagnosis) -> tuple[bool | int | tuple[int, ...], ...]:
     cascade = diagnosis.kind == CASCADE
     stopped = cascade and diagnosis.evidence.stopped_by_agent
-    requested = diagnosis.tier == STOP_REQUESTED or diagnosis.kind == USER_STOP
+    requested = diagnosis.kind == USER_STOP or (diagnosis.tier == STOP_REQUESTED and diagnosis.kind == PREEMPTION)
     evidence = diagnosis.evidence
-    return cascade, stopped, not requested, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
+    deterministic, silent = diagnosis.deterministic, diagnosis.lacks_reason
+    return cascade, stopped, not requested, not deterministic, silent, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:

@@ -14,6 +14,7 @@ from elastic_ext.failures import cuts, policy, replicas
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
+from elastic_ext.failures.exceptions import of_exit
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     MAX_STACKS,
@@ -25,7 +26,7 @@ from elastic_ext.failures.ledger import (
     past_failure,
     precedents,
 )
-from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY
+from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS
 
 VICTIM = 120  # characters of a victim's message
 MAX_NAMED = 8  # lost nodes in a reason
@@ -202,6 +203,7 @@ def _shared(stacks: Sequence[str]) -> str:
 def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
+    hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
     differ = replicas.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
     if differ is not None and differ.agreed is not None:
         return _of_replicas(reports, differ)
@@ -210,14 +212,15 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
     may_be_cut = report.follows or (cause.rule == HANG_RULE and not certain)
     if may_be_cut and (found := _cuts(reports, circumstances)):
-        hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
         _, _, past = _compared(cause, report, ledger, circumstances)
         lasting = [each.lasting_cut for each in past if each.lasting_cut]
         passed = [each.cut for each in past if report.follows and not each.before_repair]
         return _cut_off(reports, found, hosts, lasting or passed)
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
-    shared = not report.follows and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
+    if cause.rule == RERUN_DIFFERS:
+        return _of_rerun(cause, report, ledger.failures, hosts)
+    shared = not report.follows and cause.rule != RERUN and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
     cause = replace(cause, evidence=replace(cause.evidence, shared=shared))
     return _Cause(cause, report, node, report.host, cause.evidence.rank)
 
@@ -240,6 +243,22 @@ def _of_replay(reports: Mapping[str, Report], cause: Diagnosis, node: str) -> _C
             return _Cause(cause, report, id_, each.host, rank)
     reason = f"{cause.reason}; the node of rank {rank} has reported no failure, so none is replaced"
     return _Cause(replace(cause, response=Response.RESTART, reason=reason), report, node, report.host, rank)
+
+
+def _of_rerun(cause: Diagnosis, report: Report, earlier: Sequence[PastFailure], hosts: Mapping[str, str]) -> _Cause:
+    """Return the node whose ranks moved for a step to be computed elsewhere, where it has given another result.
+
+    The checkpoint that the script made for that is refused: from there it would compare the results again, and leave again.
+    """
+    asked = next((past.node for past in reversed(earlier) if past.fingerprint.startswith(of_exit(RERUN, ""))), None)
+    at = [id_ for id_, host in hosts.items() if host == asked != report.host]
+    refused = report.resumed_at - 1 if report.resumed_at else None
+    if len(at) == 1:
+        found = replace(cause, evidence=replace(cause.evidence, node=asked))
+        return _Cause(found, report, at[0], hosts[at[0]], NO_RANK, refused)
+    reason = f"{cause.reason}; that one is not known, or no longer in the job, so no node is replaced"
+    found = replace(cause, response=Response.RESTART, reason=reason, evidence=replace(cause.evidence, node=None))
+    return _Cause(found, report, "", "", NO_RANK, refused)
 
 
 def _of_replicas(reports: Mapping[str, Report], differ: replicas.Difference) -> _Cause:

@@ -157,8 +157,8 @@ class Report:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a verdict must wait for the other nodes' reports: this is a cascade, or the job hung."""
-        return self.follows or self.diagnosis.evidence.hang is True
+        """Whether a verdict must wait for the other nodes' reports: a cascade, a hang, or a worker that does not say why."""
+        return self.follows or self.diagnosis.evidence.hang is True or self.diagnosis.lacks_reason
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ expression, and the time is linear in the searched text. The whole table takes 1
 To add a rule: one row here, and one row in `tests/failures/test_classify.py`, which fails without it.
 
 Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly (ATC'19), A Acme (NSDI'24), B ByteRobust
-(SOSP'25), U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; without a source: our own.
+(SOSP'25), M Megatron-LM, U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; without a source: our own.
 """
 
 from __future__ import annotations
@@ -143,6 +143,15 @@ def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 HANG_RULE, CUT_RULE, REPLICAS_DIFFER = "hang", "network-cut", "replicas-differ"
+# What Megatron-LM's `--rerun-mode=validate_results` ends with: to have a step that gave a NaN or a spike computed on another GPU,
+# or with what that, or a second computation on the same GPU, has shown. All ranks leave together; one has logged why.
+RERUN, RERUN_DIFFERS, RERUN_UNSTEADY = "rerun-elsewhere", "rerun-differs", "rerun-unsteady"
+RERUN_CODES = frozenset({16, 17})
+_RERUN_TEXTS: dict[str, tuple[Text, ...]] = {
+    RERUN: ("need to rerun on a different gpu", "got rescheduled on the same gpu"),
+    RERUN_DIFFERS: ("possible persistent error",),
+    RERUN_UNSTEADY: ("possible transient error",),
+}
 SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
 TRY_AGAIN = "try-again"  # the script has ended with 75
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
@@ -273,6 +282,16 @@ def _agent_got(*signals: str) -> Condition:
     return lambda view: view.evidence.agent_signal in signals
 
 
+def says_why_all_leave(tail: str) -> bool:
+    """Return whether a worker has logged why all ranks of the job are about to leave. tail: the end of its stderr."""
+    return any(contains(SearchText(tail), texts) for texts in _RERUN_TEXTS.values())
+
+
+def _left_with(code: int) -> Condition:
+    """All ranks leave with this code, and the agent may have stopped those that take longest."""
+    return lambda view: view.evidence.exit_code == code or view.evidence.stopped_by_agent
+
+
 def _before_first_step(view: EvidenceView) -> bool:
     return view.evidence.first_step_done is False
 
@@ -359,6 +378,12 @@ TIER_1 = (
     _requested("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
          when=lambda view: view.evidence.platform.disruption_target is True),
     _requested("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
+    _requested(RERUN, HARDWARE, RESTART, "Megatron-LM asks for the step to be computed on another GPU", "M",
+         texts=_RERUN_TEXTS[RERUN], when=_left_with(16)),
+    _requested(RERUN_DIFFERS, HARDWARE, REPLACE_NODE, "Megatron-LM got another result on this GPU than on the one before", "M",
+         texts=_RERUN_TEXTS[RERUN_DIFFERS], when=_left_with(17)),
+    _requested(RERUN_UNSTEADY, HARDWARE, RESTART, "Megatron-LM got two results for one step on the same GPU", "M",
+         texts=_RERUN_TEXTS[RERUN_UNSTEADY], when=_left_with(17)),
     _requested("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
          when=lambda view: view.evidence.stopped_by_agent),
 )  # fmt: skip
@@ -529,7 +554,7 @@ TIER_3 = (
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
                 "inf in gradient", ("nan/inf", "loss"), ("inf/nan", "loss"), "nan or inf", "inf or nan", "nan and/or inf",
                 "returned in `training_step` is nan", "unexpected result nan", "not positive-definite",
-                "ill-conditioned", "either `inf`, `nan`",
+                "ill-conditioned", "possible application error", "either `inf`, `nan`",
                 "cannot convert float infinity", "cannot convert float nan"), survivable=True),
     _program("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
          texts=("unspecified launch failure", "cudnn_status_internal_error", "cudnn_status_execution_failed",
@@ -548,7 +573,7 @@ TIER_3 = (
     _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
-                "cuda driver error:", "triton error [cuda]")),
+                "cuda driver error:", "triton error [cuda]", "memory access fault by gpu")),
     _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
          texts=("ncclinvalidusage", "ncclinvalidargument", "duplicate gpu detected", "mismatch between collectives",
                 "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
@@ -564,7 +589,8 @@ TIER_3 = (
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
-                "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error")),
+                "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error",
+                "nccl communicator was aborted", "c10::distbackenderror")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection, survivable=True),
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",

@@ -147,6 +147,11 @@ ROWS = [
      raised("ProcessExitedException", "process 1 terminated with signal SIGABRT")),
     ("host-limit", "host_memory", "confirm", raised("OSError", "[Errno 24] x"), raised("RuntimeError", "can't start new thread")),
     ("replay-mismatch", "hardware", "replace_node", raised("x.SDCReplayMismatch", "m")),
+    ("rerun-elsewhere", "hardware", "restart",
+     ended(16, stderr_tail="found NaN in loss\nFirst rerun: reproducible. Need to rerun on a different GPU to verify it"),
+     ended(16, stderr_tail="Got rescheduled on the same GPU. Need to resume again")),
+    ("rerun-differs", "hardware", "replace_node", ended(17, stderr_tail="Rank 3, node n2: Possible persistent error!!")),
+    ("rerun-unsteady", "hardware", "restart", ended(17, stderr_tail="found NaN in loss\nRank 3: Possible transient error!!")),
     ("gpu-not-ready", "hardware", "restart",
      raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable")),
     ("gpu-driver", "code", "confirm", raised("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040)"),
@@ -176,17 +181,20 @@ ROWS = [
     ("numeric", "numeric", "confirm", raised("FloatingPointError"), raised("ValueError", "Loss is NaN"), raised("E",
      "loss is nan"),
      raised("RuntimeError", "Function 'MulBackward0' returned nan values in its 0th output."),
-     raised("RuntimeError", "The total norm for gradients is non-finite, so it cannot be clipped")),
+     raised("RuntimeError", "The total norm for gradients is non-finite, so it cannot be clipped"),
+     ended(17, stderr_tail="Rank 3: Correct result (but possible Application error) (found Inf)!")),
     ("gpu-launch", "hardware", "restart", raised("torch.AcceleratorError", "CUDA error: unspecified launch failure"),
      raised("RuntimeError", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
      raised("torch.distributed.DistBackendError", "NCCL error in: x.cpp:1, unhandled cuda error")),
     ("gpu-access", "code", "confirm", raised("RuntimeError", "CUDA error: an illegal memory access was encountered"),
-     raised("RuntimeError", "CUDA error: device-side assert triggered"), raised("torch.AcceleratorError", "m")),
+     raised("RuntimeError", "CUDA error: device-side assert triggered"), raised("torch.AcceleratorError", "m"),
+     wrote("Memory access fault by GPU node-2 (Agent handle: 0x55d) on address 0x7f0. Reason: Unknown.")),
     ("peer-gone", "cascade", "follow", raised("torch.distributed.DistBackendError", "NCCL error"),
      raised("torch.distributed.DistStoreError", "wait timeout after 3000ms, keys: /a/0//cpu//0/1"),
      raised("RuntimeError", "[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
      raised("RuntimeError", "[unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete"),
-     wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited")),
+     wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited"),
+     wrote("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted")),
     ("peer-connection", "cascade", "follow",
      raised("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1", first_step_done=False),
      raised("RuntimeError", "Connection reset by peer"), wrote("NCCL WARN Broken pipe"),
@@ -587,6 +595,21 @@ def test_the_cause_is_not_the_first_one_seen():
 def test_somebodys_wish_to_stop_is_the_cause():
     asked = classify(Evidence(0, signal="SIGTERM", agent_signal="SIGTERM", ended_ns=9))
     assert root_cause([classify(raised("NameError")), asked]) == asked
+
+
+def test_megatron_says_why_on_one_rank():
+    """All ranks leave with one code; the agent may have stopped the rank that says why, as it takes longest to end."""
+    silent = classify(ended(16, ended_ns=10))
+    says_why = [
+        classify(replace(how, rank=1, stderr_tail="Need to rerun on a different GPU to verify correctness", ended_ns=20))
+        for how in (ended(16), killed("SIGTERM", stopped_by_agent=True))
+    ]
+    for each in says_why:
+        assert each.rule == "rerun-elsewhere"
+        assert root_cause([silent, each]) == each
+    full = classify(raised("OSError", "[Errno 28] No space left on device", ended_ns=5))
+    assert root_cause([full, silent, says_why[1]]) == full, "the checkpoint that it would have made is missing"
+    assert root_cause([silent, classify(killed("SIGTERM", stopped_by_agent=True))]) == silent
 
 
 def test_the_earliest_of_equals_is_the_cause():

@@ -157,6 +157,47 @@ def test_the_node_of_the_rank_that_computes_wrongly_is_replaced_and_no_other(mes
     assert (verdict.decision.response.value, verdict.node, verdict.rank) == (decision, node, rank)
 
 
+def rerun(code, said, at, hosts="abc", resumed_at=40):
+    """Megatron-LM leaves on all ranks with the same code; the one that found the result has logged why."""
+    return {
+        host: report(host, exit_code=code, rank=rank, step=12, resumed_at=resumed_at, stderr_tail=said if host == at else "")
+        for rank, host in enumerate(hosts)
+    }
+
+
+ASKED = "found NaN in local forward loss calculation. Need to rerun on a different GPU to verify correctness"
+DIFFERS = "Second rerun: result is not reproducible on a different GPU. Rank 1, node c, device 0: Possible persistent error!!"
+
+
+@pytest.mark.parametrize(
+    ("asked_at", "hosts", "stopped", "decision", "node"),
+    [
+        ("b", "abc", "", "replace_node", "b"),
+        ("b", "ac", "b", "replace_node", "b"),  # nothing failed there before its agent stopped it
+        ("b", "acd", "", "restart", ""),
+        (None, "abc", "", "restart", ""),
+    ],
+)
+def test_megatron_compares_a_step_on_two_nodes(asked_at, hosts, stopped, decision, node):
+    """The ranks move once. A result that differs there speaks against the first node, and what was saved for it is refused."""
+    rules = dataclasses.replace(RULES, members=3)
+    ledger = Ledger()
+    if asked_at is not None:
+        ledger, verdict = judge(rerun(16, ASKED, asked_at, resumed_at=40), ledger, rules, 1)
+        asked = verdict.decision
+        assert (asked.response.value, asked.moves_ranks, asked.checkpoints_back, verdict.node) == ("restart", True, 0, asked_at)
+    rules = dataclasses.replace(rules, hosts={host: host for host in stopped})
+    _, verdict = judge(rerun(17, DIFFERS, "c", hosts, resumed_at=52), ledger, rules, 2)
+    assert (verdict.decision.response.value, verdict.node, verdict.refuse_newer) == (decision, node, 51)
+    assert not verdict.decision.moves_ranks
+
+
+def test_two_nodes_that_ask_megatron_for_another_gpu_are_no_bug():
+    told = rerun(16, ASKED, "b") | {"c": rerun(16, ASKED, "c")["c"]}
+    _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, members=3), 1)
+    assert verdict.decision.moves_ranks
+
+
 def test_failures_whose_progress_is_unknown_are_not_without_progress():
     """A script that resumes from what only it knows: steps since its start say nothing."""
     ledger = Ledger()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -255,6 +256,42 @@ def test_a_crash_that_follows_its_rank_is_a_bug(store, nodes):
     said = "".join(job.err for job in both)
     assert "its ranks move to another node" in said
     assert "recurred on another node without progress" in said
+
+
+MEGATRON = """
+import logging, os, signal, sys
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+print(f"at {attempt} {rank}", flush=True)
+if attempt == 0 and rank == 1:
+    logging.warning("First rerun: unexpected result is reproducible. Need to rerun on a different GPU to verify correctness")
+if attempt == 1 and rank == 1:
+    logging.error("Second rerun: unexpected result is not reproducible on a different GPU. Possible persistent error!")
+if attempt < 2:
+    open("said", "w" if rank == 1 else "r").close()
+    if rank == 1:
+        signal.pause()  # it ends more slowly than the other, and the agent stops it
+    sys.exit(16 + attempt)
+"""
+
+
+@pytest.mark.seam
+def test_megatron_finds_the_bad_node(store, nodes, tmp_path):
+    """It asks for a step to be computed on another GPU. Where the result differs there, the first node leaves."""
+    (tmp_path / "megatron.py").write_text(MEGATRON)
+    os.mkfifo(tmp_path / "said")
+    both = {
+        name: nodes.start(
+            name, store.endpoint, "1:2", script="megatron.py", ELASTIC_EXT_NODE_NAME=f"n{name}", conf=f"{CONF},standby=off"
+        )
+        for name in "ab"
+    }
+    codes = {name: job.finish().returncode for name, job in both.items()}
+    (bad,) = (name for name, job in both.items() if "at 0 1" in job.out)
+    assert codes == {"a": 0, "b": 0} | {bad: 69}, [job.err for job in both.values()]
+    said = "".join(job.err for job in both.values())
+    assert "its ranks move to another node" in said
+    assert "rule rerun-differs" in both[bad].err
 
 
 @pytest.mark.full

@@ -37,6 +37,20 @@ class Network:
         for here, there in ((one, other), (other, one)):
             _run(*self.inside, "ip", "rule", "del", "from", here.address, "to", there.address, "blackhole")
 
+    def add_link(self, host: Host, name: str) -> None:
+        """Give the host another interface, without an address."""
+        far = self._far(host, name)
+        _run(*self.inside, "ip", "link", "add", far, "type", "veth", "peer", "name", name, "netns", host.inside[-1])
+        _run(*self.inside, "ip", "link", "set", far, "up")
+        _run(*host.inside, "ip", "link", "set", name, "up")
+
+    def pull(self, host: Host, name: str) -> None:
+        """Have this interface of the host lose its carrier, as where its cable is pulled."""
+        _run(*self.inside, "ip", "link", "set", self._far(host, name), "down")
+
+    def _far(self, host: Host, name: str) -> str:
+        return f"{name}{self.hosts.index(host)}"
+
 
 @contextmanager
 def network(hosts: int) -> Iterator[Network]:

@@ -31,6 +31,7 @@ from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.hangs.lateness import Late, Streak
+from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.status.trainjob import Training, TrainJobState, body_of
 from elastic_ext.status.trainjob_posts import Poster, Target, target_of
@@ -208,6 +209,23 @@ class OnStart(Companion):
         self._call(workers.processes.pids.values())
 
 
+class HostWatch(Companion):
+    """Notes the counts of this host when a round begins, and looks at its links from time to time."""
+
+    def __init__(self, host: HostProbe) -> None:
+        self._host = host
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._host.round_started(workers.processes.pids.values())
+
+    def check(self, workers: LocalWorkers) -> None:
+        if self._host.links.next_look_s() <= 0:
+            self._host.links.look()
+
+    def next_check_s(self) -> float:
+        return self._host.links.next_look_s()
+
+
 class CopierUpdates(Companion):
     """Reports saves to the checkpoint copier."""
 
@@ -256,7 +274,7 @@ class JobCompanions:
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
         logs.stderr = stack.enter_context(closing(StderrTails(extras and settings.stderr_tail and settings.bootstrap)))
         self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))  # the copies of the workers' state in memory
-        self.host = HostProbe(settings)
+        self.host = HostProbe(settings, interface=own_interface(handler.address))
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
         if extras:
@@ -276,7 +294,7 @@ class JobCompanions:
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
         companions: list[Companion] = [
             OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
-            OnStart(self.host.round_started),  # earlier events have nothing to do with this round
+            HostWatch(self.host),
             self.warm_starts,
             self.observation,
             self.journal,

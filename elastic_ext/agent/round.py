@@ -27,7 +27,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
-from elastic_ext.failures.host import HostEvidence
+from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
@@ -81,7 +81,8 @@ class RunningRound:
         """
         self.workers, self.resume = workers, resume  # processes, progress and files; the checkpoint that they resume from
         self.hangs, self.saves = hangs, saves  # None if hang detection is off; if workers cannot be asked to save
-        self.differs = False  # the round is over because replicas are no longer equal; `RoundWatch` sets it
+        # whether workers that this agent stops count as failed: replicas differ, or a link went down here; `RoundWatch` sets it
+        self.stopped_count = False
         self._ending, self._warm = ending, warm
         self._stacks: list[str] = []  # for the verdict: the positions of workers that did not end by themselves
         self._companions = [*others, *filter(None, (saves, hangs, resume))]
@@ -146,7 +147,7 @@ class RunningRound:
     def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> verdicts.EndedRound:
         """Return the evidence of how the workers of this node ended. result: torch's."""
         hung = self.hangs.hung if self.hangs is not None else {}
-        asked_to_end = result.state is WorkerState.UNHEALTHY or self.differs
+        asked_to_end = result.state is WorkerState.UNHEALTHY or self.stopped_count
         return verdicts.EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
@@ -260,13 +261,16 @@ class RoundWatch:
             quiet_since = self._running.quiet_since()
             self._companions.observation.acts(quiet_since)
             self._companions.journal.hung(self._running.examine_hung(), quiet_since)
-        self._running.differs = differs = over.kind is EndKind.DIFFERS
+        differs = over.kind is EndKind.DIFFERS
+        self._companions.host.links.look()
         # A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it.
         self._stop(0.0 if hung or differs else None)
         self._companions.observation.node.round_ended(over.reason)
         workers = self._running.workers
         failed = verdicts.failed_by_itself(workers) or verdicts.says_why(workers, self._stderr)
-        if not hung and not failed and not (differs and verdicts.stopped(workers)):
+        here = differs or (over.kind is EndKind.FAILED and bool(self._companions.host.links.went_down(ANSWER_S).names))
+        self._running.stopped_count = here and verdicts.stopped(workers)
+        if not hung and not failed and not self._running.stopped_count:
             return None
         self._companions.host.start_asking()
         return self._agent.close_failed()

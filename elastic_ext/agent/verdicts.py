@@ -123,7 +123,16 @@ def stopped(workers: LocalWorkers) -> bool:
 def _of_host(ended: EndedRound, local_rank: int) -> Evidence:
     """Return the evidence that does not depend on how the worker ended."""
     host, rank, warm = ended.host, ended.workers.ranks[local_rank], local_rank in ended.warm
-    return Evidence(rank, xids=host.xids, gpu_recovery=host.gpu_recovery, platform=host.platform, node=ended.node, warm=warm)
+    return Evidence(
+        rank,
+        xids=host.xids,
+        gpu_recovery=host.gpu_recovery,
+        platform=host.platform,
+        links=host.links.names,
+        link_away=host.links.away,
+        node=ended.node,
+        warm=warm,
+    )
 
 
 def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile) -> Evidence:

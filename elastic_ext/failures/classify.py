@@ -96,6 +96,8 @@ def _fingerprint(evidence: Evidence, rule: str) -> str:
         return exceptions.of_hosts("cut", evidence.cut)
     if evidence.differs:
         return exceptions.of_hosts(rule, evidence.differs)
+    if evidence.link_failed:
+        return exceptions.of_hosts("link", (evidence.node or "",))
     if evidence.exception is not None:
         return exceptions.of_exception(evidence.exception)
     return exceptions.of_exit(rule, ended_by(evidence))
@@ -260,6 +262,9 @@ def _described(evidence: Evidence) -> str:
         return f"the agent received {evidence.agent_signal}"
     if stuck := evidence.cuts_text or (evidence.hang_reason if evidence.hang else ""):
         return stuck
+    if evidence.link_failed:
+        away = ", and is still down" if evidence.link_away else ""
+        return f"{evidence.links[0]}{_more(evidence.links)} of node {evidence.node} went down{away}"
     if evidence.differs:
         return f"the replica of rank {evidence.rank} differs from others"
     if exception is not None:
@@ -267,6 +272,10 @@ def _described(evidence: Evidence) -> str:
         message = cut(_gist(exception.message), MAX_SHOWN)
         return f"rank {evidence.rank} raised {exception.type}{': ' + message if message else ''}{place}"
     return f"rank {evidence.rank} {'was killed by' if evidence.signal is not None else 'ended with'} {ended_by(evidence)}"
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _gist(message: str) -> str:

@@ -150,6 +150,10 @@ class Evidence:
     cuts_text: str = ""  # who gets no answer from whom, in one line
     # names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`
     differs: tuple[str, ...] = ()
+    # links of its node that went down shortly before, e.g. "mlx5_0 port 1"; whether one of them is still down; see `links`
+    links: tuple[str, ...] = ()
+    link_away: bool = False
+    link_failed: bool = False  # whether they are why the round ended; see `judgement`
     checkpoint_load: bool | None = None  # whether it was loading a checkpoint
     node_health_failed: bool | None = None  # whether this node's health check failed before the start; None without a check
     node: str | None = None  # name of the node where it ran

@@ -19,6 +19,7 @@ from elastic_ext.base import isolated
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import commands, kubernetes, slurm
 from elastic_ext.failures.evidence import Platform
+from elastic_ext.failures.links import NONE_DOWN, LinkHistory, LinksDown
 
 # The GPU driver: the recovery action that it recommends for each GPU (NVML, drivers since 2024).
 
@@ -275,13 +276,15 @@ class HostEvidence:
     xids: tuple[int, ...]
     platform: Platform
     gpu_recovery: tuple[str, ...] = ()
+    links: LinksDown = NONE_DOWN
 
 
 class HostProbe:
     """Collects the host's evidence after a failure, and keeps the counts from before the round."""
 
-    def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER) -> None:
-        """driver: a file that exists while NVIDIA's driver is loaded."""
+    def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER, interface: str = "") -> None:
+        """driver: a file that exists while NVIDIA's driver is loaded. interface: by which the other nodes reach this host."""
+        self.links = LinkHistory(os.environ, interface)
         self._settings = settings
         self._driver = driver
         self._log = KernelLog()
@@ -297,10 +300,12 @@ class HostProbe:
     def round_started(self, pids: Iterable[int]) -> None:
         """Record the counts at the start of a round. pids: the round's workers."""
         self._before = oom_counts(tuple(pids))
+        self.links.round_started()
         self._log.begin()  # ignore records from before this round
 
     def start_asking(self) -> None:
-        """Start to ask the platform and the GPU driver, each in its own thread; see `evidence`."""
+        """Start to ask the platform, the GPU driver and the links, each in its own thread; see `evidence`."""
+        self.links.look()
         self._platform, self._gpu_recovery = Platform(), ()
         questions: list[Callable[[], None]] = [self._ask_platform]
         if os.path.exists(self._driver):
@@ -323,4 +328,5 @@ class HostProbe:
         for thread in self._asking:
             thread.join(max(0.0, deadline - time.monotonic()))
         xids = tuple(xid.number for xid in self._log.xids() or [])
-        return HostEvidence(oom_kills_since(self._before), xids, self._platform, self._gpu_recovery)
+        links = self.links.went_down(max(0.0, deadline - time.monotonic()))
+        return HostEvidence(oom_kills_since(self._before), xids, self._platform, self._gpu_recovery, links)

@@ -211,6 +211,11 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return _of_lost(circumstances.lost, cause, report)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
     may_be_cut = report.follows or (cause.rule == HANG_RULE and not certain)
+    if (may_be_cut or cause.rule == NETWORK_RULE) and (down := [id_ for id_, each in reports.items() if each.links]):
+        if len(down) == 1:
+            return _of_link(cause, report, down[0], reports[down[0]])
+        names = ", ".join(reports[id_].host for id_ in down[:MAX_NAMED])
+        cause = replace(cause, reason=f"{cause.reason}; links went down on {len(down)} nodes, as with a switch: {names}")
     if may_be_cut and (found := _cuts(reports, circumstances)):
         _, _, past = _compared(cause, report, ledger, circumstances)
         lasting = [each.lasting_cut for each in past if each.lasting_cut]
@@ -259,6 +264,19 @@ def _of_rerun(cause: Diagnosis, report: Report, earlier: Sequence[PastFailure], 
     reason = f"{cause.reason}; that one is not known, or no longer in the job, so no node is replaced"
     found = replace(cause, response=Response.RESTART, reason=reason, evidence=replace(cause.evidence, node=None))
     return _Cause(found, report, "", "", NO_RANK, refused)
+
+
+def _of_link(victim: Diagnosis, report: Report, node: str, holder: Report) -> _Cause:
+    """Return the node whose link went down as the cause. victim, report: of the worker that explains the others.
+
+    Where links of several nodes went down, as with a switch, no node is to blame.
+    """
+    of_holder = holder.diagnosis.evidence
+    evidence = Evidence(NO_RANK, node=holder.host, links=of_holder.links, link_away=of_holder.link_away, link_failed=True)
+    seen = victim.evidence
+    found = classify(replace(evidence, step=seen.step, first_step_done=seen.first_step_done, ended_ns=seen.ended_ns))
+    reason = f"{found.reason}; then {shortened(describe(seen), VICTIM)}, on {report.host}"
+    return _Cause(replace(found, reason=reason), report, node, holder.host, NO_RANK)
 
 
 def _of_replicas(reports: Mapping[str, Report], differ: replicas.Difference) -> _Cause:

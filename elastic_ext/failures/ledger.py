@@ -156,6 +156,11 @@ class Report:
         return self.diagnosis.response is Response.FOLLOW
 
     @property
+    def links(self) -> tuple[str, ...]:
+        """Those of this node that went down shortly before."""
+        return self.diagnosis.evidence.links
+
+    @property
     def waits_for_others(self) -> bool:
         """Whether a verdict must wait for the other nodes' reports: a cascade, a hang, or a worker that does not say why."""
         return self.follows or self.diagnosis.evidence.hang is True or self.diagnosis.lacks_reason

@@ -349,7 +349,8 @@ def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> 
         return "the job cannot run without it"
     if diagnosis.evidence.cut:
         return "" if _of_several(diagnosis, past) else "either of the two hosts may be the bad one"
-    return "" if _stayed(diagnosis, past) else "perhaps one of its ranks fails, or sees an outage first"
+    of_node = diagnosis.evidence.link_failed or _stayed(diagnosis, past)
+    return "" if of_node else "perhaps one of its ranks fails, or sees an outage first"
 
 
 def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]) -> _Outcome:

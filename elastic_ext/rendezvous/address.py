@@ -68,6 +68,14 @@ def own_addresses() -> tuple[str, ...]:
         return ()
 
 
+def own_interface(address: str) -> str:
+    """Return the interface of this host that has this address; "" if none has, if it is the loopback, or if none can be read."""
+    try:
+        return interface_of([address], addresses())
+    except OSError:
+        return ""
+
+
 def _entries(pointer: ctypes._Pointer[_Entry]) -> Iterator[tuple[Address, int]]:
     while pointer:
         entry = pointer.contents

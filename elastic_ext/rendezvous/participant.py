@@ -28,7 +28,7 @@ from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import Election, Leader
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
 from elastic_ext.rendezvous.recovery import Recovery
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, RecordReader, State
 from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig, NodeContext, Outage, TaskRunner
 
 logger = logging.getLogger(__name__)
@@ -114,9 +114,9 @@ class Participant:
         """Change this node's record."""
         self.tasks.post(lambda: self.registration.update(change))
 
-    def end_round(self, round_: int, state: State, reason: str) -> None:
+    def end_round(self, round_: int, state: State, reason: str, end: EndKind | None = None) -> None:
         """End round `round_` for all nodes."""
-        self.change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=None))
+        self.change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=end))
 
     def change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
         """Change the header while that round runs. in_any_round: while the job is not over."""

@@ -111,7 +111,7 @@ class EtcdRound:
         return self._place.fence.stop_by
 
     def break_off(self, reason: str) -> None:
-        self._participant.end_round(self.round, State.BROKEN, reason)
+        self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED)
 
     def report_stall(self, stalled: bool) -> None:
         self._participant.update(lambda node: dataclasses.replace(node, stalled=self.round if stalled else 0))

@@ -44,7 +44,8 @@ class EndKind(str, Enum):
 
     STALLED = "stalled"  # no worker of the job makes progress any more
     DIFFERS = "differs"  # replicas of the training state are not equal any more
-    BROKEN = "broken"  # a node's workers failed, a node was lost or leaves, or nodes wait to join
+    FAILED = "failed"  # a node's workers failed
+    BROKEN = "broken"  # a node was lost or leaves, or nodes wait to join
     CUT_OFF = "cut_off"  # this node can no longer take part
     CLOSED = "closed"  # the job is over
 

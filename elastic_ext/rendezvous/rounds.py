@@ -246,7 +246,7 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if left:
         return End(State.BROKEN, f"{_named(left)} left the round to wait for the next one")
     if failed := reports(view):
-        return End(State.BROKEN, f"workers of {_named(failed)} failed")
+        return End(State.BROKEN, f"workers of {_named(failed)} failed", EndKind.FAILED)
     if awaits is not None:
         return awaits
     if incomplete(view):

@@ -146,6 +146,8 @@ ROWS = [
      raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Segmentation fault."),
      raised("ProcessExitedException", "process 1 terminated with signal SIGABRT")),
     ("host-limit", "host_memory", "confirm", raised("OSError", "[Errno 24] x"), raised("RuntimeError", "can't start new thread")),
+    ("link-down", "hardware", "replace_node", ended(1, links=("mlx5_0 port 1",), link_away=True, link_failed=True, node="n1")),
+    ("link-flap", "hardware", "restart", ended(1, links=("mlx5_0 port 1", "mlx5_1 port 1"), link_failed=True, node="n1")),
     ("replay-mismatch", "hardware", "replace_node", raised("x.SDCReplayMismatch", "m")),
     ("rerun-elsewhere", "hardware", "restart",
      ended(16, stderr_tail="found NaN in loss\nFirst rerun: reproducible. Need to rerun on a different GPU to verify it"),
@@ -244,7 +246,7 @@ ROWS = [
 def test_the_table_row_by_row(rule, kind, decision, evidence):
     diagnosis = classify(evidence)
     assert (diagnosis.rule, diagnosis.kind, diagnosis.response.value) == (rule, kind, decision)
-    assert f"rank {evidence.rank}" in diagnosis.reason
+    assert (f"of node {evidence.node}" if evidence.link_failed else f"rank {evidence.rank}") in diagnosis.reason
     assert diagnosis.fingerprint
 
 

@@ -198,6 +198,52 @@ def test_two_nodes_that_ask_megatron_for_another_gpu_are_no_bug():
     assert verdict.decision.moves_ranks
 
 
+FLAP, AWAY = {"links": ("mlx5_0 port 1", "mlx5_1 port 1")}, {"links": ("mlx5_0 port 1",), "link_away": True}
+STOPPED = {"signal": "SIGTERM", "stopped_by_agent": True}
+HUNG = {"hang": True, "hang_reason": "rank 1 waits in all_reduce", "hang_blame": (2,)}
+STOPS_ITSELF = HUNG | {"hang_reason": "rank 1 was stopped by a signal", "hang_blame": (0,)}
+NAMED = "mlx5_0 port 1 (and 1 more) of node hb went down"
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "decision", "host", "said"),
+    [
+        (PEER, STOPPED | FLAP, "restart", "hb", f"{NAMED}: no link of another node went down; then rank 1 raised RuntimeError"),
+        (PEER, PEER | FLAP, "restart", "hb", NAMED),
+        (PEER, STOPPED | AWAY, "replace_node", "hb", "mlx5_0 port 1 of node hb went down, and is still down"),
+        (STORE, STOPPED | AWAY, "replace_node", "hb", "and is still down"),
+        ({"type_": "ConnectionError"}, STOPPED | AWAY, "replace_node", "hb", "and is still down"),
+        (HUNG, HUNG | FLAP, "restart", "hb", NAMED),
+        (STOPS_ITSELF, HUNG | FLAP, "restart", "ha", "was stopped by a signal"),
+        (PEER | FLAP, STOPPED | AWAY, "restart", "ha", "links went down on 2 nodes, as with a switch: ha, hb"),
+        ({"type_": "KeyError"}, STOPPED | AWAY, "confirm", "ha", "KeyError"),
+        (
+            {"type_": "RuntimeError", "message": "CUDA error: unspecified launch failure"},
+            STOPPED | AWAY,
+            "restart",
+            "ha",
+            "",
+        ),
+    ],
+)
+def test_a_node_whose_link_went_down_is_to_blame_for_lost_peers(of_a, of_b, decision, host, said):
+    told = {"a": report("ha", **of_a, rank=1), "b": report("hb", **of_b, rank=2)}
+    _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, members=3), 1)
+    assert (verdict.decision.response.value, verdict.host) == (decision, host)
+    assert said in verdict.decision.reason
+    assert not (host == "hb" and verdict.decision.moves_ranks), "the link stays with the node"
+
+
+def test_a_link_that_flaps_again_without_progress_costs_the_node():
+    told = {"a": report("ha", **PEER, rank=1, step=7), "b": report("hb", **STOPPED, **FLAP, rank=2, step=7)}
+    _, (first, second) = again(told, 2, dataclasses.replace(RULES, members=3))
+    assert [each.decision.response.value for each in (first, second)] == ["restart", "replace_node"]
+    assert (second.decision.rule, second.host) == ("same-node", "hb")
+    lost = dataclasses.replace(RULES, members=3, lost=(LOST,))
+    _, verdict = judge(told, Ledger(), lost, 1)
+    assert verdict.host == "hc", "a lost node explains more"
+
+
 def test_failures_whose_progress_is_unknown_are_not_without_progress():
     """A script that resumes from what only it knows: steps since its start say nothing."""
     ledger = Ledger()

@@ -262,8 +262,13 @@ def until_told(client: subprocess.Popen[str], cut: bool) -> list[str]:
 
 
 @contextmanager
-def job_of_three(tmp_path: Path, backend: str, script: Path = SCRIPTS / "hang_job.py") -> Iterator[tuple[Network, list[Job]]]:
-    """A job with one worker on each of three hosts, after its first steps; the agents by rank, which is the host's number."""
+def job_of_three(
+    tmp_path: Path, backend: str, script: Path = SCRIPTS / "hang_job.py", link: str = ""
+) -> Iterator[tuple[Network, list[Job]]]:
+    """A job with one worker on each of three hosts, after its first steps; the agents by rank, which is the host's number.
+
+    link: another interface that each host has, which NCCL would use.
+    """
     with ExitStack() as stack:
         net = stack.enter_context(network(3))
         if backend == "ext_etcd":
@@ -272,6 +277,8 @@ def job_of_three(tmp_path: Path, backend: str, script: Path = SCRIPTS / "hang_jo
             endpoint = f"{net.hosts[0].address}:29400"
         jobs = []
         for number, host in enumerate(net.hosts):
+            if link:
+                net.add_link(host, link)
             where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--local-addr={host.address}", "--nnodes=2:3"]
             how = [f"--rdzv-backend={backend}", "--rdzv-conf=last_call=60", "--max-restarts=3"]
             command = [*host.inside, *TORCHRUN, *where, *how, script]
@@ -281,6 +288,7 @@ def job_of_three(tmp_path: Path, backend: str, script: Path = SCRIPTS / "hang_jo
                 "ELASTIC_EXT_NODE_NAME": f"h{number}",
                 "ELASTIC_EXT_TOPOLOGY": f"h{number}",  # the order of the ranks
                 "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{number}"),
+                **({"NCCL_SOCKET_IFNAME": link} if link else {}),
             }
             jobs.append(stack.enter_context(Job(command, tmp_path, **env)))
         for rank, job in enumerate(jobs):

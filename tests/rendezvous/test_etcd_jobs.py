@@ -275,7 +275,8 @@ if attempt < 2:
 """
 
 
-@pytest.mark.seam
+@pytest.mark.seam("etcd")
+@pytest.mark.full
 def test_megatron_finds_the_bad_node(store, nodes, tmp_path):
     """It asks for a step to be computed on another GPU. Where the result differs there, the first node leaves."""
     (tmp_path / "megatron.py").write_text(MEGATRON)

@@ -78,7 +78,7 @@ def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut
         # Old ranks first, whoever comes first now; then spares.
         (view(BROKEN, {"d": node(), "b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b", "d"), "3 nodes joined")),
         # Failures: one verdict on the round before the next one, once all have told, or some time after the first.
-        (view(RUNNING, {"a": FAILED, "b": node()}, "ab"), 0, End(State.BROKEN, "workers of node a failed")),
+        (view(RUNNING, {"a": FAILED, "b": node()}, "ab"), 0, End(State.BROKEN, "workers of node a failed", EndKind.FAILED)),
         (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7, Wait("node b may have failed too", 7.5)),
         (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7.5, Conclude(("a",), "workers of node a failed")),
         # Without a cause so far, all that live are waited for: the next round waits for them too.
@@ -97,7 +97,7 @@ def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut
         (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 10, End(State.BROKEN, "lost node b", lost="b")),
         (view(OF_TWO, {"a": node(done=3)}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
         # What has ended the round need not wait; the next one does.
-        (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED)),
+        (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED, EndKind.FAILED)),
         (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, A_LEFT),
         (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
         (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes joined")),

@@ -20,7 +20,6 @@ from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorker
 from elastic_ext.agent.hangs import FlightRecorder
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.lateness import straggler
-from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
 from elastic_ext.base.held_signals import held, raise_again
@@ -230,7 +229,7 @@ class JobCompanions:
         settings: Settings,
         handler: Rendezvous,
         logs: WorkerLogs,
-        metrics: AccountedMetrics,
+        metrics: AgentMetrics,
         extras: bool,
         stack: ExitStack,
     ) -> None:

@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import exits, verdicts
 from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
-from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.printable import cut
@@ -259,7 +258,7 @@ class Points:
 class OwnNode:
     """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing."""
 
-    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
+    def __init__(self, handler: Rendezvous, metrics: AgentMetrics) -> None:
         self.place = NodePlace()
         self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
         self._stragglers: tuple[Straggler, ...] = ()
@@ -354,7 +353,7 @@ class Observation(Companion):
 
     def __init__(
         self,
-        metrics: AccountedMetrics,
+        metrics: AgentMetrics,
         settings: Settings,
         handler: Rendezvous,
         wakeup: Wakeup,

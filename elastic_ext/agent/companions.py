@@ -44,7 +44,6 @@ from elastic_ext.workers.stderr.tails import StderrTails
 logger = logging.getLogger(__name__)
 
 HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
-_LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
 
 
 def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
@@ -180,20 +179,24 @@ class WarmStarts(Companion):
             self._pool.close()
 
 
-def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics) -> WarmStarts:
-    """Start the standby pool if the settings want one and the host has room for it.
+def warm_starts(
+    spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics, extras: bool
+) -> WarmStarts:
+    """Start the standby pool if the settings want one and the host has room for it. extras: whether descriptors are left.
 
     Call this before the first rendezvous, so that the standbys import what workers need during it.
     """
-    wanted = launch.standby_spec(spec, settings, token)
-    if isinstance(wanted, str):
+    wanted, pool = launch.standby_spec(spec, settings, token), None
+    if not extras:
+        logger.warning("the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)")
+    elif isinstance(wanted, str):
         logger.info("no warm standbys: %s", wanted)
         return WarmStarts(None, ColdReason.OFF, logs, metrics)
-    try:
-        pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
-    except (OSError, RuntimeError) as error:  # out of descriptors or threads
-        logger.warning("no warm standbys: they could not be started: %s", error)
-        return WarmStarts(None, ColdReason.LACKING, logs, metrics)
+    else:
+        try:
+            pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
+        except (OSError, RuntimeError) as error:  # out of descriptors or threads
+            logger.warning("no warm standbys: they could not be started: %s", error)
     return WarmStarts(pool, ColdReason.LACKING, logs, metrics)
 
 
@@ -258,11 +261,7 @@ class JobCompanions:
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
-        if extras:
-            self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
-        else:
-            logger.warning("%s", _LACKING)
-            self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
+        self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)
         self.flight_recorder: FlightRecorder | None = None  # None without NCCL, or if hang detection is off
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)

@@ -309,12 +309,6 @@ class OwnNode:
             return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 
-def check(settings: Settings) -> None:
-    """Raise UsageError if the server could not do what the settings demand."""
-    if settings.metrics and settings.metrics_web_config is not None:
-        gate.load(settings.metrics_web_config)
-
-
 class Serving:
     """The server of one agent, and the file by which Prometheus finds it."""
 

@@ -7,25 +7,28 @@ import logging
 import math
 import os
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 
-from elastic_ext.agent import integrity, launch, verdicts
-from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent import launch, verdicts
+from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base import log_records, names
-from elastic_ext.base.printable import redacted
+from elastic_ext.base.printable import ranks_in_words, redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.failures import replicas
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
@@ -33,7 +36,7 @@ from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.workers import limits
+from elastic_ext.workers import limits, worker_env
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
@@ -43,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 KERNEL_SLEEP_CHECK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
 GLOO = "GLOO_SOCKET_IFNAME"
+REPORT_S = 1.0  # the least time between two reports to the other nodes: each is a write to the job's store
+MOST_HASHES = 128  # hashes of a worker: nine each of several sets
+
+ShowUncompared = Callable[[int | None, str], None]
+"""Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ class RunningRound:
             saved_at,
             tuple(self.workers.ranks.values()),
             collectives,
-            integrity.read(self.workers),
+            hashed_by(self.workers),
             next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
         )
 
@@ -179,6 +187,82 @@ class RunningRound:
         self.workers.processes.close()
         if self.workers.progress is not None:
             self.workers.progress.remove()
+
+
+# What the workers have hashed of their replicas, for comparison with those of other nodes (`integrity_every`).
+
+
+def hashed_by(workers: LocalWorkers) -> tuple[replicas.Hashed, ...]:
+    """Return what the workers have hashed, those with the same result together. An unreadable file says nothing."""
+    return _together(_hashes(workers))
+
+
+def _hashes(workers: LocalWorkers) -> dict[int, replicas.WorkerHashes]:
+    """Return what each worker has written so far, by rank."""
+    found = {rank: read_file_of_worker(path, replicas.decode) for path, rank in _hash_files(workers)}
+    return {rank: hashes for rank, hashes in found.items() if hashes is not None}
+
+
+def _together(found: Mapping[int, replicas.WorkerHashes]) -> tuple[replicas.Hashed, ...]:
+    ranks: defaultdict[replicas.Hashed, list[int]] = defaultdict(list)
+    for rank, worker in found.items():
+        for each in worker.hashed[-MOST_HASHES:]:
+            ranks[replace(each, ranks=())].append(rank)
+    return tuple(replace(each, ranks=tuple(of)) for each, of in ranks.items())
+
+
+def _hash_files(workers: LocalWorkers) -> list[tuple[str, int]]:
+    """Return the path and the rank of each worker's file."""
+    progress = workers.progress.path if workers.progress is not None else None
+    paths = ((worker_env.hashes_path(progress, local_rank), rank) for local_rank, rank in workers.ranks.items())
+    return [(path, rank) for path, rank in paths if path is not None]
+
+
+class ReplicaWatch(Companion):
+    """Reports what the workers have hashed to the other nodes, as the workers wake the agent for it, and shows what is not."""
+
+    def __init__(self, handler: Rendezvous, show: ShowUncompared) -> None:
+        self._handler, self._show = handler, show
+        self._reported: tuple[replicas.Hashed, ...] = ()
+        self._logged: set[str] = set()
+        self._report_at = -math.inf  # not before
+        self._late = False  # there was an event before that
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._reported, self._logged = (), set()
+        self._show(0, "")
+
+    def next_check_s(self) -> float:
+        return max(0.0, self._report_at - time.monotonic()) if self._late else math.inf
+
+    def check(self, workers: LocalWorkers) -> None:
+        now = time.monotonic()
+        self._late = now < self._report_at
+        if self._late:
+            return
+        found = _hashes(workers)
+        hashed = _together(found)
+        if hashed != self._reported:
+            self._reported, self._report_at = hashed, now + REPORT_S
+            self._handler.part.report_hashed(hashed)
+        uncompared = [worker.uncompared for worker in found.values() if worker.uncompared]
+        self._show(len(uncompared), next(iter(uncompared), ""))
+        self._log(found)
+
+    def _log(self, found: Mapping[int, replicas.WorkerHashes]) -> None:
+        """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
+        faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
+        for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
+            self._logged.add(text)
+            of = ranks_in_words(rank for rank, fault in faults if fault == text)
+            logger.warning("elastic_ext: integrity_every: %s: %s", of, text)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._log(_hashes(workers))
+        self._show(None, "")
+        for path, _ in _hash_files(workers):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 class RoundWatch:
@@ -401,7 +485,7 @@ class RoundStart:
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
-            others.append(integrity.ReplicaWatch(self._handler, companions.observation.uncompared))
+            others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
             node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)

@@ -13,21 +13,18 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import EndingWorkers
 
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
 logger = logging.getLogger(__name__)
 
 TRACER_WAIT_S = 0.02
-
-
-class HasFileno(Protocol):
-    """Anything that poll(2) takes."""
-
-    def fileno(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class WorkerProcesses:
     def failed(self) -> bool:
         return any(exit_.failed for exit_ in self.exits.values())
 
-    def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:
+    def wait(self, timeout_s: float | None, *others: FileDescriptorLike) -> None:
         """Block until a running worker ends, one of `others` is readable or the timeout expires; then record the exits."""
         poll = select.poll()
         for local_rank in self.running:

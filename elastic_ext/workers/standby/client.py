@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import limits as limits
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import limits, pidfds
 from elastic_ext.workers.standby import server
 
 if TYPE_CHECKING:

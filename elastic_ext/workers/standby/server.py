@@ -35,7 +35,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
     del sys.path[0]  # the directory of this file: nothing may be imported from it by its short name
 _AT_START = frozenset(sys.modules)
 _WORKERS_PATH = sys.path[:]
-if __name__ == "__main__":  # the server itself imports Python's own modules, for any PYTHONPATH
+if __name__ == "__main__":  # PYTHONPATH must not replace Python's own modules in the server
     _os = getattr(sys.modules.get("os"), "__file__", None) or ""
     _standard = [number for number, entry in enumerate(sys.path) if entry and entry == _os.rpartition("/")[0]]
     del sys.path[: _standard[0] if _standard else 0]

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 import torch
@@ -200,16 +200,6 @@ def warm_starts(
     return WarmStarts(pool, ColdReason.LACKING, logs, metrics)
 
 
-class OnStart(Companion):
-    """Passes on the pids of the workers once they run."""
-
-    def __init__(self, call: Callable[[Collection[int]], None]) -> None:
-        self._call = call
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._call(workers.processes.pids.values())
-
-
 class CopierUpdates(Companion):
     """Reports saves to the checkpoint copier."""
 
@@ -273,8 +263,6 @@ class JobCompanions:
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
         companions: list[Companion] = [
-            OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
-            OnStart(self.host.round_started),  # earlier events have nothing to do with this round
             self.warm_starts,
             self.observation,
             self.journal,

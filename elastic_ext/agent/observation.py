@@ -49,7 +49,6 @@ CACHED_S = 1.0  # many viewers cost one read of the job in this time
 ANSWER_S = 0.2  # that the HTTP server waits for a read; the next request gets what comes later
 POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles
-STANDBYS = "elastic_ext_standbys"
 OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
@@ -193,16 +192,15 @@ class NodePlace:
 def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, now: float) -> NodeReport:
     """Return this node's report, without its rounds."""
     rows = metrics.progress()
-    samples = (sample for family in metrics.registry.restricted_registry([STANDBYS]).collect() for sample in family.samples)
     report = NodeReport(
         name=name,
-        state=metrics.state.name,
-        state_s=age_s(now, metrics.state.since),
+        state=metrics.state,
+        state_s=age_s(now, metrics.since),
         node_rank=place.node_rank,
         base_rank=place.base_rank,
         workers=place.workers,
         round=round_,
-        standbys=int(sum(each.value for each in samples)),
+        standbys=int(metrics.value("standbys")),
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
     )
     return _with_progress(report, [each.row for each in rows], place.resumed_at or 0, now) if rows else report
@@ -267,7 +265,7 @@ class OwnNode:
         self._history, self._points = RoundHistory(), Points()
         self._lock = threading.Lock()
         self._last: tuple[float, NodeReport] | None = None  # the last report with steps or a checkpoint, and when
-        metrics.state.on_change = self._entered
+        metrics.on_state = self._entered
 
     def _entered(self, state: str, at: float) -> None:
         with self._lock:
@@ -298,7 +296,7 @@ class OwnNode:
         spent = self._metrics.goodput.job()
         with self._lock:
             # Not before the first round: until then nothing is known of what the job has spent before this agent.
-            if self._points or self._metrics.state.name == families.RUNNING:
+            if self._points or self._metrics.state == families.RUNNING:
                 self._points.add(spent.spent.seconds, now)
             if self._last is not None:
                 report = after(self._last[1], report, max(0.0, now - self._last[0]))

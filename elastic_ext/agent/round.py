@@ -394,7 +394,8 @@ class RoundStart:
         3. Workers' variables and messages are set, because torch calls `WorkerLogs` for the environment while it starts them.
         4. Torch starts the processes, or standbys become them. Each gets the user's limit of open files at once.
         5. Pidfds are opened before anything else: from then on no signal can reach a reused pid.
-        6. The RunningRound begins. The reaper is its first companion, so that nothing that fails later leaves orphans.
+        6. The reaper learns of them, and how to take this node out of the job, so that nothing that fails later leaves orphans.
+        7. The RunningRound begins.
 
         start_processes: makes torch start them; returns the pids by local rank. own_groups: returns, once they are started,
         whether each worker leads its own process group.
@@ -416,6 +417,8 @@ class RoundStart:
                 limits.restore_user_limit(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
+            companions.reaper.watch(pids.values(), self._handler.revocation())
+            companions.host.round_started(pids.values())  # earlier events have nothing to do with this round
             running = self._make_round(processes, progress, resumed, own_groups())
             undo.pop_all()
         return running
@@ -446,23 +449,23 @@ class RoundStart:
         self._logs.own_variables = {
             local_rank: resumed.own_variables(each.global_rank) for local_rank, each in enumerate(self._group.workers)
         }
+        message: dict[str, object] = {"agent": companions.token}
+        if progress is not None and self._settings.bootstrap:
+            message |= {"progress": progress.path, "wake_pipe": companions.wake_pipe.path, "store": self._store_at}
+            if self._settings.integrity_every:
+                message["integrity_every"] = self._settings.integrity_every
+            if self._settings.stragglers != "off":
+                message["stragglers"] = self._settings.stragglers
         self._logs.messages = {
             local_rank: {
-                "agent": companions.token,
+                **message,
+                "slot": local_rank,
                 **companions.observation.message(self._handler.round, local_rank, each.global_rank),
             }
             for local_rank, each in enumerate(self._group.workers)
         }
-        if progress is None:
-            return
-        if self._settings.bootstrap:
-            for local_rank, message in self._logs.messages.items():
-                message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
-                if self._settings.integrity_every:
-                    message.update(integrity_every=self._settings.integrity_every)
-                if self._settings.stragglers != "off":
-                    message.update(stragglers=self._settings.stragglers)
-        companions.warm_starts.before_start()
+        if progress is not None:
+            companions.warm_starts.before_start()
 
     def _make_round(
         self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: ResumePoint, own_groups: bool

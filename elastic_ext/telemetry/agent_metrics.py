@@ -77,7 +77,9 @@ class AgentMetrics(FamilyCollector):
         self.goodput = Goodput()  # where the time goes
         # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
         self.on_copied: Callable[[int | None], object] = lambda lag_steps: None
-        self.state = AgentState()  # what the agent does
+        self.state, self.since = "", 0.0  # what the agent does, and since when, monotonic
+        # called with name and time of each new state, by the agent's loop: it must return at once
+        self.on_state: Callable[[str, float], None] = lambda name, at: None
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -90,26 +92,27 @@ class AgentMetrics(FamilyCollector):
         return {name: self._info[name] for name in ("run_id", "node")}
 
     def enter(self, state: str) -> None:
-        """Record what the agent does from now on. state: one of families.STATES."""
+        """Record what the agent does from now on: one of families.STATES. Entering a state again changes nothing."""
         self.goodput.enter(state)
         with self._lock:
             values = self._values["elastic_ext_agent_state"]
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
-            self.state.enter(state, now := time.monotonic())
+            now = time.monotonic()
+            if state != self.state:
+                self.state, self.since = state, now
+                self.on_state(state, now)
             if state == families.ENDED:
                 self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
-        return "" if self.state.name == families.RUNNING else f"not ready: {self.state.name}"
+        return "" if self.state == families.RUNNING else f"not ready: {self.state}"
 
     def status(self) -> dict[str, object]:
         """Return what /status.json shows."""
-        with self._lock:
-            number, world = (int(self._values[f"elastic_ext_{name}"][()]) for name in ("round", "world_size"))
-        own = {"schema": 1, **self._info, "state": self.state.name, "round": number, "world_size": world}
-        return {**own, "goodput": self.goodput.status()}
+        place = {name: int(self.value(name)) for name in ("round", "world_size")}
+        return {"schema": 1, **self._info, "state": self.state, **place, "goodput": self.goodput.status()}
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
@@ -265,22 +268,6 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return None
-
-
-class AgentState:
-    """The state of one agent, one of families.STATES."""
-
-    def __init__(self) -> None:
-        self.name = ""  # of the state
-        self.since = 0.0  # when it began, monotonic
-        # called with name and time of each new state, by the agent's loop: it must return at once
-        self.on_change: Callable[[str, float], None] = lambda name, at: None
-
-    def enter(self, name: str, now: float) -> None:
-        """Enter a state at `now`; entering it again changes nothing."""
-        if name != self.name:
-            self.name, self.since = name, now
-            self.on_change(name, now)
 
 
 # torchelastic's put_metric.

@@ -176,6 +176,11 @@ class FamilyCollector(Collector):
             for labels in (family.known if family.bounds else ())
         }
 
+    def value(self, name: str) -> float:
+        """Return the value of a family without labels, which is there."""
+        with self._lock:
+            return self._values[f"elastic_ext_{name}"][()]
+
     def _set(self, **values: float | None) -> None:
         """Set families without labels. None: absent."""
         with self._lock:

@@ -447,7 +447,9 @@ def test_health_and_status(serve: Any) -> None:
     status, content_type, text = get(f"{server.url}/status.json")
     assert (status, content_type) == (200, "application/json")
     told = {"schema": 1, "version": "1.2", "torch": "2.13.0", "run_id": "job1", "node": "n0"}
-    assert json.loads(text) == {**told, "state": "running", "round": 3, "world_size": 16}
+    found = json.loads(text)
+    assert found.pop("goodput").keys() == {"seconds", "unsettled_seconds", "job"}
+    assert found == {**told, "state": "running", "round": 3, "world_size": 16}
     assert get(f"{server.url}/nothing")[0] == 404
 
 

@@ -27,7 +27,6 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import Start
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
-from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -203,7 +202,7 @@ def warm_starts(
 class CopierUpdates(Companion):
     """Reports saves to the checkpoint copier."""
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: copier.Copier) -> None:
         self._copier = copier
 
     def check(self, workers: LocalWorkers) -> None:

@@ -31,8 +31,8 @@ from elastic_ext.failures.policy import Decision
 from elastic_ext.http import gate, pages, server
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.status import job_status, status_records
-from elastic_ext.status.job_status import Own, ReportAges, Sources
+from elastic_ext.status import status_records
+from elastic_ext.status.job_status import Own, ReportAges, Sources, build
 from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler, age_s
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
@@ -104,7 +104,7 @@ class JobView:
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
         backend, own = self._handler.get_backend(), self._node.now(now)
-        built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
+        built = build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
         self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
 

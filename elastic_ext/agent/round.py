@@ -483,7 +483,7 @@ class RoundStart:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
             quiet = QuietWatch(progress, ranks, settings.hang_timeout)
             hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
-        ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
+        ending = EndingWorkers(progress, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base import goodput, kinds
+from elastic_ext.base import kinds
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.goodput import Shared, Spent, summary
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.families import FamilyCollector, Values
 from elastic_ext.telemetry.goodput import Look, TimeLedger, advised_interval
 from elastic_ext.workers.progress import Progress, ProgressTable
 
@@ -51,7 +50,7 @@ class _KnownGoodput:
         return replace(self, shared=replace(self.shared, hosts=shared.hosts))
 
 
-class Goodput(FamilyCollector):
+class Goodput(families.FamilyCollector):
     """This agent's ledger, and the thread that shares it.
 
     Any thread may call `look`, `job`, `values` and `status`, the main thread the others.
@@ -124,7 +123,7 @@ class Goodput(FamilyCollector):
         with self._lock:
             return self._known.at(mine)
 
-    def values(self) -> Values:
+    def values(self) -> families.Values:
         look, job = self.look(), self.job()
         interval = advised_interval(job.spent, job.hosts)
         for state, seconds in look.spent.by_state.items():
@@ -183,7 +182,7 @@ class Goodput(FamilyCollector):
             self._thread.join(limit_s)
         self._closed = True  # not before: if a signal ends the wait, the next call does the rest
         job = self.job()
-        logger.info("%s (%d hosts, %.0f s)", goodput.summary(job.spent), job.hosts, job.spent.total_s)
+        logger.info("%s (%d hosts, %.0f s)", summary(job.spent), job.hosts, job.spent.total_s)
 
     def _share_often(self) -> None:
         failed = False

@@ -26,7 +26,6 @@ from elastic_ext.base.printable import shown
 from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.accounting import Goodput
-from elastic_ext.telemetry.families import FamilyCollector, Total, UnixClock, Values
 from elastic_ext.workers.progress import Progress
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class WorkerProgress:
     row: Progress
 
 
-class AgentMetrics(FamilyCollector):
+class AgentMetrics(families.FamilyCollector):
     """The metrics of one agent, in its own registry, with its goodput, which every change of state concerns, and its process.
 
     version, torch: versions of this package and of torch, which this module does not import. node: this node's name; default: its
@@ -72,7 +71,7 @@ class AgentMetrics(FamilyCollector):
         self._info = {name: _label(value) for name, value in info.items()}
         self._gpus = gpus
         self.progress = progress
-        self._clock = UnixClock()
+        self._clock = families.UnixClock()
         self._full = False
         self.goodput = Goodput()  # where the time goes
         # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
@@ -220,7 +219,7 @@ class AgentMetrics(FamilyCollector):
                 *labels,
             )
 
-    def values(self) -> Values:
+    def values(self) -> families.Values:
         workers = self.progress()
         yield families.INFO, (), self._info
         yield from super().values()
@@ -231,23 +230,23 @@ class AgentMetrics(FamilyCollector):
             for name, labels, value in self._of_worker(each):
                 yield f"elastic_ext_worker_{name}", (str(each.local_rank), *labels), value
 
-    def _of_worker(self, each: WorkerProgress) -> Values:
+    def _of_worker(self, each: WorkerProgress) -> families.Values:
         """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
         row = each.row
         yield "steps", (), row.steps
-        yield "step_seconds", (), Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
+        yield "step_seconds", (), families.Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
         yield "last_step_timestamp_seconds", (), self._clock.at(row.last_step_ns / 1e9) if row.last_step_ns else None
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
         yield "checkpoint_saves", (families.SAVED,), row.saves
         yield "checkpoint_saves", (families.FAILED,), row.failed_saves
-        yield "checkpoint_save_seconds", (), Total(row.saves, row.saving_s)
-        yield "checkpoint_load_seconds", (), Total(row.loads, row.loading_s)
-        yield "checkpoint_verify_seconds", (), Total(row.checks, row.checking_s)
+        yield "checkpoint_save_seconds", (), families.Total(row.saves, row.saving_s)
+        yield "checkpoint_load_seconds", (), families.Total(row.loads, row.loading_s)
+        yield "checkpoint_verify_seconds", (), families.Total(row.checks, row.checking_s)
         yield "memory_copies", (families.SAVED,), row.copies
         yield "memory_copies", (families.FAILED,), row.failed_copies
         yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
-        yield "memory_stall_seconds", (), Total(row.copies, row.copies_stall_s)
+        yield "memory_stall_seconds", (), families.Total(row.copies, row.copies_stall_s)
         yield "memory_step", (), row.copied_step
         yield "memory_parts", (families.COPIED,), row.parts_sent
         yield "memory_parts", (families.FAILED,), row.parts_not_sent

@@ -56,7 +56,7 @@ def make(tmp_path, children):
         processes = WorkerProcesses({rank: child.pid for rank, child in enumerate(children)}, own_groups=True)
         files = {rank: str(tmp_path / str(rank)) for rank in range(len(children))}
         workers = LocalWorkers(processes, table, {0: 6, 1: 7}, files, files)
-        ending = EndingWorkers(table, processes.pids, pipe)
+        ending = EndingWorkers(table, pipe)
         return RunningRound(workers, ending, {1}, resume_point(pin), None, None, companions)
 
     yield _make

@@ -25,7 +25,6 @@ from elastic_ext.workers.reaper import reaper
 from elastic_ext.workers.standby import modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
-from elastic_ext.workers.standby.modules import PreloadedModules, StandbySpec
 from elastic_ext.workers.standby.rules import Cold, ColdReason
 from elastic_ext.workers.standby.server import TOKEN_ENV
 
@@ -78,7 +77,7 @@ class PoolThread:
 
     def __init__(
         self,
-        modules: PreloadedModules,
+        modules: modules.PreloadedModules,
         waiting: WaitingStandbys,
         cold: ColdStarts,
         shown: Callable[[int, int], None],
@@ -436,7 +435,7 @@ class StandbyPool:
 
     def __init__(
         self,
-        spec: StandbySpec,
+        spec: modules.StandbySpec,
         run_dir: str,
         started: Callable[[str, str], None],
         shown: Callable[[int, int], None],
@@ -450,7 +449,7 @@ class StandbyPool:
         """
         self._spec = spec
         self._cold = ColdStarts(started)
-        self._modules = PreloadedModules(spec, run_dir)
+        self._modules = modules.PreloadedModules(spec, run_dir)
         self._waiting = WaitingStandbys()
         self._thread = PoolThread(self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started

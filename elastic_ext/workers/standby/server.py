@@ -337,7 +337,7 @@ def _show_as(command: "list[str]", environ: "Mapping[str, str]") -> None:
 
 def _set_signals(ignored: int) -> None:
     """Ignore the signals that the agent ignores and reset the others, as exec would. Handlers set by imports stay."""
-    now_ignored, caught = _mask("SigIgn"), _mask("SigCgt")
+    now_ignored, caught = signal_mask("SigIgn"), signal_mask("SigCgt")
     for number in signal.valid_signals():
         bit = 1 << (number - 1)
         if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ):  # the last two are Python's to ignore
@@ -348,7 +348,8 @@ def _set_signals(ignored: int) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def _mask(name: str) -> int:
+def signal_mask(name: str) -> int:
+    """Return a mask of signals in proc_pid_status(5), which all threads of this process share."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return next(int(line.split()[1], 16) for line in status if line.startswith(name + ":"))
 

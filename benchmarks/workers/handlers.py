@@ -109,10 +109,10 @@ def after_failure(each: Any, fails: bool) -> dict[str, float]:
 
 def share(each: Any, seconds: float) -> dict[str, float]:
     """Write as often as an agent does: REPORT_S, share_every_s."""
-    from elastic_ext.agent.metrics import share_every_s
     from elastic_ext.agent.observation import REPORT_S
     from elastic_ext.base.goodput import Spent, StateSeconds
     from elastic_ext.status.status_records import NodeReport, encode_report
+    from elastic_ext.telemetry.accounting import share_every_s
 
     nodes, rank = each.part.header.nodes, each.part.assignment.rank
     report = NodeReport(each.host, "running", 1.0, rank, 8 * rank, 8, each.round, 1000, 0.25, 1.0, 900, 400.0, 8, at="12:00:00")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic_ext.base.records import RecordError
+from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Progress, ProgressTable
 
@@ -42,6 +43,11 @@ class LocalWorkers:
     def read_progress(self) -> list[Progress]:
         """Return the progress of all workers, by local rank; an empty list without a progress table."""
         return self.progress.read_all() if self.progress is not None else []
+
+    def rows(self) -> list[WorkerProgress]:
+        """Return those that report their progress, as the metrics show them. Any thread may call this."""
+        rows = enumerate(self.read_progress())
+        return [WorkerProgress(local_rank, self.ranks[local_rank], row) for local_rank, row in rows if row.pid]
 
     def running_pids(self) -> dict[int, int]:
         """Return the pids of the workers that have not ended, by local rank."""

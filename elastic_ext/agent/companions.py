@@ -9,7 +9,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 import torch
@@ -20,7 +20,6 @@ from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorker
 from elastic_ext.agent.hangs import FlightRecorder
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.lateness import straggler
-from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
 from elastic_ext.base.held_signals import held, raise_again
@@ -28,7 +27,6 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import Start
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
-from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.address import own_interface
@@ -46,7 +44,6 @@ from elastic_ext.workers.stderr.tails import StderrTails
 logger = logging.getLogger(__name__)
 
 HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
-_LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
 
 
 def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
@@ -182,54 +179,45 @@ class WarmStarts(Companion):
             self._pool.close()
 
 
-def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics) -> WarmStarts:
-    """Start the standby pool if the settings want one and the host has room for it.
+def warm_starts(
+    spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics, extras: bool
+) -> WarmStarts:
+    """Start the standby pool if the settings want one and the host has room for it. extras: whether descriptors are left.
 
     Call this before the first rendezvous, so that the standbys import what workers need during it.
     """
-    wanted = launch.standby_spec(spec, settings, token)
-    if isinstance(wanted, str):
+    wanted, pool = launch.standby_spec(spec, settings, token), None
+    if not extras:
+        logger.warning("the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)")
+    elif isinstance(wanted, str):
         logger.info("no warm standbys: %s", wanted)
         return WarmStarts(None, ColdReason.OFF, logs, metrics)
-    try:
-        pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
-    except (OSError, RuntimeError) as error:  # out of descriptors or threads
-        logger.warning("no warm standbys: they could not be started: %s", error)
-        return WarmStarts(None, ColdReason.LACKING, logs, metrics)
+    else:
+        try:
+            pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
+        except (OSError, RuntimeError) as error:  # out of descriptors or threads
+            logger.warning("no warm standbys: they could not be started: %s", error)
     return WarmStarts(pool, ColdReason.LACKING, logs, metrics)
 
 
-class OnStart(Companion):
-    """Passes on the pids of the workers once they run."""
-
-    def __init__(self, call: Callable[[Collection[int]], None]) -> None:
-        self._call = call
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._call(workers.processes.pids.values())
-
-
-class HostWatch(Companion):
-    """Notes the counts of this host when a round begins, and looks at its links from time to time."""
+class LinkLooks(Companion):
+    """Looks at the links of this host from time to time."""
 
     def __init__(self, host: HostProbe) -> None:
-        self._host = host
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._host.round_started(workers.processes.pids.values())
+        self._links = host.links
 
     def check(self, workers: LocalWorkers) -> None:
-        if self._host.links.next_look_s() <= 0:
-            self._host.links.look()
+        if self._links.next_look_s() <= 0:
+            self._links.look()
 
     def next_check_s(self) -> float:
-        return self._host.links.next_look_s()
+        return self._links.next_look_s()
 
 
 class CopierUpdates(Companion):
     """Reports saves to the checkpoint copier."""
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: copier.Copier) -> None:
         self._copier = copier
 
     def check(self, workers: LocalWorkers) -> None:
@@ -248,7 +236,7 @@ class JobCompanions:
         settings: Settings,
         handler: Rendezvous,
         logs: WorkerLogs,
-        metrics: AccountedMetrics,
+        metrics: AgentMetrics,
         extras: bool,
         stack: ExitStack,
     ) -> None:
@@ -277,11 +265,7 @@ class JobCompanions:
         self.host = HostProbe(settings, interface=own_interface(handler.address))
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
-        if extras:
-            self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
-        else:
-            logger.warning("%s", _LACKING)
-            self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
+        self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)
         self.flight_recorder: FlightRecorder | None = None  # None without NCCL, or if hang detection is off
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
@@ -293,8 +277,7 @@ class JobCompanions:
 
     def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
         companions: list[Companion] = [
-            OnStart(lambda pids: self.reaper.watch(pids, handler.revocation())),  # how to take this node out of the job
-            HostWatch(self.host),
+            LinkLooks(self.host),
             self.warm_starts,
             self.observation,
             self.journal,

@@ -20,7 +20,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import elastic_ext
 from elastic_ext.agent import exits, launch, verdicts
 from elastic_ext.agent.companion import Companion, EndLimit, LocalWorkers
-from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
@@ -37,6 +36,7 @@ from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.status.status_records import Straggler
 from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import AgentMetrics
 from elastic_ext.telemetry.collectors import OutageChange
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class _Reported:
 class Journal(Companion):
     """The events of one agent, from its start to its end, which it reports as a context manager."""
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AccountedMetrics) -> None:
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
         """metrics: count recoveries, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent

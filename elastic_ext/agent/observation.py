@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import exits, verdicts
 from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
-from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.printable import cut
@@ -32,8 +31,8 @@ from elastic_ext.failures.policy import Decision
 from elastic_ext.http import gate, pages, server
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.status import job_status, status_records
-from elastic_ext.status.job_status import Own, ReportAges, Sources
+from elastic_ext.status import status_records
+from elastic_ext.status.job_status import Own, ReportAges, Sources, build
 from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler, age_s
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
@@ -50,7 +49,6 @@ CACHED_S = 1.0  # many viewers cost one read of the job in this time
 ANSWER_S = 0.2  # that the HTTP server waits for a read; the next request gets what comes later
 POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles
-STANDBYS = "elastic_ext_standbys"
 OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
@@ -106,7 +104,7 @@ class JobView:
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
         backend, own = self._handler.get_backend(), self._node.now(now)
-        built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
+        built = build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
         self._answer = now, status_records.encode(built).encode()
         return self._answer[1]
 
@@ -194,16 +192,15 @@ class NodePlace:
 def own_report(name: str, metrics: AgentMetrics, place: NodePlace, round_: int, now: float) -> NodeReport:
     """Return this node's report, without its rounds."""
     rows = metrics.progress()
-    samples = (sample for family in metrics.registry.restricted_registry([STANDBYS]).collect() for sample in family.samples)
     report = NodeReport(
         name=name,
-        state=metrics.state.name,
-        state_s=age_s(now, metrics.state.since),
+        state=metrics.state,
+        state_s=age_s(now, metrics.since),
         node_rank=place.node_rank,
         base_rank=place.base_rank,
         workers=place.workers,
         round=round_,
-        standbys=int(sum(each.value for each in samples)),
+        standbys=int(metrics.value("standbys")),
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
     )
     return _with_progress(report, [each.row for each in rows], place.resumed_at or 0, now) if rows else report
@@ -259,7 +256,7 @@ class Points:
 class OwnNode:
     """This node. The agent's loop notes states, places and ends of rounds here, which costs the loop nothing."""
 
-    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
+    def __init__(self, handler: Rendezvous, metrics: AgentMetrics) -> None:
         self.place = NodePlace()
         self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
         self._stragglers: tuple[Straggler, ...] = ()
@@ -268,7 +265,7 @@ class OwnNode:
         self._history, self._points = RoundHistory(), Points()
         self._lock = threading.Lock()
         self._last: tuple[float, NodeReport] | None = None  # the last report with steps or a checkpoint, and when
-        metrics.state.on_change = self._entered
+        metrics.on_state = self._entered
 
     def _entered(self, state: str, at: float) -> None:
         with self._lock:
@@ -299,7 +296,7 @@ class OwnNode:
         spent = self._metrics.goodput.job()
         with self._lock:
             # Not before the first round: until then nothing is known of what the job has spent before this agent.
-            if self._points or self._metrics.state.name == families.RUNNING:
+            if self._points or self._metrics.state == families.RUNNING:
                 self._points.add(spent.spent.seconds, now)
             if self._last is not None:
                 report = after(self._last[1], report, max(0.0, now - self._last[0]))
@@ -308,12 +305,6 @@ class OwnNode:
             spans = self._history.spans(now)
             report = replace(report, rounds=spans, stragglers=self._stragglers, uncompared=self._uncompared)
             return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
-
-
-def check(settings: Settings) -> None:
-    """Raise UsageError if the server could not do what the settings demand."""
-    if settings.metrics and settings.metrics_web_config is not None:
-        gate.load(settings.metrics_web_config)
 
 
 class Serving:
@@ -354,7 +345,7 @@ class Observation(Companion):
 
     def __init__(
         self,
-        metrics: AccountedMetrics,
+        metrics: AgentMetrics,
         settings: Settings,
         handler: Rendezvous,
         wakeup: Wakeup,

@@ -149,11 +149,12 @@ def _create(
         known = settings.read(params.config, os.environ)
         log_records.set_node(run_id.host_name(known))
         begin(known)
-        from elastic_ext.agent import observation
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private
+        from elastic_ext.http import gate
 
-        observation.check(known)
+        if known.metrics and known.metrics_web_config is not None:
+            gate.load(known.metrics_web_config)  # it raises UsageError
         handler = rendezvous(known)
         torch_private.install_agent(Supervisor, handler)
         return handler

@@ -7,25 +7,28 @@ import logging
 import math
 import os
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 
-from elastic_ext.agent import integrity, launch, verdicts
-from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent import launch, verdicts
+from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
 from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base import log_records, names
-from elastic_ext.base.printable import redacted
+from elastic_ext.base.printable import ranks_in_words, redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.failures import replicas
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
@@ -33,7 +36,7 @@ from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.workers import limits
+from elastic_ext.workers import limits, worker_env
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
@@ -43,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 KERNEL_SLEEP_CHECK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
 GLOO = "GLOO_SOCKET_IFNAME"
+REPORT_S = 1.0  # the least time between two reports to the other nodes: each is a write to the job's store
+MOST_HASHES = 128  # hashes of a worker: nine each of several sets
+
+ShowUncompared = Callable[[int | None, str], None]
+"""Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class RunningRound:
             saved_at,
             tuple(self.workers.ranks.values()),
             collectives,
-            integrity.read(self.workers),
+            hashed_by(self.workers),
             next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
         )
 
@@ -180,6 +188,82 @@ class RunningRound:
         self.workers.processes.close()
         if self.workers.progress is not None:
             self.workers.progress.remove()
+
+
+# What the workers have hashed of their replicas, for comparison with those of other nodes (`integrity_every`).
+
+
+def hashed_by(workers: LocalWorkers) -> tuple[replicas.Hashed, ...]:
+    """Return what the workers have hashed, those with the same result together. An unreadable file says nothing."""
+    return _together(_hashes(workers))
+
+
+def _hashes(workers: LocalWorkers) -> dict[int, replicas.WorkerHashes]:
+    """Return what each worker has written so far, by rank."""
+    found = {rank: read_file_of_worker(path, replicas.decode) for path, rank in _hash_files(workers)}
+    return {rank: hashes for rank, hashes in found.items() if hashes is not None}
+
+
+def _together(found: Mapping[int, replicas.WorkerHashes]) -> tuple[replicas.Hashed, ...]:
+    ranks: defaultdict[replicas.Hashed, list[int]] = defaultdict(list)
+    for rank, worker in found.items():
+        for each in worker.hashed[-MOST_HASHES:]:
+            ranks[replace(each, ranks=())].append(rank)
+    return tuple(replace(each, ranks=tuple(of)) for each, of in ranks.items())
+
+
+def _hash_files(workers: LocalWorkers) -> list[tuple[str, int]]:
+    """Return the path and the rank of each worker's file."""
+    progress = workers.progress.path if workers.progress is not None else None
+    paths = ((worker_env.hashes_path(progress, local_rank), rank) for local_rank, rank in workers.ranks.items())
+    return [(path, rank) for path, rank in paths if path is not None]
+
+
+class ReplicaWatch(Companion):
+    """Reports what the workers have hashed to the other nodes, as the workers wake the agent for it, and shows what is not."""
+
+    def __init__(self, handler: Rendezvous, show: ShowUncompared) -> None:
+        self._handler, self._show = handler, show
+        self._reported: tuple[replicas.Hashed, ...] = ()
+        self._logged: set[str] = set()
+        self._report_at = -math.inf  # not before
+        self._late = False  # there was an event before that
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._reported, self._logged = (), set()
+        self._show(0, "")
+
+    def next_check_s(self) -> float:
+        return max(0.0, self._report_at - time.monotonic()) if self._late else math.inf
+
+    def check(self, workers: LocalWorkers) -> None:
+        now = time.monotonic()
+        self._late = now < self._report_at
+        if self._late:
+            return
+        found = _hashes(workers)
+        hashed = _together(found)
+        if hashed != self._reported:
+            self._reported, self._report_at = hashed, now + REPORT_S
+            self._handler.part.report_hashed(hashed)
+        uncompared = [worker.uncompared for worker in found.values() if worker.uncompared]
+        self._show(len(uncompared), next(iter(uncompared), ""))
+        self._log(found)
+
+    def _log(self, found: Mapping[int, replicas.WorkerHashes]) -> None:
+        """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
+        faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
+        for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
+            self._logged.add(text)
+            of = ranks_in_words(rank for rank, fault in faults if fault == text)
+            logger.warning("elastic_ext: integrity_every: %s: %s", of, text)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._log(_hashes(workers))
+        self._show(None, "")
+        for path, _ in _hash_files(workers):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 class RoundWatch:
@@ -262,13 +346,14 @@ class RoundWatch:
             self._companions.observation.acts(quiet_since)
             self._companions.journal.hung(self._running.examine_hung(), quiet_since)
         differs = over.kind is EndKind.DIFFERS
-        self._companions.host.links.look()
+        self._companions.host.links.look()  # ends beside the workers
         # A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it.
         self._stop(0.0 if hung or differs else None)
         self._companions.observation.node.round_ended(over.reason)
         workers = self._running.workers
-        failed = verdicts.failed_by_itself(workers) or verdicts.says_why(workers, self._stderr)
-        here = differs or (over.kind is EndKind.FAILED and bool(self._companions.host.links.went_down(ANSWER_S).names))
+        elsewhere = over.kind is EndKind.FAILED
+        failed = verdicts.failed_by_itself(workers) or (elsewhere and verdicts.says_why(workers, self._stderr))
+        here = differs or (elsewhere and bool(self._companions.host.links.went_down(ANSWER_S).names))
         self._running.stopped_count = here and verdicts.stopped(workers)
         if not hung and not failed and not self._running.stopped_count:
             return None
@@ -316,7 +401,8 @@ class RoundStart:
         3. Workers' variables and messages are set, because torch calls `WorkerLogs` for the environment while it starts them.
         4. Torch starts the processes, or standbys become them. Each gets the user's limit of open files at once.
         5. Pidfds are opened before anything else: from then on no signal can reach a reused pid.
-        6. The RunningRound begins. The reaper is its first companion, so that nothing that fails later leaves orphans.
+        6. The reaper learns of them, and how to take this node out of the job, so that nothing that fails later leaves orphans.
+        7. The RunningRound begins.
 
         start_processes: makes torch start them; returns the pids by local rank. own_groups: returns, once they are started,
         whether each worker leads its own process group.
@@ -338,6 +424,8 @@ class RoundStart:
                 limits.restore_user_limit(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
+            companions.reaper.watch(pids.values(), self._handler.revocation())
+            companions.host.round_started(pids.values())  # earlier events have nothing to do with this round
             running = self._make_round(processes, progress, resumed, own_groups())
             undo.pop_all()
         return running
@@ -368,23 +456,23 @@ class RoundStart:
         self._logs.own_variables = {
             local_rank: resumed.own_variables(each.global_rank) for local_rank, each in enumerate(self._group.workers)
         }
+        message: dict[str, object] = {"agent": companions.token}
+        if progress is not None and self._settings.bootstrap:
+            message |= {"progress": progress.path, "wake_pipe": companions.wake_pipe.path, "store": self._store_at}
+            if self._settings.integrity_every:
+                message["integrity_every"] = self._settings.integrity_every
+            if self._settings.stragglers != "off":
+                message["stragglers"] = self._settings.stragglers
         self._logs.messages = {
             local_rank: {
-                "agent": companions.token,
+                **message,
+                "slot": local_rank,
                 **companions.observation.message(self._handler.round, local_rank, each.global_rank),
             }
             for local_rank, each in enumerate(self._group.workers)
         }
-        if progress is None:
-            return
-        if self._settings.bootstrap:
-            for local_rank, message in self._logs.messages.items():
-                message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
-                if self._settings.integrity_every:
-                    message.update(integrity_every=self._settings.integrity_every)
-                if self._settings.stragglers != "off":
-                    message.update(stragglers=self._settings.stragglers)
-        companions.warm_starts.before_start()
+        if progress is not None:
+            companions.warm_starts.before_start()
 
     def _make_round(
         self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: ResumePoint, own_groups: bool
@@ -402,12 +490,12 @@ class RoundStart:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
             quiet = QuietWatch(progress, ranks, settings.hang_timeout)
             hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
-        ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
+        ending = EndingWorkers(progress, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
         others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
-            others.append(integrity.ReplicaWatch(self._handler, companions.observation.uncompared))
+            others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
             node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)

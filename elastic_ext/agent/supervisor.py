@@ -9,16 +9,17 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
+import torch
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
+import elastic_ext
 from elastic_ext.agent import exits, launch, leaving, resume, verdicts
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.metrics import make_metrics, progress_rows
 from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound, StopLimit
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
@@ -30,8 +31,9 @@ from elastic_ext.failures import slurm, user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
+from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import WorkerProgress
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, gpu_uuids, gpus_by_local_rank
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
 
@@ -52,7 +54,7 @@ class Supervisor(TorchAgent):
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
-        self._handler = handler = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
+        self._handler = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
         self._settings: settings_module.Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
@@ -65,7 +67,7 @@ class Supervisor(TorchAgent):
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         self._verdicts = verdicts.Verdicts(self._settings, self._handler)
-        self._metrics = make_metrics(self._settings, handler.get_run_id(), spec.local_world_size, lambda: _rows(self._round))
+        self._metrics = _metrics(self._settings, self._handler, spec.local_world_size, lambda: self._round)
         self._companions: JobCompanions  # set while run() is under way
         self._resume: resume.ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
@@ -287,9 +289,17 @@ class Supervisor(TorchAgent):
             self._metrics.phase(name, time.monotonic() - start)
 
 
-def _rows(round_: RunningRound | None) -> list[WorkerProgress]:
-    """Return the rows of the metrics. The threads of the metrics server call this."""
-    return progress_rows(round_.workers.read_progress(), round_.workers.ranks) if round_ is not None else []
+def _metrics(
+    settings: settings_module.Settings, handler: Rendezvous, workers: int, running: Callable[[], RunningRound | None]
+) -> AgentMetrics:
+    return AgentMetrics(
+        version=elastic_ext.__version__,
+        torch=torch.__version__,
+        run_id=handler.get_run_id(),
+        node=host_name(settings),
+        gpus=GpuQuery(lambda: gpus_by_local_rank(workers, gpu_uuids(), os.environ)).answer,
+        progress=lambda: round_.workers.rows() if (round_ := running()) is not None else [],
+    )
 
 
 def _wait(delay_s: float, wakeup: Wakeup) -> None:

@@ -21,12 +21,12 @@ from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, Stor
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
-from elastic_ext.failures import ledger, policy
+from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.cuts import NO_RANK
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
-from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave
 from elastic_ext.failures.user_rules import UserRule
@@ -326,7 +326,7 @@ class Verdicts:
         """Return a stop because this agent has failed. The others get its exit code: only this agent knows why the job ended."""
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error
-        reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", ledger.MAX_TEXT)
+        reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", MAX_TEXT)
         return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent")
 
     def _node_stop(self, kind: kinds.Kind, reason: str, code: int, rule: str) -> JobVerdict:
@@ -383,7 +383,7 @@ class Verdicts:
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
         exits.job.verdict_code = code
-        exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
+        exits.publish(json.loads(encode_verdict(verdict)), self._settings.verdict_file)
         if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
             launch.report_bad_node(self._settings, self._handler.host, decision.reason)
         return code

@@ -85,7 +85,7 @@ class MessageReader:
         self.ended = False
 
     def read(self) -> list[Message]:
-        """Read once; return what is complete. Sets `ended` at the end of the stream, and where it is no stream of ours."""
+        """Read once, and return the complete messages. Set `ended` if the stream has ended, or does not follow this protocol."""
         try:
             data = self._connection.recv(MAX_LINE)
         except (BlockingIOError, TimeoutError):

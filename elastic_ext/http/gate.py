@@ -79,29 +79,24 @@ class Gate:
     def __init__(self, path: str) -> None:
         """Raises UsageError if the files are wrong."""
         self._path = path
-        self._loaded = load(path)
-        self.tls = self._loaded.context is not None  # whether connections are encrypted; this does not change
+        self.config = load(path)  # as of the last time that it could be read
+        self.tls = self.config.context is not None  # whether connections are encrypted; this does not change
         self._retry_at = 0.0  # time.monotonic()
         self._problem = ""  # the last one shown
         self._verified = Verified()
         # readable when there are new `verdicts`; the server forgets clients there who are gone, and closes it
         self.checks = Checks(lambda password, hashed: library("bcrypt", "bcrypt", path).checkpw(password, hashed))
 
-    @property
-    def asks(self) -> bool:
-        """Whether the pages are closed to strangers: they need a password, or a client certificate."""
-        return self._loaded.asks
-
     def entered(self, connection: socket.socket) -> socket.socket:
         """Return the connection as the server reads and writes it. The handshake is part of the first reads. Raises OSError."""
         self._refresh()
-        if self._loaded.context is None:
+        if self.config.context is None:
             return connection
-        return self._loaded.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return self.config.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def judge(self, request: Request, address: str, client: object) -> Verdict:
         """Decide about a request. address: of the peer. client: by which `verdicts` names it."""
-        users = self._loaded.users
+        users = self.config.users
         if not users or request.path in OPEN_PATHS:
             return Verdict.ALLOWED
         login = basic_login(request.authorization)
@@ -128,13 +123,13 @@ class Gate:
 
     def _refresh(self) -> None:
         """Read the files again if one has changed. While they are wrong, what was read before stays in force."""
-        loaded, now = self._loaded, time.monotonic()
+        loaded, now = self.config, time.monotonic()
         if _stamps(loaded.files) == loaded.stamps or now < self._retry_at:
             return
         self._retry_at = now + RETRY_S
         try:
             changed = load(self._path)
-            if self.asks and not changed.asks:  # half of a file that is being written looks like this
+            if self.config.asks and not changed.asks:  # half of a file that is being written looks like this
                 raise UsageError(
                     f"metrics_web_config {self._path}: it no longer asks for a password; that takes a start of the agent"
                 )
@@ -145,7 +140,7 @@ class Gate:
                 self._problem = str(error)
                 logger.warning("metrics: the web configuration that was read before stays in force: %s", error)
             return
-        self._loaded, self._problem, self._retry_at = changed, "", 0.0
+        self.config, self._problem, self._retry_at = changed, "", 0.0
         logger.info("metrics: read %s and its certificates again", self._path)
 
 
@@ -153,7 +148,7 @@ def warning(gate: Gate | None, address: str, port: int) -> str:
     """Return what strangers can do at this endpoint, and which setting ends it; "" if there is nothing to say."""
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return ""
-    what = _OPEN[gate is not None and gate.tls, gate is not None and gate.asks]
+    what = _OPEN[gate is not None and gate.tls, gate is not None and gate.config.asks]
     advice = "add it to the file of metrics_web_config" if gate is not None else "set metrics_web_config (TLS and passwords)"
     return what and f"{what.format(f'{address} port {port}')}: {advice}, or metrics_host=127.0.0.1"
 

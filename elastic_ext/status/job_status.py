@@ -197,12 +197,9 @@ def _rounds(reports: Mapping[str, tuple[NodeReport, float | None]], own: Own | N
     for report, seen_s in reports.values():
         if report.rounds and (not best or report.rounds[0].round < best[0].round):
             later = seen_s or 0.0
-            best, by = tuple(_aged(each, later) for each in report.rounds), report.name
+            aged = ((each, _older(each.began_s, later) or 0.0, _older(each.ended_s, later)) for each in report.rounds)
+            best, by = tuple(replace(each, began_s=began_s, ended_s=ended_s) for each, began_s, ended_s in aged), report.name
     return best, by
-
-
-def _aged(span: RoundSpan, by_s: float) -> RoundSpan:
-    return replace(span, began_s=_older(span.began_s, by_s) or 0.0, ended_s=_older(span.ended_s, by_s))
 
 
 def _failure(verdict: JobVerdict) -> Failure:

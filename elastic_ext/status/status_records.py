@@ -115,12 +115,12 @@ class RoundHistory:
     def __init__(self) -> None:
         self._rounds: deque[_Round] = deque(maxlen=MAX_ROUNDS)
 
-    def entered(self, state: str, round_: int, now: float, why: str = "") -> None:
-        """Note what the agent does from `now` on. state: one of families.STATES. why: the round that ran has ended."""
+    def entered(self, state: str, round_: int, now: float) -> None:
+        """Note what the agent does from `now` on. state: one of families.STATES."""
         last = self._rounds[-1] if self._rounds else None
         runs = last is not None and last.ended is None
         if last is not None and runs and (state != RUNNING or round_ != last.round):
-            self._rounds[-1] = replace(last, ended=now, why=why[:MAX_WHY])
+            self._rounds[-1] = replace(last, ended=now)
             runs = False
         if state == RUNNING and not runs:
             self._rounds.append(_Round(round_, now))

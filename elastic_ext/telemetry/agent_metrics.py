@@ -13,10 +13,10 @@ import numbers
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import CollectorRegistry
@@ -25,17 +25,15 @@ from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.families import FamilyCollector, HistogramCounts, Labels, Total, Values
+from elastic_ext.telemetry.accounting import Goodput
 from elastic_ext.workers.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.metrics.api import MetricData, MetricHandler
 
 logger = logging.getLogger(__name__)
 
-
-# Seconds. A warm standby starts in about 15 ms; a platform may take minutes to replace a node.
-RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
 MAX_LABEL = 200  # characters; the rest is cut off
-CLOCK_STEP_S = 1.0  # the clock was set if it moved by more between two looks; NTP slews by less
 RESTART_KINDS = frozenset({*KINDS, MEMBERSHIP})
 
 
@@ -48,25 +46,12 @@ class WorkerProgress:
     row: Progress
 
 
-class UnixClock:
-    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, unless the clock is set."""
-
-    def __init__(self) -> None:
-        self._ahead_s = time.time() - time.monotonic()
-
-    def at(self, monotonic_s: float) -> float:
-        ahead_s = time.time() - time.monotonic()
-        if abs(ahead_s - self._ahead_s) > CLOCK_STEP_S:
-            self._ahead_s = ahead_s
-        return round(monotonic_s + self._ahead_s, 3)
-
-
-class AgentMetrics(FamilyCollector):
-    """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
+class AgentMetrics(families.FamilyCollector):
+    """The metrics of one agent, in its own registry, with its goodput, which every change of state concerns, and its process.
 
     version, torch: versions of this package and of torch, which this module does not import. node: this node's name; default: its
-    host name. cold_reasons: all reasons for a cold start. gpus: returns at once the UUID of each worker's GPU, by local rank, ""
-    if unknown. progress: should not raise, which would fail the whole scrape. Both are called at each scrape, in its thread.
+    host name. gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. progress: should not raise,
+    which would fail the whole scrape. Both are called at each scrape, in its thread.
     """
 
     table: ClassVar = {**families.JOB, **families.OTHERS, **families.WORKERS}
@@ -78,28 +63,26 @@ class AgentMetrics(FamilyCollector):
         torch: str,
         run_id: str,
         node: str = "",
-        cold_reasons: Iterable[str] = (),
         gpus: Callable[[], Sequence[str]] = tuple,
         progress: Callable[[], Sequence[WorkerProgress]] = tuple,
     ) -> None:
+        super().__init__()
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
         self._gpus = gpus
         self.progress = progress
-        self._clock = UnixClock()
-        # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
-        self._lock = threading.RLock()
-        self._values: dict[str, dict[Labels, float]] = {
-            name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
-        }
-        self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
+        self._clock = families.UnixClock()
         self._full = False
-        self._phases = {phase: HistogramCounts(RECOVERY_BUCKETS) for phase in families.PHASES}
-        self._spans = {name: HistogramCounts(RECOVERY_BUCKETS) for name in (families.WHOLE_RECOVERY, families.COPY)}
-        self.state = AgentState()  # what the agent does
+        self.goodput = Goodput()  # where the time goes
+        # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
+        self.on_copied: Callable[[int | None], object] = lambda lag_steps: None
+        self.state, self.since = "", 0.0  # what the agent does, and since when, monotonic
+        # called with name and time of each new state, by the agent's loop: it must return at once
+        self.on_state: Callable[[str, float], None] = lambda name, at: None
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self.registry.register(self.goodput)
         ProcessCollector(registry=self.registry)
 
     @property
@@ -108,24 +91,27 @@ class AgentMetrics(FamilyCollector):
         return {name: self._info[name] for name in ("run_id", "node")}
 
     def enter(self, state: str) -> None:
-        """Record what the agent does from now on. state: one of families.STATES."""
+        """Record what the agent does from now on: one of families.STATES. Entering a state again changes nothing."""
+        self.goodput.enter(state)
         with self._lock:
             values = self._values["elastic_ext_agent_state"]
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
-            self.state.enter(state, now := time.monotonic())
+            now = time.monotonic()
+            if state != self.state:
+                self.state, self.since = state, now
+                self.on_state(state, now)
             if state == families.ENDED:
                 self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
-        return "" if self.state.name == families.RUNNING else f"not ready: {self.state.name}"
+        return "" if self.state == families.RUNNING else f"not ready: {self.state}"
 
     def status(self) -> dict[str, object]:
         """Return what /status.json shows."""
-        with self._lock:
-            number, world = (int(self._values[f"elastic_ext_{name}"][()]) for name in ("round", "world_size"))
-        return {"schema": 1, **self._info, "state": self.state.name, "round": number, "world_size": world}
+        place = {name: int(self.value(name)) for name in ("round", "world_size")}
+        return {"schema": 1, **self._info, "state": self.state, **place, "goodput": self.goodput.status()}
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
@@ -133,6 +119,7 @@ class AgentMetrics(FamilyCollector):
 
     def failed(self, kind: str) -> None:
         """Count a failure. kind: of the diagnosis."""
+        self.goodput.decided(kind)
         self._add("failures", kind if kind in KINDS else families.OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
@@ -146,10 +133,10 @@ class AgentMetrics(FamilyCollector):
         """Record a recovery that is over. load_s: the longest load of a checkpoint by its workers; 0: none."""
         whole_s, first_step = recovery.end - recovery.begin, recovery.phases[-1]
         with self._lock:
-            self._phases[FIRST_STEP].observe(first_step.end - first_step.begin)
-            self._spans[families.WHOLE_RECOVERY].observe(whole_s)
+            self.phase(FIRST_STEP, first_step.end - first_step.begin)
+            self._observe("recovery_whole_seconds", seconds=whole_s)
             if load_s > 0:
-                self._phases[families.LOAD].observe(load_s)
+                self.phase(families.LOAD, load_s)
             self._set(last_recovery_seconds=whole_s, last_recovery_timestamp_seconds=self._clock.at(recovery.end))
 
     def round_started(self, round: int, world_size: int) -> None:
@@ -175,8 +162,7 @@ class AgentMetrics(FamilyCollector):
 
     def phase(self, name: str, seconds: float) -> None:
         """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in families.PHASES."""
-        with self._lock:
-            self._phases[name].observe(seconds)
+        self._observe("recovery_seconds", name, seconds=seconds)
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
         """Record the progress of copying checkpoints.
@@ -194,10 +180,11 @@ class AgentMetrics(FamilyCollector):
             self._set(checkpoint_copy_lag_steps=lag_steps, checkpoint_uncopied_since_timestamp_seconds=waits_since)
             if complete:
                 self._set(checkpoint_last_copy_timestamp_seconds=self._clock.at(now))
+        if complete:
+            self.on_copied(lag_steps)
 
     def copy_took(self, seconds: float) -> None:
-        with self._lock:
-            self._spans[families.COPY].observe(seconds)
+        self._observe("checkpoint_copy_seconds", seconds=seconds)
 
     def copies_lost(self) -> None:
         """Count a round that does not resume from the newest copy in memory."""
@@ -232,29 +219,10 @@ class AgentMetrics(FamilyCollector):
                 *labels,
             )
 
-    def _set(self, **values: float | None) -> None:
-        """Set families without labels, by the ends of their names. None: absent."""
-        with self._lock:
-            for name, value in values.items():
-                self._values[f"elastic_ext_{name}"] = {(): value} if value is not None else {}
-
-    def _add(self, name: str, *labels: str, by: int = 1) -> None:
-        with self._lock:
-            values = self._values[f"elastic_ext_{name}"]
-            values[labels] = values.get(labels, 0) + by
-
-    def values(self) -> Values:
+    def values(self) -> families.Values:
         workers = self.progress()
-        with self._lock:
-            counts = [(name, labels, value) for name, of in self._values.items() for labels, value in of.items()]
-            phases = {phase: histogram.copy() for phase, histogram in self._phases.items()}
-            spans = {name: histogram.copy() for name, histogram in self._spans.items()}
         yield families.INFO, (), self._info
-        yield from counts
-        for phase, histogram in phases.items():
-            yield families.RECOVERY, (phase,), histogram
-        for name, histogram in spans.items():
-            yield name, (), histogram
+        yield from super().values()
         gpus = self._gpus() if workers else ()
         for each in workers:
             gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
@@ -262,23 +230,23 @@ class AgentMetrics(FamilyCollector):
             for name, labels, value in self._of_worker(each):
                 yield f"elastic_ext_worker_{name}", (str(each.local_rank), *labels), value
 
-    def _of_worker(self, each: WorkerProgress) -> Values:
+    def _of_worker(self, each: WorkerProgress) -> families.Values:
         """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
         row = each.row
         yield "steps", (), row.steps
-        yield "step_seconds", (), Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
+        yield "step_seconds", (), families.Total(max(0, row.steps - 1), max(0, row.last_step_ns - row.first_step_ns) / 1e9)
         yield "last_step_timestamp_seconds", (), self._clock.at(row.last_step_ns / 1e9) if row.last_step_ns else None
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
         yield "checkpoint_saves", (families.SAVED,), row.saves
         yield "checkpoint_saves", (families.FAILED,), row.failed_saves
-        yield "checkpoint_save_seconds", (), Total(row.saves, row.saving_s)
-        yield "checkpoint_load_seconds", (), Total(row.loads, row.loading_s)
-        yield "checkpoint_verify_seconds", (), Total(row.checks, row.checking_s)
+        yield "checkpoint_save_seconds", (), families.Total(row.saves, row.saving_s)
+        yield "checkpoint_load_seconds", (), families.Total(row.loads, row.loading_s)
+        yield "checkpoint_verify_seconds", (), families.Total(row.checks, row.checking_s)
         yield "memory_copies", (families.SAVED,), row.copies
         yield "memory_copies", (families.FAILED,), row.failed_copies
         yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
-        yield "memory_stall_seconds", (), Total(row.copies, row.copies_stall_s)
+        yield "memory_stall_seconds", (), families.Total(row.copies, row.copies_stall_s)
         yield "memory_step", (), row.copied_step
         yield "memory_parts", (families.COPIED,), row.parts_sent
         yield "memory_parts", (families.FAILED,), row.parts_not_sent
@@ -301,46 +269,16 @@ def _number(value: object) -> float | None:
         return None
 
 
-class AgentState:
-    """The state of one agent, one of families.STATES."""
-
-    def __init__(self) -> None:
-        self.name = ""  # of the state
-        self.since = 0.0  # when it began, monotonic
-        # called with name and time of each new state, by the agent's loop: it must return at once
-        self.on_change: Callable[[str, float], None] = lambda name, at: None
-
-    def enter(self, name: str, now: float) -> None:
-        """Enter a state at `now`; entering it again changes nothing."""
-        if name != self.name:
-            self.name, self.since = name, now
-            self.on_change(name, now)
-
-
 # torchelastic's put_metric.
 
 GROUP = "torchelastic"
 _UNCONFIGURED = "elastic_ext: a group that is never configured"
 
 
-class _MetricData(Protocol):
-    """The part of torch's MetricData that this module uses."""
-
-    group_name: str
-    name: str
-    value: float
-
-
-class _Handler(Protocol):
-    """Torch's MetricHandler."""
-
-    def emit(self, metric_data: _MetricData) -> None: ...
-
-
 class _Default:
     """Stands for "no handler for this group", as torch has no public way to remove one: passes values to the default one."""
 
-    def emit(self, metric_data: _MetricData) -> None:
+    def emit(self, metric_data: MetricData) -> None:
         from torch.distributed.elastic.metrics import getStream
 
         getStream(_UNCONFIGURED).handler.emit(metric_data)
@@ -349,11 +287,11 @@ class _Default:
 class _Tee:
     """A handler that feeds `metrics` unless that is None, and always feeds `before`, whose errors reach the caller."""
 
-    def __init__(self, metrics: AgentMetrics, before: _Handler) -> None:
+    def __init__(self, metrics: AgentMetrics, before: MetricHandler | _Default) -> None:
         self.metrics: AgentMetrics | None = metrics
         self.before = before
 
-    def emit(self, metric_data: _MetricData) -> None:
+    def emit(self, metric_data: MetricData) -> None:
         if (metrics := self.metrics) is not None:
             metrics.put(metric_data.group_name, metric_data.name, metric_data.value)
         self.before.emit(metric_data)
@@ -368,7 +306,7 @@ def bridge_torchelastic(metrics: AgentMetrics) -> Iterator[None]:
     """
     from torch.distributed.elastic.metrics import configure, getStream
 
-    before: _Handler = getStream(GROUP).handler
+    before: MetricHandler | _Default = getStream(GROUP).handler
     if before is getStream(_UNCONFIGURED).handler:
         before = _Default()
     tee = _Tee(metrics, before)
@@ -377,7 +315,7 @@ def bridge_torchelastic(metrics: AgentMetrics) -> Iterator[None]:
         yield
     finally:
         tee.metrics = None
-        current: _Handler = getStream(GROUP).handler
+        current = getStream(GROUP).handler
         if isinstance(current, _Tee):
             # Remove ended bridges from the top. One below an open bridge stays, and passes values through.
             while isinstance(current, _Tee) and current.metrics is None:

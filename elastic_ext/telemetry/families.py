@@ -10,6 +10,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP
+from elastic_ext.workers.standby.rules import ColdReason
 
 Labels = tuple[str, ...]
 
@@ -41,6 +44,12 @@ DECISIONS = ("stop", "confirm", "restart", "restart_free", "replace_node", "requ
 # torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
 MAX_TORCHELASTIC_NAMES = 500
 
+# Seconds. A warm standby starts in about 15 ms; a platform may take minutes to replace a node.
+RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Seconds. On a local network etcd answers a read in 1 ms and a write, which it syncs to disk, in 2 to 10; a call has 5 s.
+CALL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+CLOCK_STEP_S = 1.0  # the clock was set if it moved by more between two looks; NTP slews by less
+
 UNITS = ("seconds", "bytes", "ratio")
 ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
 
@@ -55,13 +64,21 @@ class Family:
     known: tuple[Labels, ...]  # label values that are shown as 0 before anything happens
     most: str  # how many series one agent has, for people
     unit: str
+    bounds: tuple[float, ...]  # of a histogram: the upper bounds of its buckets but the last
 
     @classmethod
     def of(
-        cls, kind: type[Metric], help: str, *labels: str, known: tuple[Labels, ...] = (), most: str = "", unit: str = ""
+        cls,
+        kind: type[Metric],
+        help: str,
+        *labels: str,
+        known: tuple[Labels, ...] = (),
+        most: str = "",
+        unit: str = "",
+        bounds: tuple[float, ...] = (),
     ) -> Family:
-        usually = str(len(known)) if known else "one histogram" if kind is core.HistogramMetricFamily else "1"
-        return cls(kind, help, labels, known, most or usually, unit)
+        usually = "one histogram" if bounds else str(max(1, len(known)))
+        return cls(kind, help, labels, known, most or usually, unit, bounds)
 
     def new(self, name: str) -> Metric:
         """Return the family without values."""
@@ -126,10 +143,59 @@ Value = float | Mapping[str, str] | Total | HistogramCounts | None
 Values = Iterator[tuple[str, Labels, Value]]  # name and labels of each
 
 
+class UnixClock:
+    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, unless the clock is set."""
+
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
+
+    def at(self, monotonic_s: float) -> float:
+        ahead_s = time.time() - time.monotonic()
+        if abs(ahead_s - self._ahead_s) > CLOCK_STEP_S:
+            self._ahead_s = ahead_s
+        return round(monotonic_s + self._ahead_s, 3)
+
+
 class FamilyCollector(Collector):
-    """Shows the families of one table."""
+    """Keeps and shows the values of the families of one table. Any thread may call any method.
+
+    Families are named without `elastic_ext_`.
+    """
 
     table: ClassVar[Mapping[str, Family]]
+
+    def __init__(self) -> None:
+        # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
+        self._lock = threading.RLock()
+        self._values: dict[str, dict[Labels, float]] = {
+            name: dict.fromkeys(() if family.bounds else family.known, 0.0) for name, family in self.table.items()
+        }
+        self._histograms = {
+            (name, labels): HistogramCounts(family.bounds)
+            for name, family in self.table.items()
+            for labels in (family.known if family.bounds else ())
+        }
+
+    def value(self, name: str) -> float:
+        """Return the value of a family without labels, which is there."""
+        with self._lock:
+            return self._values[f"elastic_ext_{name}"][()]
+
+    def _set(self, **values: float | None) -> None:
+        """Set families without labels. None: absent."""
+        with self._lock:
+            for name, value in values.items():
+                self._values[f"elastic_ext_{name}"] = {(): value} if value is not None else {}
+
+    def _add(self, name: str, *labels: str, by: int = 1) -> None:
+        with self._lock:
+            values = self._values[f"elastic_ext_{name}"]
+            values[labels] = values.get(labels, 0) + by
+
+    def _observe(self, name: str, *labels: str, seconds: float) -> None:
+        """Add to a histogram. Raises KeyError if these labels are not among the known ones."""
+        with self._lock:
+            self._histograms[f"elastic_ext_{name}", labels].observe(seconds)
 
     def describe(self) -> Iterator[Metric]:
         """Yield the families without values; the registry calls this when it registers a collector."""
@@ -151,7 +217,11 @@ class FamilyCollector(Collector):
 
     def values(self) -> Values:
         """Yield the values that there are now."""
-        raise NotImplementedError
+        with self._lock:
+            counts = [(name, labels, value) for name, of in self._values.items() for labels, value in of.items()]
+            histograms = [(name, labels, each.copy()) for (name, labels), each in self._histograms.items()]
+        yield from counts
+        yield from histograms
 
 
 def _known(*values: str) -> tuple[Labels, ...]:
@@ -188,6 +258,7 @@ JOB = {
         "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
         "how",
         "reason",
+        known=(("warm", ""), *(("cold", each.value) for each in ColdReason)),
         most="one per reason",
     ),
     "elastic_ext_standbys": gauge("Warm standbys that are ready.", known=ZERO),
@@ -221,21 +292,26 @@ JOB = {
         "Calls to put_metric of torch.distributed.elastic.metrics.", "group", "name", most=f"{MAX_TORCHELASTIC_NAMES}"
     ),
 }
-RECOVERY = "elastic_ext_recovery_seconds"
-WHOLE_RECOVERY = "elastic_ext_recovery_whole_seconds"
-COPY = "elastic_ext_checkpoint_copy_seconds"
 INFO = "elastic_ext"
 OTHERS = {
-    RECOVERY: histogram(
+    "elastic_ext_recovery_seconds": histogram(
         "Duration of the phases of a recovery. detect: from the end of a worker here, or the last progress before a hang, until "
         "the agent acts; load: the script's load of its checkpoint, a part of first_step.",
         "phase",
+        known=_known(*PHASES),
         most="one histogram per phase",
+        bounds=RECOVERY_BUCKETS,
     ),
-    WHOLE_RECOVERY: histogram(
-        "Time from a failure, or a change of members, until all workers of this node have made a step again."
+    "elastic_ext_recovery_whole_seconds": histogram(
+        "Time from a failure, or a change of members, until all workers of this node have made a step again.",
+        known=ZERO,
+        bounds=RECOVERY_BUCKETS,
     ),
-    COPY: histogram("Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there."),
+    "elastic_ext_checkpoint_copy_seconds": histogram(
+        "Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there.",
+        known=ZERO,
+        bounds=RECOVERY_BUCKETS,
+    ),
     INFO: info("Versions, run id and node of this agent."),
 }
 # Of failures and what the job has decided; see `collectors`.
@@ -271,7 +347,9 @@ LATENESS = {
 # With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
 ETCD = {
     "elastic_ext_etcd_call_seconds": histogram(
-        "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not."
+        "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not.",
+        known=ZERO,
+        bounds=CALL_BUCKETS,
     ),
     "elastic_ext_etcd_calls": counter(
         "Attempts to call etcd, or the store of ext_c10d over several nodes: answered (ok), or not (failed).",
@@ -327,7 +405,7 @@ WORKERS = _per_worker(
     }
 )
 
-# See `collectors`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
+# See `accounting`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
 GOODPUT = {
     "elastic_ext_goodput_seconds": counter(
         "Time of this agent, by state. Every second is in exactly one state; for running workers it is the mean over them.",

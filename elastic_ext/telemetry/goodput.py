@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import CheckpointPosition, Spent, seconds_of
 from elastic_ext.telemetry import families
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress import Progress
@@ -55,7 +54,7 @@ class Tail:
 class Look:
     """The ledger at one moment. unsettled_s: time whose state is not known yet. tokens, flops: since the start of this agent."""
 
-    spent: Spent
+    spent: goodput.Spent
     unsettled_s: float
     tokens: int = 0
     flops: float = 0.0
@@ -67,7 +66,7 @@ class TimeLedger:
     def __init__(self, now: float) -> None:
         self._state, self._since = "rendezvous", now
         self._by_state = dict.fromkeys(goodput.STATES, 0.0)
-        self._counts = Spent()
+        self._counts = goodput.Spent()
         self._shown = dict(self._by_state)
         self._tails: list[Tail] = []
         self._resumed_at: int | None = None  # optimizer steps of the job before this round's first
@@ -78,7 +77,7 @@ class TimeLedger:
         self._resumed_at = position_of(step, self._counts.positions) if step is not None else None
         return max(0, int(self._counts.reached) - self._resumed_at) if self._resumed_at is not None else 0
 
-    def learn(self, others: Spent) -> None:
+    def learn(self, others: goodput.Spent) -> None:
         """Note how far other agents of this job have come, and which checkpoints they have seen."""
         counts = self._counts
         positions = goodput.newest_positions((*others.positions, *counts.positions))
@@ -120,7 +119,7 @@ class TimeLedger:
             by_state[state] += seconds
         # Sums of floats in another order may be less by a rounding error, which Prometheus would take for a new counter.
         self._shown = {state: max(seconds, self._shown[state]) for state, seconds in by_state.items()}
-        return Look(replace(counts, seconds=seconds_of(self._shown)), unsettled_s, tokens, flops)
+        return Look(replace(counts, seconds=goodput.seconds_of(self._shown)), unsettled_s, tokens, flops)
 
     def _own(self, now: float) -> dict[str, float]:
         seconds = now - self._since
@@ -150,7 +149,7 @@ class TimeLedger:
         self._tokens += sum(each.tokens for each in workers)
         self._flops += sum(each.flops for each in workers)
 
-    def _counted(self, workers: Sequence[Progress]) -> Spent:
+    def _counted(self, workers: Sequence[Progress]) -> goodput.Spent:
         """Return the counts with what these workers have done."""
         if not workers:
             return self._counts
@@ -161,7 +160,7 @@ class TimeLedger:
         positions = list(counts.positions)
         for each in workers if before is not None else ():
             if each.saved_step is not None:
-                positions.append(CheckpointPosition(each.saved_step, (before or 0) + each.saved_after))
+                positions.append(goodput.CheckpointPosition(each.saved_step, (before or 0) + each.saved_after))
         return replace(
             counts,
             saves=counts.saves + saves,
@@ -174,7 +173,7 @@ class TimeLedger:
             self._by_state[state] += seconds * share
 
 
-def position_of(step: int, known: Sequence[CheckpointPosition]) -> int:
+def position_of(step: int, known: Sequence[goodput.CheckpointPosition]) -> int:
     """Return how many optimizer steps of the job are in the checkpoint of this step.
 
     Scripts number their checkpoints as they like: by optimizer step, by iteration with two optimizers, by epoch. What was seen of
@@ -183,9 +182,8 @@ def position_of(step: int, known: Sequence[CheckpointPosition]) -> int:
     by_step = {each.step: each.at for each in known}
     if step in by_step:
         return int(by_step[step])
-    nearest = min(
-        (each for each in known if each.step > 0), key=lambda each: abs(each.step - step), default=CheckpointPosition(1, 1)
-    )
+    first = goodput.CheckpointPosition(1, 1)
+    nearest = min((each for each in known if each.step > 0), key=lambda each: abs(each.step - step), default=first)
     return round(step * nearest.at / nearest.step)
 
 
@@ -232,7 +230,7 @@ class Interval:
     between_s: float = 0.0  # mean time in which the job runs between two interruptions
 
 
-def advised_interval(spent: Spent, hosts: int) -> Interval:
+def advised_interval(spent: goodput.Spent, hosts: int) -> Interval:
     """Return Daly's optimum of what was measured, see `goodput.best_interval_s`.
 
     It needs ENOUGH interruptions and ENOUGH saves, and training must stand for them at all. All of `spent` are sums over hosts,

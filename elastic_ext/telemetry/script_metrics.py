@@ -24,7 +24,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from elastic_ext.base import metric_files as layout
-from elastic_ext.base.metric_files import COUNTER, GAUGE, HISTOGRAM, Definition
 from elastic_ext.telemetry.families import cumulative
 
 logger = logging.getLogger(__name__)
@@ -37,16 +36,16 @@ Values = tuple[float, ...]
 SeriesKey = tuple[str, tuple[str, ...]]  # name and label values
 
 
-def newer(definition: Definition, last: Values | None, read: Values) -> Values | None:
+def newer(definition: layout.Definition, last: Values | None, read: Values) -> Values | None:
     """Return which values of a series to believe: those read now, or those read last, if the ones of now cannot be."""
     if len(read) != definition.values:
         return last
-    if definition.kind == GAUGE:
+    if definition.kind == layout.GAUGE:
         return read if math.isfinite(read[1]) and read[1] > 0 else last
-    counts = read if definition.kind == COUNTER else read[:-1]
+    counts = read if definition.kind == layout.COUNTER else read[:-1]
     if not all(0 <= count < math.inf for count in counts) or not math.isfinite(read[-1]):
         return last
-    if definition.kind == HISTOGRAM and not all(count.is_integer() and count <= MOST for count in counts):
+    if definition.kind == layout.HISTOGRAM and not all(count.is_integer() and count <= MOST for count in counts):
         return last
     if last is not None and any(now < before for now, before in zip(counts, last, strict=False)):
         return last
@@ -122,7 +121,7 @@ class ScriptMetrics(Collector):
     def _gauges_of(self, process: _Process) -> Iterator[tuple[str, Values]]:
         """Yield those of a process that have no labels."""
         for (name, labels), values in process.values.items():
-            if not labels and self._known.definitions[name].kind == GAUGE:
+            if not labels and self._known.definitions[name].kind == layout.GAUGE:
                 yield name, values
 
     def look(self) -> None:
@@ -142,7 +141,7 @@ class ScriptMetrics(Collector):
             sums, gauges = dict(self._ended), dict[tuple[SeriesKey, int, int], Values]()
             for process in self._processes.values():
                 for key, values in process.values.items():
-                    if self._known.definitions[key[0]].kind != GAUGE:
+                    if self._known.definitions[key[0]].kind != layout.GAUGE:
                         sums[key] = added(sums.get(key), values)
                     elif process.round == self._round:
                         whose = key, process.local_rank, process.rank
@@ -176,7 +175,7 @@ class ScriptMetrics(Collector):
                     for gauge, values in self._gauges_of(process):
                         self._left[process.rank, gauge] = set_last(self._left.get((process.rank, gauge)), values)
                 for key, values in process.values.items():
-                    if self._known.definitions[key[0]].kind != GAUGE:
+                    if self._known.definitions[key[0]].kind != layout.GAUGE:
                         self._ended[key] = added(self._ended.get(key), values)
                 with suppress(OSError):  # it is gone with the directory
                     os.unlink(process.path)
@@ -196,12 +195,12 @@ class _Known:
     """The metrics and label sets that are shown. The first definition of a name stands, as long as the agent runs."""
 
     def __init__(self) -> None:
-        self.definitions: dict[str, Definition] = {}
+        self.definitions: dict[str, layout.Definition] = {}
         self._claimed: set[str] = set()
         self._series: set[SeriesKey] = set()
         self._warned: set[str] = set()
 
-    def admits(self, definition: Definition, labels: tuple[str, ...]) -> bool:
+    def admits(self, definition: layout.Definition, labels: tuple[str, ...]) -> bool:
         """Return whether this series is shown; if not, warn once for each reason."""
         key = definition.name, labels
         known = self.definitions.get(definition.name)
@@ -220,7 +219,7 @@ class _Known:
             self._claimed |= definition.names
         return True
 
-    def _refuse(self, why: str, definition: Definition) -> bool:
+    def _refuse(self, why: str, definition: layout.Definition) -> bool:
         if why not in self._warned:
             self._warned.add(why)
             logger.warning("metrics of the script: %s %s %s", definition.kind, definition.name, why)
@@ -251,14 +250,14 @@ def _content(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _family(definition: Definition) -> Metric:
-    if definition.kind == GAUGE:
+def _family(definition: layout.Definition) -> Metric:
+    if definition.kind == layout.GAUGE:
         return GaugeMetricFamily(definition.name, definition.help, labels=(*definition.labels, *layout.PER_WORKER))
-    kind = CounterMetricFamily if definition.kind == COUNTER else HistogramMetricFamily
+    kind = CounterMetricFamily if definition.kind == layout.COUNTER else HistogramMetricFamily
     return kind(definition.name, definition.help, labels=definition.labels)
 
 
-def _add(family: Metric, definition: Definition, labels: tuple[str, ...], values: Values) -> None:
+def _add(family: Metric, definition: layout.Definition, labels: tuple[str, ...], values: Values) -> None:
     if isinstance(family, HistogramMetricFamily):
         family.add_metric(labels, cumulative(definition.bounds, values[:-1]), values[-1])
     elif isinstance(family, (CounterMetricFamily, GaugeMetricFamily)):

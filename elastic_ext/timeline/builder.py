@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from elastic_ext.base import goodput
-from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.base.goodput import PRODUCTIVE, StateSeconds
 from elastic_ext.base.kinds import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.status.status_records import ENDED_STATES, Document, Failure, NodeStatus
@@ -474,7 +473,7 @@ def from_status(document: Document, now_unix: float) -> Timeline:
         nodes=len(nodes),
         spent={state: seconds / total for state, seconds in spent.items() if state in model.STATES} if total else {},
         job=_rounds_run(document, length),
-        trained=spent.get(goodput.PRODUCTIVE, 0.0) / total if total else None,
+        trained=spent.get(PRODUCTIVE, 0.0) / total if total else None,
         trained_is="Goodput {} of all nodes' time since the job began",
         rounds=tuple(Start(length - each.began_s, each.round) for each in rounds),
         interruptions=tuple(_of_failure(each, document, row_of.get(each.host), began, length) for each in document.failures),

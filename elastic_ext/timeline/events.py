@@ -194,7 +194,9 @@ def aligned(events: Iterable[TimelineEvent]) -> Aligned:
     names = {agent.node for agent in agents}
     return Aligned(
         began=began,
-        agents=tuple(_shifted(agent, ahead.get(agent.node, 0.0) - began) for agent in agents),
+        agents=tuple(
+            replace(agent, times=tuple(at + ahead.get(agent.node, 0.0) - began for at in agent.times)) for agent in agents
+        ),
         rounds=tuple(
             Round(number, moments.get(index, min(members.values())) - began, tuple(members))
             for index, (number, members) in enumerate(groups)
@@ -205,10 +207,6 @@ def aligned(events: Iterable[TimelineEvent]) -> Aligned:
         residual=max((abs(at - moments[index]) for index, times in of_round.items() for at in times), default=0.0),
         alone=tuple(sorted(names - ahead.keys())) if len(names) > 1 else (),
     )
-
-
-def _shifted(agent: Agent, by_s: float) -> Agent:
-    return replace(agent, times=tuple(at + by_s for at in agent.times))
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:

@@ -48,9 +48,9 @@ COLUMNS = (("", 3), ("when", 11), ("round", 7), ("node", 18), ("rank", 6), ("kin
 REASON = 110  # characters
 
 
-def png(of: Timeline, dpi: int = 100) -> bytes:
+def png(of: Timeline) -> bytes:
     with _style():
-        return _saved(_drawn(of, listed=True), "png", dpi)
+        return _saved(_drawn(of, listed=True), "png")
 
 
 def svg(of: Timeline) -> str:
@@ -80,7 +80,7 @@ def svg_tree(of: Timeline, listed: bool) -> ElementTree.Element:
     """Return the picture as SVG, with titles under the pointer. listed: with the list of interruptions and the notes."""
     with _style():
         drawing = _drawn(of, listed)
-        root = ElementTree.fromstring(_saved(drawing, "svg", 100))
+        root = ElementTree.fromstring(_saved(drawing, "svg"))
     _add_titles(root, drawing.titles)
     return root
 
@@ -91,11 +91,11 @@ def _style() -> AbstractContextManager[None]:
     return context
 
 
-def _saved(drawing: _Drawing, kind: str, dpi: int) -> bytes:
+def _saved(drawing: _Drawing, kind: str) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks
-        drawing.figure.savefig(file, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+        drawing.figure.savefig(file, format=kind, dpi=100, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 

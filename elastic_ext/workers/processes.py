@@ -13,21 +13,18 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import EndingWorkers
 
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
 logger = logging.getLogger(__name__)
 
 TRACER_WAIT_S = 0.02
-
-
-class HasFileno(Protocol):
-    """Anything that poll(2) takes."""
-
-    def fileno(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class WorkerProcesses:
     def failed(self) -> bool:
         return any(exit_.failed for exit_ in self.exits.values())
 
-    def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:
+    def wait(self, timeout_s: float | None, *others: FileDescriptorLike) -> None:
         """Block until a running worker ends, one of `others` is readable or the timeout expires; then record the exits."""
         poll = select.poll()
         for local_rank in self.running:
@@ -149,20 +146,19 @@ class WorkerProcesses:
         self,
         grace_s: float,
         on_stragglers: Callable[[list[int]], None],
-        sig: signal.Signals = signal.SIGTERM,
         ending: EndingWorkers | None = None,
         limit: HasStopBy | None = None,
     ) -> None:
-        """End all workers: send `sig` now, and SIGKILL to those that are left after `grace_s` seconds.
+        """End all workers: send SIGTERM now, and SIGKILL to those that are left after `grace_s` seconds.
 
         Returns when all have ended. If one sleeps in the kernel and outlives even SIGKILL, returns after another `grace_s`.
 
         on_stragglers: called with the local ranks that outlived the grace period, before they are killed. ending: workers that
-        end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done. limit: may shorten the grace
+        end by themselves. They do not get SIGTERM, but SIGKILL once their exit handlers are done. limit: may shorten the grace
         period at any time.
         """
         ending_codes = ending.exit_codes() if ending is not None else {}
-        self._signal([local_rank for local_rank in self.running if local_rank not in ending_codes], sig)
+        self._signal([local_rank for local_rank in self.running if local_rank not in ending_codes], signal.SIGTERM)
         self._await_all(grace_s, ending, limit)
         if stragglers := self.running:
             on_stragglers(stragglers)

@@ -10,7 +10,6 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
@@ -227,11 +226,9 @@ class EndingWorkers:
     for the interpreter's teardown that follows (0.4 s with torch, more with a device).
     """
 
-    def __init__(self, table: ProgressTable | None, slots: Iterable[int], wake_pipe: WakePipe) -> None:
-        """Take the slots of this round's workers. table: None if there is no table; then nothing is known."""
-        self._table = table
-        self._slots = list(slots)
-        self._wake_pipe = wake_pipe
+    def __init__(self, table: ProgressTable | None, wake_pipe: WakePipe) -> None:
+        """table: that of the round; None if there is none: then nothing is known."""
+        self._table, self._wake_pipe = table, wake_pipe
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a worker has reported something."""
@@ -243,11 +240,11 @@ class EndingWorkers:
 
     def exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the workers that end with an error, by local rank, including those that have ended since."""
-        return {slot: row.ends_with for slot, row in self._read() if row.ends_with}
+        return {slot: row.ends_with for slot, row in enumerate(self._read()) if row.ends_with}
 
     def past_exit_handlers(self) -> dict[int, int]:
         """Return the same for the workers whose exit handlers are done."""
-        return {slot: row.ends_with for slot, row in self._read() if row.ends_with and row.exit_handlers_done}
+        return {slot: row.ends_with for slot, row in enumerate(self._read()) if row.ends_with and row.exit_handlers_done}
 
-    def _read(self) -> list[tuple[int, Progress]]:
-        return [(slot, self._table.read(slot)) for slot in self._slots] if self._table is not None else []
+    def _read(self) -> list[Progress]:
+        return self._table.read_all() if self._table is not None else []

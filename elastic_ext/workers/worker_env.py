@@ -1,24 +1,8 @@
 """The message from the agent to each worker, in the environment variable ELASTIC_EXT_WORKER.
 
 Wire protocol, version 1. The value is one JSON object. The agent writes it (`logs.WorkerLogs`); the bootstrap and
-`elastic_ext.training` read it. Any key may be missing, and readers ignore unknown keys:
-
-    version           int, VERSION. A reader ignores a message with another version and reports it.
-    progress_version  int, progress_layout.VERSION
-    progress          path of the progress table
-    slot              int, number of this worker's row in the table
-    wake_pipe         path of the agent's wake pipe: the worker writes one byte when it has changed what the agent waits for
-    stacks            path of the file to which STACKS_SIGNAL appends the stacks of all threads; beside it, see
-                      `collective_path` and `issued_path`
-    stderr            path of a named pipe to open as the worker's stderr
-    quiet_traceback   bool: the agent shows the traceback, so the worker need not print it
-    modules           path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
-                      {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
-    store             [host, port] of the round's store
-    metrics           beginning of the path of a file with metrics of the script; see base.metric_files
-    stragglers        str: the setting, unless it is off
-    integrity_every   int: every how many optimizer steps to hash what is a replica; where, see `hashes_path`
-    agent             token of the agent, by which the reaper finds what the workers started
+`elastic_ext.training` read it. See `WorkerMessage`: any key
+may be missing, and readers ignore unknown keys.
 
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
 """
@@ -32,20 +16,23 @@ if TYPE_CHECKING:
     from typing import TypedDict
 
     class WorkerMessage(TypedDict, total=False):
-        version: int
-        progress_version: int
-        progress: str
-        slot: int
-        wake_pipe: str
+        version: int  # VERSION. A reader ignores a message with another version and reports it
+        progress_version: int  # progress_layout.VERSION
+        progress: str  # path of the progress table
+        slot: int  # number of this worker's row in the table
+        wake_pipe: str  # path of the agent's wake pipe: one byte says that the worker has changed what the agent waits for
+        # path of the file to which STACKS_SIGNAL appends the stacks of all threads; beside it: `collective_path`, `issued_path`
         stacks: str
-        stderr: str
-        quiet_traceback: bool
+        stderr: str  # path of a named pipe to open as the worker's stderr
+        quiet_traceback: bool  # the agent shows the traceback, so the worker need not print it
+        # path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
+        # {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
         modules: str
-        store: tuple[str, int]
-        metrics: str
-        integrity_every: int
-        stragglers: str
-        agent: str
+        store: tuple[str, int]  # host and port of the round's store
+        metrics: str  # beginning of the path of a file with metrics of the script; see base.metric_files
+        integrity_every: int  # every how many optimizer steps to hash what is a replica; where, see `hashes_path`
+        stragglers: str  # the setting, unless it is off
+        agent: str  # token of the agent, by which the reaper finds what the workers started
 
 
 MEMORY_THREAD = "elastic_ext-memory-"

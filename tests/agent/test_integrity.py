@@ -15,9 +15,8 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_ext.agent import integrity
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.integrity import ReplicaWatch
+from elastic_ext.agent.round import REPORT_S, ReplicaWatch, hashed_by
 from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
@@ -183,11 +182,11 @@ def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
     table = ProgressTable(str(tmp_path / "progress"), 3)
     workers = LocalWorkers(cast("Any", None), table, {0: 6, 1: 7, 2: 8}, {}, {})
     paths = [Path(str(worker_env.hashes_path(table.path, slot))) for slot in range(3)]
-    assert integrity.read(workers) == ()
+    assert hashed_by(workers) == ()
     write(paths[0], Hashed("s", 8, 1, "a"), Hashed("s", 8, 20, "b"))
     write(paths[1], Hashed("s", 8, 1, "a"), Hashed("s", 8, 20, "c"))
     paths[2].write_text('{"schema": 1, "hashed": [{"of": "s"')
-    read = integrity.read(workers)
+    read = hashed_by(workers)
     assert read == (
         Hashed("s", 8, 1, "a", (6, 7)),
         Hashed("s", 8, 20, "b", (6,)),
@@ -195,7 +194,7 @@ def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
     )
     for wrong in (Hashed("s", -8, 20, "c"), Hashed("a/b", 8, 20, "c"), Hashed("s", 8, 20, "")):
         write(paths[2], wrong)
-        assert integrity.read(workers) == read
+        assert hashed_by(workers) == read
     reported: list[tuple[Hashed, ...]] = []
     part = SimpleNamespace(report_hashed=reported.append)
     watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)), lambda workers, why: None)
@@ -205,7 +204,7 @@ def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
     write(paths[2], Hashed("s", 8, 1, "a"))
     watch.check(workers)  # too soon after the last
     assert len(reported) == 1
-    assert 0 <= watch.next_check_s() <= integrity.REPORT_S
+    assert 0 <= watch.next_check_s() <= REPORT_S
     watch.workers_ended(workers)
     assert not any(path.exists() for path in paths)
     table.remove()

@@ -43,17 +43,13 @@ def told(kind: str, back: int, refuse_copies: bool = False, node: str = "a") -> 
     return JobVerdict(decision, 3, node, refuse_copies=refuse_copies)
 
 
-def copies_of(settings: Settings, run_dir: str) -> MemoryCopies:
-    return MemoryCopies(settings, run_dir)
-
-
 def test_the_room_and_its_limit(tmp_path, run_dir):
-    with copies_of(Settings(checkpoint_dir=str(tmp_path), memory_limit=1000), run_dir) as copies:
+    with MemoryCopies(Settings(checkpoint_dir=str(tmp_path), memory_limit=1000), run_dir) as copies:
         assert copies.open(1) == MemoryRoom(f"{run_dir}/memory", 1000)
         assert copies.open(2) == MemoryRoom(f"{run_dir}/memory", 500), "the rest is for another node's"
-    assert copies_of(Settings(checkpoint_dir=str(tmp_path), memory_every=0), run_dir).open(1) is None
-    assert copies_of(Settings(), run_dir).open(1) is None
-    assert copies_of(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
+    assert MemoryCopies(Settings(checkpoint_dir=str(tmp_path), memory_every=0), run_dir).open(1) is None
+    assert MemoryCopies(Settings(), run_dir).open(1) is None
+    assert MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
 
 
 def test_a_part_that_goes_while_the_copies_are_measured_costs_no_copies(tmp_path, run_dir):
@@ -62,7 +58,7 @@ def test_a_part_that_goes_while_the_copies_are_measured_costs_no_copies(tmp_path
     folder.mkdir(parents=True)
     (folder / memory_file(0)).write_bytes(b"part")
     (folder / memory_file(1)).symlink_to("gone")  # its size cannot be told either
-    with copies_of(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
+    with MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
         assert copies.open(1) is not None
 
 
@@ -83,7 +79,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
     """It goes with the offers of the next round; see `needs_no_storage`."""
     save_own(tmp_path, 5)
     settings = Settings(checkpoint_dir=str(tmp_path))
-    with copies_of(settings, run_dir) as copies:
+    with MemoryCopies(settings, run_dir) as copies:
         for number in (3, 4):
             exchange = SingleNode()
             job = SimpleNamespace(round=number, part=SimpleNamespace(exchange=exchange), get_run_id=lambda: "run")
@@ -126,11 +122,11 @@ def test_copies_of_an_agent_that_was_killed_with_its_reaper_go_with_the_next_age
             part = Path(owner.stdout.readline().strip(), directory_name(8, 1), memory_file(0))
             part.parent.mkdir()
             part.write_bytes(b"part")
-            with copies_of(settings, run_dir) as copies:
+            with MemoryCopies(settings, run_dir) as copies:
                 assert copies.open(1) is not None
                 assert part.exists(), "its agent lives"
             owner.kill()
-        with copies_of(settings, run_dir) as copies:
+        with MemoryCopies(settings, run_dir) as copies:
             assert copies.open(1) is not None
             assert copies.open(1) is not None, "in the next round"
             assert not os.path.exists(other)
@@ -188,7 +184,7 @@ def test_an_agent_that_ends_well_is_not_taken_for_a_killed_one(tmp_path, shared_
     """Its directory is still there for a moment."""
     folder = shared_memory / "elastic_ext_ending"
     folder.mkdir()
-    with copies_of(Settings(checkpoint_dir=str(tmp_path)), str(folder)) as copies:
+    with MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(folder)) as copies:
         assert copies.open(1) is not None
     remove_orphans()
     assert folder.exists()
@@ -211,7 +207,7 @@ def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, ver
     settings = Settings(checkpoint_dir=str(tmp_path))
     save_own(tmp_path, 3)
     save_own(tmp_path, 5)
-    with copies_of(settings, run_dir) as copies:
+    with MemoryCopies(settings, run_dir) as copies:
         room = copies.open(1)
         assert room is not None
         name = directory_name(8, 1)
@@ -236,7 +232,7 @@ def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, 
     save_own(tmp_path, 3)
     save_own(tmp_path, 5)
     verdict = dataclasses.replace(told(kinds.HARDWARE, back=0), refuse_newer=4, refused_by="a")
-    with copies_of(settings, run_dir) as copies:
+    with MemoryCopies(settings, run_dir) as copies:
         room = copies.open(1)
         assert room is not None
         for step in (4, 6):
@@ -270,7 +266,7 @@ def test_since_replicas_were_equal_nothing_may_be_used_that_only_one_node_has(tm
 def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):
     """A checkpoint in memory is none on disk, and what workers have saved since the round began counts."""
     settings = Settings(checkpoint_dir=str(tmp_path))
-    with copies_of(settings, run_dir) as copies:
+    with MemoryCopies(settings, run_dir) as copies:
         room = copies.open(1)
         assert room is not None
         resumed = ResumePoint(settings, Resumption(f"{room.directory}/{directory_name(8, 1)}", 8), None, copies)

@@ -24,12 +24,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.metrics import Goodput, share_every_s
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, Spent, StateSeconds
 from elastic_ext.etcd import Unavailable
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.telemetry import families
+from elastic_ext.telemetry.accounting import Goodput, share_every_s
 from elastic_ext.telemetry.goodput import TimeLedger
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
@@ -235,7 +235,7 @@ def job() -> Iterator[SharedJob]:
 @pytest.fixture
 def mine(job: SharedJob) -> Iterator[Goodput]:
     with pytest.MonkeyPatch.context() as patched:  # of its own: it must last longer than what tests patch
-        patched.setattr("elastic_ext.agent.metrics.FIRST_SHARE_S", LONG_S)
+        patched.setattr("elastic_ext.telemetry.accounting.FIRST_SHARE_S", LONG_S)
         mine = Goodput()
         mine.share_with(job.share)
         yield mine
@@ -317,7 +317,7 @@ def test_an_agent_that_is_told_to_leave_does_not_wait_for_etcd(mine, job, interr
     """The others wait for it. interrupted: another signal comes meanwhile."""
     job.open.clear()
     monkeypatch.setattr(Goodput.close, "__defaults__", (LONG_S,))  # of an end that nobody waits for
-    monkeypatch.setattr("elastic_ext.agent.metrics.FIRST_SHARE_S", 0.01)
+    monkeypatch.setattr("elastic_ext.telemetry.accounting.FIRST_SHARE_S", 0.01)
     mine.round_begins(None, 0, 1)
     left = threading.Event()
     if interrupted:

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
-from elastic_ext.agent.metrics import AccountedMetrics
 from elastic_ext.agent.observation import (
     CHANGES_PER_S,
     MAX_POINTS,
@@ -25,7 +24,7 @@ from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.status import status_records
 from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import WorkerProgress
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
 from elastic_ext.workers.progress import Progress
 from tests.until import LIMIT_S
 
@@ -34,7 +33,7 @@ PLACE = NodePlace(1, 4, 2, 100)
 
 
 def told(rows: list[WorkerProgress], now: float = 60.0) -> NodeReport:
-    metrics = AccountedMetrics(version="1", torch="2", run_id="job", progress=lambda: rows)
+    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: rows)
     return own_report("n1", metrics, PLACE, 3, now)
 
 
@@ -112,7 +111,7 @@ class Broken:
 
 
 def test_a_thread_that_has_failed_is_said_on_the_page():
-    metrics = AccountedMetrics(version="1", torch="2", run_id="job", progress=list)
+    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=list)
     view = JobView(Broken(), OwnNode(Broken(), metrics))
     try:
         view.document()

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.metrics import progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound
 from elastic_ext.agent.verdicts import failed_workers
@@ -56,7 +56,7 @@ def make(tmp_path, children):
         processes = WorkerProcesses({rank: child.pid for rank, child in enumerate(children)}, own_groups=True)
         files = {rank: str(tmp_path / str(rank)) for rank in range(len(children))}
         workers = LocalWorkers(processes, table, {0: 6, 1: 7}, files, files)
-        ending = EndingWorkers(table, processes.pids, pipe)
+        ending = EndingWorkers(table, pipe)
         return RunningRound(workers, ending, {1}, resume_point(pin), None, None, companions)
 
     yield _make
@@ -134,4 +134,5 @@ def test_rows_of_the_metrics():
         Progress(0, 0, 0, 0, False),  # its bootstrap is not in place
     ]
     ranks = {0: 8, 1: 9, 2: 10}
-    assert progress_rows(workers, ranks) == [WorkerProgress(0, 8, workers[0]), WorkerProgress(1, 9, workers[1])]
+    local = LocalWorkers(cast("Any", None), cast("Any", SimpleNamespace(read_all=lambda: workers)), ranks, {}, {})
+    assert local.rows() == [WorkerProgress(0, 8, workers[0]), WorkerProgress(1, 9, workers[1])]

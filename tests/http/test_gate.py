@@ -63,7 +63,12 @@ def nobody_is_cut_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 600.0)
 
 
-def serving(certificates: Certificates, config: str, host: str = "127.0.0.1") -> contextlib.AbstractContextManager[MetricsServer]:
+def serving(
+    certificates: Certificates, config: str | None, host: str = "127.0.0.1"
+) -> contextlib.AbstractContextManager[MetricsServer]:
+    """config: None for no file."""
+    if config is None:
+        return of_agent.serving(host)
     path = certificates.folder / "web.yml"
     path.write_text(config)
     return of_agent.serving(host, Gate(str(path)))
@@ -362,30 +367,23 @@ def test_an_agents_address_says_https(certificates: Certificates) -> None:
         ("0.0.0.0", MUTUAL, ""),
         ("0.0.0.0", TLS, "can read the metrics and status of this job (no passwords, no client certificates)"),
         ("0.0.0.0", users(), "anyone on the way to 0.0.0.0 port {port} can read the password"),
+        ("0.0.0.0", None, "this job: set metrics_web_config (TLS and passwords), or"),
         ("::", "", "anyone who reaches :: port {port} can read the metrics and status of this job: add it to the file"),
         ("127.0.0.1", "", ""),
         ("::1", users(), ""),
     ],
-    ids=["all", "certificates", "TLS", "passwords", "nothing", "loopback", "loopback of IPv6"],  # not the salts
+    ids=["all", "certificates", "TLS", "passwords", "no file", "nothing", "loopback", "loopback of IPv6"],  # not the salts
 )
 def test_what_is_open_to_whom_is_told_once(
-    certificates: Certificates, caplog: pytest.LogCaptureFixture, host: str, config: str, told: str
+    certificates: Certificates, caplog: pytest.LogCaptureFixture, host: str, config: str | None, told: str
 ) -> None:
     with serving(certificates, config, host=host) as server:
         for _ in range(2):
-            get(server, "/healthz", trust=trusting(certificates, "client") if "tls" in config else None)
+            get(server, "/healthz", trust=trusting(certificates, "client") if "tls" in (config or "") else None)
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(lines) == bool(told)
         assert told.format(port=server.port) in "".join(lines)
         assert not told or "metrics_host=127.0.0.1" in lines[0]
-
-
-@pytest.mark.seam
-def test_without_a_file_the_setting_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    server = MetricsServer({}, "0.0.0.0")
-    server.close()
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "set metrics_web_config (TLS and passwords), or metrics_host=127.0.0.1" in line
 
 
 # A real Prometheus.

@@ -250,37 +250,32 @@ def test_the_end_of_a_round_counts_when_the_verdict_is_known(hung, state):
 
 
 @pytest.mark.parametrize(
-    ("phase", "hung", "expected"),
+    ("steps", "phase", "fails", "hung", "expected"),
     [
-        ("checkpoint", False, {SAVE: 9}),
-        ("checkpoint", True, {HANG: 9}),
-        ("exit", True, {STOPPING: 9}),
-        ("eval", False, {LOST: 2, DETECTION: 7}),
+        (2, "checkpoint", False, False, {SAVE: 9}),
+        (2, "checkpoint", False, True, {HANG: 9}),
+        (2, "exit", False, True, {STOPPING: 9}),
+        (2, "eval", False, False, {LOST: 2, DETECTION: 7}),
+        # a step that an exception ends was no work: the script has waited for a peer until its collective gave up
+        (2, None, True, False, {LOST: 2, DETECTION: 7, STOPPING: 1}),
+        (2, None, True, True, {LOST: 2, HANG: 7, STOPPING: 1}),
+        (0, None, False, False, {LOST: 9}),  # the second step may take any time
+        (0, None, False, True, {HANG: 9}),
     ],
 )
-def test_the_phase_at_the_end_of_a_round(phase, hung, expected):
+def test_what_the_script_does_at_the_end_of_a_round(steps, phase, fails, hung, expected):
+    """After the first step come others of 2 s, then 9 s without one. fails: the script has failed a second before the end."""
     job = Training()
     job.run()
-    job.step(2.0, count=2)
+    job.step(2.0, count=steps)
     job.settle(phase=phase)
     job.now += 9
+    if fails:
+        job.fail()
+        job.now += 1
     job.enter("stop")
     job.ledger.decide(hung)
-    assert job.seconds() == {STARTUP: 1, PRODUCTIVE: 4, **expected}
-
-
-@pytest.mark.parametrize(("hung", "state"), [(False, DETECTION), (True, HANG)])
-def test_a_step_that_an_exception_ends_was_no_work(hung, state):
-    """The script has waited for a peer until its collective gave up."""
-    job = Training()
-    job.run()
-    job.step(2.0, count=2)
-    job.now += 600
-    job.fail()
-    job.now += 1
-    job.enter("stop")
-    job.ledger.decide(hung)
-    assert job.seconds() == {STARTUP: 1, PRODUCTIVE: 4, LOST: 2, state: 598, STOPPING: 1}
+    assert job.seconds() == {STARTUP: 1, **({PRODUCTIVE: 2 * steps} if steps else {}), **expected}
 
 
 @pytest.mark.parametrize(("hung", "state"), [(False, STARTUP), (True, HANG)])
@@ -295,16 +290,6 @@ def test_workers_that_never_made_a_step(hung, state):
     job.enter("stop")
     job.ledger.decide(hung)
     assert job.seconds() == {STARTUP: 1, state: 6} if hung else {STARTUP: 7}
-
-
-@pytest.mark.parametrize(("hung", "state"), [(False, LOST), (True, HANG)])
-def test_the_second_step_may_take_any_time(hung, state):
-    job = Training()
-    job.run()
-    job.now += 9
-    job.enter("stop")
-    job.ledger.decide(hung)
-    assert job.seconds() == {STARTUP: 1, state: 9}
 
 
 def test_no_counter_falls_by_a_rounding_error():

@@ -30,14 +30,14 @@ from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryPhase
 from elastic_ext.http import pages
 from elastic_ext.http import server as server_module
 from elastic_ext.http.server import MetricsServer
-from elastic_ext.telemetry import agent_metrics as metrics_module
+from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
-from elastic_ext.telemetry.families import MAX_TORCHELASTIC_NAMES
 from elastic_ext.workers.progress import Progress
+from elastic_ext.workers.standby.rules import ColdReason
 from tests.ports import free_port
 from tests.until import LIMIT_S
 
-CLOCK_S = metrics_module.CLOCK_STEP_S + 0.1  # what a Unix time that is shown may be off
+CLOCK_S = families.CLOCK_STEP_S + 0.1  # what a Unix time that is shown may be off
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -93,8 +93,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def ours(found: Samples) -> Samples:
-    """Without the agent's process."""
-    return {key: value for key, value in found.items() if not key[0].startswith("process_")}
+    """Without the agent's process, and where the time goes."""
+    goodput = tuple(families.GOODPUT)
+    return {key: value for key, value in found.items() if not key[0].startswith(("process_", *goodput))}
 
 
 def changed(metrics: AgentMetrics) -> Samples:
@@ -161,16 +162,16 @@ def test_the_last_recovery_is_shown() -> None:
 
 def test_what_can_be_counted_is_there_from_the_start() -> None:
     """Else increase() would not see the first event."""
-    found = read(agent(cold_reasons=["off"]))
+    found = read(agent())
     kinds = [*KINDS, "other"]
-    assert {key for key in found if key[0].endswith("_total") and key[0].startswith("elastic_ext")} == {
+    assert {key for key in ours(found) if key[0].endswith("_total")} == {
         *(("elastic_ext_failures_total", (("kind", kind),)) for kind in kinds),
         *(("elastic_ext_restarts_total", (("kind", kind),)) for kind in [*kinds, "membership"]),
         *(("elastic_ext_checkpoint_copies_total", (("outcome", outcome),)) for outcome in ("copied", "failed")),
         ("elastic_ext_checkpoint_copied_bytes_total", ()),
         ("elastic_ext_memory_copies_lost_total", ()),
         ("elastic_ext_worker_starts_total", (("how", "warm"), ("reason", ""))),
-        ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "off"))),
+        *(("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", each.value))) for each in ColdReason),
     }
     assert found["process_resident_memory_bytes", ()] > 1 << 20
 
@@ -206,8 +207,8 @@ def test_workers_are_shown() -> None:
 
 def test_a_clock_that_is_set_moves_the_times_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 10.0)
-    monkeypatch.setattr(metrics_module, "time", clocks)
-    clock = metrics_module.UnixClock()
+    monkeypatch.setattr(families, "time", clocks)
+    clock = families.UnixClock()
     assert clock.at(5.0) == 995
     clocks.time = lambda: 1000.5  # slewed
     assert clock.at(5.0) == 995
@@ -422,13 +423,13 @@ def test_bridges_of_two_agents_end_in_any_order(first_to_end: int) -> None:
 
 def test_names_without_end_are_cut_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     metrics = agent()
-    for step in range(MAX_TORCHELASTIC_NAMES + 50):
+    for step in range(families.MAX_TORCHELASTIC_NAMES + 50):
         metrics.put("torchelastic", f"step_{step}", step)
     metrics.put("torchelastic", "step_0", -1)
-    assert sum(name == "elastic_ext_torchelastic_last_value" for name, _ in read(metrics)) == MAX_TORCHELASTIC_NAMES
+    assert sum(name == "elastic_ext_torchelastic_last_value" for name, _ in read(metrics)) == families.MAX_TORCHELASTIC_NAMES
     assert last_value(metrics, "step_0") == -1
     (said,) = warnings(caplog)
-    assert f"torchelastic/step_{MAX_TORCHELASTIC_NAMES}" in said
+    assert f"torchelastic/step_{families.MAX_TORCHELASTIC_NAMES}" in said
 
 
 # Over HTTP.
@@ -446,7 +447,9 @@ def test_health_and_status(serve: Any) -> None:
     status, content_type, text = get(f"{server.url}/status.json")
     assert (status, content_type) == (200, "application/json")
     told = {"schema": 1, "version": "1.2", "torch": "2.13.0", "run_id": "job1", "node": "n0"}
-    assert json.loads(text) == {**told, "state": "running", "round": 3, "world_size": 16}
+    found = json.loads(text)
+    assert found.pop("goodput").keys() == {"seconds", "unsettled_seconds", "job"}
+    assert found == {**told, "state": "running", "round": 3, "world_size": 16}
     assert get(f"{server.url}/nothing")[0] == 404
 
 

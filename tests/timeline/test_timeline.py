@@ -52,6 +52,15 @@ class Agent:
         self.at(seconds + 0.75, "first_step", seconds=0.25)
 
 
+def in_round_1(*nodes: str, ahead: float = 0.0) -> list[Agent]:
+    """Agents that train from 1.5 on. ahead: of the clocks of all hosts but the first, which have booted at another time."""
+    agents = [Agent(node, ahead=ahead if rank else 0.0, booted=5.0 if rank else 1e6) for rank, node in enumerate(nodes)]
+    for rank, agent in enumerate(agents):
+        agent.at(0, "agent_started")
+        agent.joins(1, 1, rank, nodes=len(nodes))
+    return agents
+
+
 def read(*agents: Agent) -> list[TimelineEvent]:
     found, faults = events.parse("".join(each.text for each in agents), "events")
     assert faults == []
@@ -120,10 +129,7 @@ def test_a_hang_began_before_anybody_said_so():
 
 def two_nodes(ahead: float = 0.0, lost: bool = False, victim: bool = False) -> tuple[Agent, Agent]:
     """b leaves, or is lost, at 20. victim: the worker of a fails of it."""
-    a, b = Agent("a"), Agent("b", ahead=ahead, booted=5.0)
-    for rank, agent in enumerate((a, b)):
-        agent.at(0, "agent_started")
-        agent.joins(1, 1, rank)
+    a, b = in_round_1("a", "b", ahead=ahead)
     if not lost:
         b.at(20, "preemption_noticed", signal="SIGTERM", grace=30)
         b.at(20.5, "workers_stopped")
@@ -223,10 +229,7 @@ def test_a_lost_node_is_on_its_own_row_though_another_failed():
 
 def test_a_node_that_only_trains_is_not_lost():
     """A live job: a has just told of a checkpoint, b trains without a word."""
-    a, b = Agent("a"), Agent("b")
-    for rank, agent in enumerate((a, b)):
-        agent.at(0, "agent_started")
-        agent.joins(1, 1, rank)
+    a, b = in_round_1("a", "b")
     a.at(60, "checkpoint_saved", step=5)
     made = builder.from_events(read(a, b))
     assert states(made.rows[1])[-1] == (TRAINING, 1.5, 60.0)
@@ -234,10 +237,7 @@ def test_a_node_that_only_trains_is_not_lost():
 
 
 def test_a_node_that_has_not_told_yet_that_its_round_is_over_is_not_lost():
-    a, b = Agent("a"), Agent("b")
-    for rank, agent in enumerate((a, b)):
-        agent.at(0, "agent_started")
-        agent.joins(1, 1, rank)
+    a, b = in_round_1("a", "b")
     a.at(60, "round_over", cause="broken", reason="b says so")
     a.at(61, "workers_stopped")
     made = builder.from_events(read(a, b))
@@ -246,10 +246,8 @@ def test_a_node_that_has_not_told_yet_that_its_round_is_over_is_not_lost():
 
 
 def test_agents_that_end_alike_are_one_interruption():
-    agents = [Agent(node) for node in "abcdef"]
-    for rank, agent in enumerate(agents):
-        agent.at(0, "agent_started")
-        agent.joins(1, 1, rank, nodes=6)
+    agents = in_round_1(*"abcdef")
+    for agent in agents:
         agent.at(9, "agent_ended", state="error", exit_code=1, error="RendezvousClosedError")
     (end,) = builder.from_events(read(*agents)).interruptions
     assert (end.kind, end.reason) == ("error", "RendezvousClosedError; likewise b, c, d and 2 more")
@@ -257,10 +255,7 @@ def test_agents_that_end_alike_are_one_interruption():
 
 @pytest.mark.parametrize(("event", "kind"), [("node_refused", "refused"), ("node_drained", "drained")])
 def test_a_node_that_is_sent_away_says_why(event, kind):
-    first, second = Agent("a"), Agent("b")
-    for rank, agent in enumerate((first, second)):
-        agent.at(0, "agent_started")
-        agent.joins(1, 1, rank)
+    first, second = in_round_1("a", "b")
     second.at(5, "workers_stopped")
     second.at(5.5, event, reason="its fan is loud")
     second.at(6, "agent_ended", state="error", error="NodeRefused")

@@ -104,6 +104,10 @@ def rank_0_of_4(hooks) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def hashes_of_replicas(every: int) -> tuple[ReplicaHashes, list[WorkerHashes], DistributedDataParallel]:
+    return *hashes_of(every), DistributedDataParallel(torch.nn.Linear(8, 8))
+
+
 def trained(hashed: ReplicaHashes, model: torch.nn.Module, steps: int, make=torch.optim.Adam) -> torch.optim.Optimizer:
     optimizer = make(model.parameters(), lr=0.1)
     for _ in range(steps):
@@ -120,8 +124,7 @@ def backward(model: torch.nn.Module) -> None:
 
 @pytest.mark.full
 def test_the_first_step_and_then_every_few(rank_0_of_4):
-    hashed, written = hashes_of(4)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(4)
     kept_alive = trained(hashed, model, 9)
     assert [len(each.hashed) for each in written] == [1, 2, 3]
     found = written[-1].hashed
@@ -188,8 +191,7 @@ def test_fully_shard(rank_0_of_4, shape, replicated):
 
 @pytest.mark.full
 def test_of_an_optimizer_whose_state_is_sharded_only_parameters_count(rank_0_of_4):
-    hashed, written = hashes_of(1)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(1)
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hashed.stepped(optimizer))
     try:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
@@ -254,8 +256,7 @@ def test_an_optimizer_that_only_this_rank_has_changes_no_name(rank_0_of_4):
 )
 def test_steps_count_as_those_of_the_optimizer_that_has_made_the_fewest(rank_0_of_4, per_round, expected):
     """No checkpoint that is numbered by either may be newer than what was compared."""
-    hashed, written = hashes_of(10)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(10)
     backward(model)
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in "ab"}
     for name in per_round * 10:
@@ -267,8 +268,7 @@ def test_steps_count_as_those_of_the_optimizer_that_has_made_the_fewest(rank_0_o
 
 @pytest.mark.full
 def test_of_many_optimizers_the_first_are_compared_and_that_is_said(rank_0_of_4):
-    hashed, written = hashes_of(1)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(1)
     kept_alive = [trained(hashed, model, 1) for _ in range(replicas.MAX_OPTIMIZERS)]
     assert written[-1].note == ""
     kept_alive.append(trained(hashed, model, 2))
@@ -279,8 +279,7 @@ def test_of_many_optimizers_the_first_are_compared_and_that_is_said(rank_0_of_4)
 
 @pytest.mark.full
 def test_an_error_of_torch_turns_it_off_and_the_file_says_why(rank_0_of_4):
-    hashed, written = hashes_of(1)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(1)
     optimizer = trained(hashed, model, 1)
     optimizer.param_groups[0]["params"].append(torch.ones(1).to("meta"))
     del model.process_group
@@ -305,8 +304,7 @@ def test_a_file_that_cannot_be_written_turns_it_off_with_one_warning(rank_0_of_4
 @pytest.mark.full
 def test_ranks_of_unequal_steps_are_not_compared(rank_0_of_4):
     """The state of their optimizers differs from then on, by no fault of the hardware."""
-    hashed, written = hashes_of(1)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(1)
     trained(hashed, model, 2)
     with model.join():
         trained(hashed, model, 2)
@@ -330,8 +328,7 @@ class Refusing(torch.Tensor):
 @pytest.mark.full
 @pytest.mark.parametrize("error", [AssertionError, IndexError, OverflowError])
 def test_an_error_of_a_tensors_own_class_does_not_end_the_script(rank_0_of_4, error):
-    hashed, written = hashes_of(1)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    hashed, written, model = hashes_of_replicas(1)
     optimizer = trained(hashed, model, 1)
     optimizer.state[model.module.weight]["exp_avg"] = Refusing(error)
     hashed.stepped(optimizer)

@@ -476,7 +476,7 @@ def _called_from(function: str) -> bool:
 
 
 def _import_stdlib(name: str) -> "ModuleType":
-    """Import one of Python's C modules, for any PYTHONPATH. What the script finds under this name does not change."""
+    """Import Python's own C module of this name, even if PYTHONPATH has another. What the script finds does not change."""
     before, path = sys.modules.get(name), sys.path[:]
     library = os.path.dirname(os.__file__)
     try:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import limits as limits
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import limits, pidfds
 from elastic_ext.workers.standby import server
 
 if TYPE_CHECKING:
@@ -342,7 +341,7 @@ class WarmPopen(subprocess.Popen[bytes]):
         ends = rest[7:13]
         stdin, _, _, stdout, _, stderr = ends
         wanted = {number: fd if fd != -1 else number for number, fd in enumerate((stdin, stdout, stderr))}
-        wanted = {number: fd for number, fd in wanted.items() if _is_open(fd)}
+        wanted = {number: fd for number, fd in wanted.items() if os.path.exists(f"/proc/self/fd/{fd}")}  # those that are open
         message: StandbyRelease = {
             "argv": self._program,
             "orig_argv": list(args),
@@ -350,7 +349,7 @@ class WarmPopen(subprocess.Popen[bytes]):
             "env": dict(env),
             "open": list(wanted),
             "processors": sorted(self._processors or ()),
-            "ignored": _ignored_signals(),
+            "ignored": server.signal_mask("SigIgn"),
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         }
         try:
@@ -359,16 +358,3 @@ class WarmPopen(subprocess.Popen[bytes]):
             self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
         self.pid = self._standby.pid
         self._child_created = True
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def _ignored_signals() -> int:
-    with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
-        return next(int(line.split()[1], 16) for line in status if line.startswith("SigIgn:"))

@@ -25,7 +25,6 @@ from elastic_ext.workers.reaper import reaper
 from elastic_ext.workers.standby import modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
-from elastic_ext.workers.standby.modules import PreloadedModules, StandbySpec
 from elastic_ext.workers.standby.rules import Cold, ColdReason
 from elastic_ext.workers.standby.server import TOKEN_ENV
 
@@ -78,7 +77,7 @@ class PoolThread:
 
     def __init__(
         self,
-        modules: PreloadedModules,
+        modules: modules.PreloadedModules,
         waiting: WaitingStandbys,
         cold: ColdStarts,
         shown: Callable[[int, int], None],
@@ -171,7 +170,8 @@ class PoolThread:
             pidfds.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
                 self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
-        self._arrival.answer(asked, self._standbys_are_coming())
+        coming = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
+        self._arrival.answer(asked, coming and self._cold.off is None and self._cold.unfit is None)
         check_s = retry_s if self._server is None else MEMORY_CHECK_S
         self._wait(min((each for each in (refill_s, check_s) if each is not None), default=None))
 
@@ -244,10 +244,6 @@ class PoolThread:
         self._end_all()
         if not ended.killed:  # another server would end the same way
             self._give_up(f"the standby server ended with {reason}")
-
-    def _standbys_are_coming(self) -> bool:
-        importing = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
-        return importing and self._cold.off is None and self._cold.unfit is None
 
     def _refill_due(self) -> float | None:
         """Return the seconds until standbys are due to be forked; None if none are missing or none can be forked."""
@@ -369,7 +365,7 @@ class ColdStarts:
         self.off: Cold | None = None  # why there are no standbys until `retry` clears this; None: there may be some
         self.unfit: Cold | None = None  # why the waiting standbys cannot be used
         self.next_round: Cold | None = None  # why the next round starts cold
-        self._started = started
+        self.started = started
         self._lock = threading.Lock()  # guards the attributes below
         self._logged: set[str] = set()
         self._retry_at: float | None = None  # monotonic; set only while `off` is a temporary shortage
@@ -380,11 +376,8 @@ class ColdStarts:
         """Return why a start would be cold now even if standbys wait, or None."""
         return self.off or self.unfit or self.next_round
 
-    def count_warm(self) -> None:
-        self._started("warm", "")
-
     def count_cold(self, cold: Cold) -> None:
-        self._started("cold", cold.reason.value)
+        self.started("cold", cold.reason.value)
         self.log(cold)
 
     def log(self, cold: Cold) -> None:
@@ -442,7 +435,7 @@ class StandbyPool:
 
     def __init__(
         self,
-        spec: StandbySpec,
+        spec: modules.StandbySpec,
         run_dir: str,
         started: Callable[[str, str], None],
         shown: Callable[[int, int], None],
@@ -456,7 +449,7 @@ class StandbyPool:
         """
         self._spec = spec
         self._cold = ColdStarts(started)
-        self._modules = PreloadedModules(spec, run_dir)
+        self._modules = modules.PreloadedModules(spec, run_dir)
         self._waiting = WaitingStandbys()
         self._thread = PoolThread(self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started
@@ -480,7 +473,7 @@ class StandbyPool:
             except OSError as error:
                 logger.warning("cannot release a standby (pid %s): %s", standby.pid, error)
                 continue
-            self._cold.count_warm()
+            self._cold.started("warm", "")
             self._released.append(process.pid)
             return process
         self._cold.count_cold(cold)

@@ -35,7 +35,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
     del sys.path[0]  # the directory of this file: nothing may be imported from it by its short name
 _AT_START = frozenset(sys.modules)
 _WORKERS_PATH = sys.path[:]
-if __name__ == "__main__":  # the server itself imports Python's own modules, for any PYTHONPATH
+if __name__ == "__main__":  # PYTHONPATH must not replace Python's own modules in the server
     _os = getattr(sys.modules.get("os"), "__file__", None) or ""
     _standard = [number for number, entry in enumerate(sys.path) if entry and entry == _os.rpartition("/")[0]]
     del sys.path[: _standard[0] if _standard else 0]
@@ -337,7 +337,7 @@ def _show_as(command: "list[str]", environ: "Mapping[str, str]") -> None:
 
 def _set_signals(ignored: int) -> None:
     """Ignore the signals that the agent ignores and reset the others, as exec would. Handlers set by imports stay."""
-    now_ignored, caught = _mask("SigIgn"), _mask("SigCgt")
+    now_ignored, caught = signal_mask("SigIgn"), signal_mask("SigCgt")
     for number in signal.valid_signals():
         bit = 1 << (number - 1)
         if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ):  # the last two are Python's to ignore
@@ -348,7 +348,8 @@ def _set_signals(ignored: int) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def _mask(name: str) -> int:
+def signal_mask(name: str) -> int:
+    """Return a mask of signals in proc_pid_status(5), which all threads of this process share."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return next(int(line.split()[1], 16) for line in status if line.startswith(name + ":"))
 

@@ -52,12 +52,12 @@ def ended(client):
 def agent():
     started = []
 
-    def _agent(how, **env):
+    def _agent(how, stderr=subprocess.PIPE, **env):
         run_dir = tempfile.mkdtemp()
         process = subprocess.Popen(
             [sys.executable, "-c", AGENT, os.urandom(16).hex(), run_dir, how],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env={**os.environ, **env},
         )
@@ -71,6 +71,14 @@ def agent():
         process.wait()
         kill_marked(process.args[3].encode())  # it may hold the pipes open
         process.communicate()
+
+
+@pytest.fixture
+def child():
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    yield child
+    child.kill()
+    child.wait()
 
 
 def test_nothing_outlives_a_killed_agent(agent):
@@ -165,25 +173,15 @@ def test_what_is_between_fork_and_exec_as_the_agent_ends_is_found(tmp_path, ends
     assert left == []
 
 
-def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
+def test_a_reaper_whose_reader_is_gone_still_cleans_up(agent):
     """The console of the agent is closed together with the agent: `torchrun ... 2>&1 | head`."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", AGENT, os.urandom(16).hex(), str(run_dir), "wait"],
-        stdout=subprocess.PIPE,
-        stderr=writer,
-        text=True,
-    )
+    process, reaper, workers, run_dir = agent("wait", stderr=writer)
     os.close(writer)
-    reaper, *workers = map(int, process.stdout.readline().split())
     os.close(reader)
     process.kill()
-    process.wait()
-    process.stdout.close()
     assert wait_gone([*workers, reaper]) == []
-    assert not run_dir.exists()
+    assert not os.path.exists(run_dir)
 
 
 def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
@@ -211,36 +209,26 @@ def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path,
     client.close(clean=False)
 
 
-def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
-    process, reaper, workers, run_dir = agent("clean")
+@pytest.mark.parametrize("how", ["clean", "end"])
+def test_an_agent_that_ends_leaves_something_alive_only_if_it_ends_well(agent, how):
+    process, reaper, workers, run_dir = agent(how)
     assert process.wait(LIMIT_S) == 0
-    assert wait_gone([reaper]) == []
+    assert wait_gone([reaper, *(workers if how == "end" else ())]) == []
     assert not os.path.exists(run_dir)
-    for pid in workers:
+    for pid in workers if how == "clean" else ():
         os.kill(pid, signal.SIGKILL)  # raises if it is gone
 
 
-def test_an_agent_that_ends_otherwise_leaves_nothing(agent):
-    process, reaper, workers, _ = agent("end")
-    assert process.wait(LIMIT_S) == 0
-    assert wait_gone([*workers, reaper]) == []
-
-
-def test_a_killed_reaper_is_replaced(tmp_path):
+def test_a_killed_reaper_is_replaced(tmp_path, child):
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    try:
-        client.watch([child.pid])
-        first = client._process.pid
-        os.kill(first, signal.SIGKILL)
-        ended(client)
-        client.revive()
-        assert client._process.pid != first
-        client.close(clean=False)
-        assert child.wait(LIMIT_S) == -signal.SIGKILL
-    finally:
-        child.kill()
-        child.wait()
+    client.watch([child.pid])
+    first = client._process.pid
+    os.kill(first, signal.SIGKILL)
+    ended(client)
+    client.revive()
+    assert client._process.pid != first
+    client.close(clean=False)
+    assert child.wait(LIMIT_S) == -signal.SIGKILL
 
 
 def test_a_signal_while_a_reaper_starts_loses_no_reaper(tmp_path, monkeypatch):
@@ -265,27 +253,22 @@ def test_a_signal_while_a_reaper_starts_loses_no_reaper(tmp_path, monkeypatch):
     client.close(clean=True)
 
 
-def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
+def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, child, caplog):
     """Its pipe is full after a few hundred rounds; at the end it is continued."""
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    try:
-        first = client._process.pid
-        os.kill(first, signal.SIGSTOP)
-        os.waitid(os.P_PID, first, os.WSTOPPED)
-        client._workers = [child.pid] * 4000
-        for _ in range(8):  # 30 KB each
-            client._send_round()
-        assert "has not read its messages for a long time; starting another" in caplog.text
-        assert wait_gone([first]) == []
-        client.watch([child.pid])
-        os.kill(client._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, client._process.pid, os.WSTOPPED)
-        client.close(clean=False)
-        assert child.wait(LIMIT_S) == -signal.SIGKILL
-    finally:
-        child.kill()
-        child.wait()
+    first = client._process.pid
+    os.kill(first, signal.SIGSTOP)
+    os.waitid(os.P_PID, first, os.WSTOPPED)
+    client._workers = [child.pid] * 4000
+    for _ in range(8):  # 30 KB each
+        client._send_round()
+    assert "has not read its messages for a long time; starting another" in caplog.text
+    assert wait_gone([first]) == []
+    client.watch([child.pid])
+    os.kill(client._process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, client._process.pid, os.WSTOPPED)
+    client.close(clean=False)
+    assert child.wait(LIMIT_S) == -signal.SIGKILL
 
 
 def test_a_reaper_of_another_version_reads_nothing(tmp_path, monkeypatch, caplog):

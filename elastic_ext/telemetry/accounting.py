@@ -1,30 +1,20 @@
-"""This agent's metrics, and its goodput: a ledger of what the agent and its workers do, shared with the job."""
+"""This agent's goodput: a ledger of what the agent and its workers do, shared with the job, as metrics and status show it."""
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-import elastic_ext
-from elastic_ext.base import goodput, kinds
+from elastic_ext.base import kinds
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import Shared, Spent
-from elastic_ext.base.settings import Settings
-from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.base.goodput import Shared, Spent, summary
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, WorkerProgress, gpu_uuids, gpus_by_local_rank
-from elastic_ext.telemetry.collectors import GoodputCollector, goodput_status
-from elastic_ext.telemetry.goodput import Look, TimeLedger
+from elastic_ext.telemetry.goodput import Look, TimeLedger, advised_interval
 from elastic_ext.workers.progress import Progress, ProgressTable
-from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +23,6 @@ WRITES_PER_S = 10.0  # of all agents of a job together
 AT_ROUNDS_END = 10  # about this many agents write at once: all nodes write other records then, and a recovery waits for those
 ROUNDING_S = 1e-3  # of a sum
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
-
-
-def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int]) -> list[WorkerProgress]:
-    """Return a row for each worker that reports its progress. workers, ranks: progress and global ranks, by local rank."""
-    return [WorkerProgress(local_rank, ranks[local_rank], row) for local_rank, row in enumerate(workers) if row.pid]
 
 
 def share_every_s(nodes: int) -> float:
@@ -65,12 +50,16 @@ class _KnownGoodput:
         return replace(self, shared=replace(self.shared, hosts=shared.hosts))
 
 
-class Goodput:
-    """This agent's ledger, and the thread that shares it. Any thread may call `look` and `job`, the main thread the others."""
+class Goodput(families.FamilyCollector):
+    """This agent's ledger, and the thread that shares it.
+
+    Any thread may call `look`, `job`, `values` and `status`, the main thread the others.
+    """
+
+    table = families.GOODPUT
 
     def __init__(self) -> None:
-        # Re-entrant: a signal handler may interrupt the thread that holds the lock.
-        self._lock = threading.RLock()
+        super().__init__()
         self._ledger = TimeLedger(time.monotonic())
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
@@ -134,6 +123,46 @@ class Goodput:
         with self._lock:
             return self._known.at(mine)
 
+    def values(self) -> families.Values:
+        look, job = self.look(), self.job()
+        interval = advised_interval(job.spent, job.hosts)
+        for state, seconds in look.spent.by_state.items():
+            yield "elastic_ext_goodput_seconds", (state,), seconds
+        single = {
+            "goodput_unsettled_seconds": look.unsettled_s,
+            "goodput_ratio": job.spent.ratio,
+            "effective_training_time_ratio": job.spent.effective_ratio,
+            "tokens": look.tokens,
+            "floating_point_operations": look.flops,
+            "checkpoint_interval_advised_seconds": interval.seconds,
+        }
+        if interval.seconds is not None:
+            single |= {
+                "checkpoint_stall_mean_seconds": interval.stall_s,
+                "restart_mean_seconds": interval.restart_s,
+                "interruption_interval_mean_seconds": interval.between_s,
+            }
+        for name, value in single.items():
+            yield f"elastic_ext_{name}", (), value
+
+    def status(self) -> dict[str, object]:
+        """Return what /status.json shows under "goodput"."""
+        look, job = self.look(), self.job()
+        interval = advised_interval(job.spent, job.hosts)
+        return {
+            "seconds": look.spent.by_state,
+            "unsettled_seconds": look.unsettled_s,
+            "job": {
+                "hosts": job.hosts,
+                "seconds": job.spent.by_state,
+                "ratio": job.spent.ratio,
+                "effective_ratio": job.spent.effective_ratio,
+                "interruptions": job.spent.interruptions,
+                "checkpoint_interval_advised_seconds": interval.seconds,
+                "checkpoint_interval_reason": interval.reason,
+            },
+        }
+
     def share_with(self, share: Callable[[Spent], Shared]) -> None:
         """Share from the first round on. share: adds what was spent since its last call; returns the sum of the job."""
         self._share = share
@@ -153,7 +182,7 @@ class Goodput:
             self._thread.join(limit_s)
         self._closed = True  # not before: if a signal ends the wait, the next call does the rest
         job = self.job()
-        logger.info("%s (%d hosts, %.0f s)", goodput.summary(job.spent), job.hosts, job.spent.total_s)
+        logger.info("%s (%d hosts, %.0f s)", summary(job.spent), job.hosts, job.spent.total_s)
 
     def _share_often(self) -> None:
         failed = False
@@ -182,48 +211,3 @@ class Goodput:
         with self._lock:
             self._given, self._known = mine, self._known.after(shared, mine)
             self._ledger.learn(shared.spent)
-
-
-class AccountedMetrics(AgentMetrics):
-    """The agent's metrics, with its goodput, which every change of state concerns."""
-
-    @functools.cached_property
-    def goodput(self) -> Goodput:
-        """Where the time goes. Made by the constructor of AgentMetrics, which enters a state."""
-        return Goodput()
-
-    on_copied: Callable[[int | None], object] = staticmethod(lambda lag_steps: None)
-    """Called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`."""
-
-    def enter(self, state: str) -> None:
-        self.goodput.enter(state)
-        super().enter(state)
-
-    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
-        super().copied(size, lag_steps, lag_s, complete, failed)
-        if complete:
-            self.on_copied(lag_steps)
-
-    def failed(self, kind: str) -> None:
-        self.goodput.decided(kind)
-        super().failed(kind)
-
-    def status(self) -> dict[str, object]:
-        return {**super().status(), "goodput": goodput_status(self.goodput.look(), self.goodput.job())}
-
-
-def make_metrics(
-    settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]
-) -> AccountedMetrics:
-    """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
-    metrics = AccountedMetrics(
-        version=elastic_ext.__version__,
-        torch=torch.__version__,
-        run_id=run_id,
-        node=host_name(settings),
-        cold_reasons=[each.value for each in ColdReason],
-        gpus=GpuQuery(lambda: gpus_by_local_rank(workers, gpu_uuids(), os.environ)).answer,
-        progress=progress,
-    )
-    metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))
-    return metrics

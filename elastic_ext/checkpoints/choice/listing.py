@@ -18,7 +18,7 @@ from elastic_ext.checkpoints.choice import ordering
 from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, Names, PassedOver
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
-from elastic_ext.checkpoints.formats import dcp, detect, layouts
+from elastic_ext.checkpoints.formats import detect, layouts
 from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
@@ -74,7 +74,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
     choice = ordering.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
-    if any(entry.name == dcp.METADATA or entry.name.endswith(dcp.SHARD_SUFFIX) for entry in listed):
+    if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
         return replace(choice, passed_over=(*choice.passed_over, hint))
     return choice
@@ -367,7 +367,7 @@ def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, l
         except (FileNotFoundError, PermissionError):
             continue
         names = layouts.top_names(content)
-        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or dcp.matches(folder, names):
+        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or layouts.is_dcp(folder, names):
             continue
         yield folder, content
         if depth < MAX_DEPTH:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory import UNFINISHED
-from elastic_ext.checkpoints.formats import dcp
+from elastic_ext.checkpoints.formats import layouts
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile, checksum
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
@@ -156,7 +156,7 @@ def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:
     """Return the checksums in the manifest; none without a manifest. Raises CopyError, ManifestError, UsageError, OSError."""
-    manifest = dcp.read_manifest(source, name, found)
+    manifest = layouts.read_manifest(source, name, found)
     if manifest is None:
         return {}
     checksums = {file.name: file.checksum for file in manifest.files}

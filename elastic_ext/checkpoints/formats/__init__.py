@@ -16,9 +16,8 @@ A custom format is an object with the two methods of `Format`. An installed pack
             whole = storage.read(entry.name).endswith(b"END")
             return Inspection(whole, "mine", "it ends as it should" if whole else "its end is missing", entry.mtime)
 
-`single_files` knows the formats of a single file, `dcp` our own directories and others of torch.distributed.checkpoint, `layouts`
-has a table of those of other tools. `detect` chooses among them, and verifies. `names` reads what names say. Nothing else in this
-package is public.
+`single_files` knows the formats of a single file, `layouts` those of directories, with a table of those of tools. `detect`
+chooses among them, and verifies. `names` reads what names say. Nothing else in this package is public.
 """
 
 from elastic_ext.checkpoints.formats.inspection import Format, Inspection

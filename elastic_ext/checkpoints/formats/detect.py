@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from typing import IO
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import dcp, layouts, single_files
+from elastic_ext.checkpoints.formats import layouts, single_files
 from elastic_ext.checkpoints.formats.inspection import (
     DCP,
     SAVED_MODEL,
@@ -48,13 +48,13 @@ _ZIP = b"PK"  # the first bytes of every zip record
 # Of each directory format: whether it has this name and these names in it, and a check, which gets the usable entries in it. The
 # first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
-    (dcp.is_own, dcp.check_own),
-    (dcp.is_lightning, dcp.check_lightning),
-    (dcp.matches, layouts.check_shards),
+    (layouts.is_own, layouts.check_own),
+    (layouts.is_lightning, layouts.check_lightning),
+    (layouts.is_dcp, layouts.check_shards),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
-COMMIT_FILES = (MANIFEST, dcp.METADATA, layouts.STATE)
+COMMIT_FILES = (MANIFEST, layouts.METADATA, layouts.STATE)
 
 
 def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
@@ -215,7 +215,7 @@ class _File:
     name: str
     size: int
     checksum: str = ""
-    items: tuple[dcp.Item, ...] = ()
+    items: tuple[layouts.Item, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def verify(
     try:
         plan = _plan(storage, checkpoint)
     except (ManifestError, PeekError) as error:
-        file = MANIFEST if isinstance(error, ManifestError) else dcp.METADATA
+        file = MANIFEST if isinstance(error, ManifestError) else layouts.METADATA
         return Verification((Remark(file, str(error)),), 0, 0)
     chosen = plan.files
     if mode is Mode.SAMPLED and chosen:
@@ -289,12 +289,12 @@ def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
             [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
         )
     found = dict(files_of(storage, checkpoint.name))
-    manifest = dcp.read_manifest(storage, checkpoint.name, found)
+    manifest = layouts.read_manifest(storage, checkpoint.name, found)
     return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
 
 
 def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
-    faults = dcp.size_faults(manifest, found)
+    faults = layouts.size_faults(manifest, found)
     files = [_File(file.name, file.size, file.checksum) for file in manifest.files if file.name not in faults]
     known = {MANIFEST, *(file.name for file in manifest.files)}
     notes = [Remark(name, f"not in {MANIFEST}") for name in found if name not in known]
@@ -303,10 +303,10 @@ def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
 
 def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, Entry]) -> _Plan:
     """Plan by each `.metadata`, which lies beside its shards, maybe in a subdirectory. Read all other files as they are."""
-    files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(dcp.SHARD_SUFFIX)]
+    files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(layouts.SHARD_SUFFIX)]
     faults = []
-    for folder in sorted(name.removesuffix(dcp.METADATA) for name in found if f"/{name}".endswith(f"/{dcp.METADATA}")):
-        items = dcp.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + dcp.METADATA]).items
+    for folder in sorted(name.removesuffix(layouts.METADATA) for name in found if f"/{name}".endswith(f"/{layouts.METADATA}")):
+        items = layouts.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + layouts.METADATA]).items
         for file in sorted({item.file for item in items}):
             name = folder + file
             if name in found:
@@ -314,7 +314,7 @@ def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, E
             else:
                 faults.append(Remark(name, "it is missing"))
     planned = {file.name for file in files}
-    return _Plan(files, faults, [Remark(name, f"not in {dcp.METADATA}") for name in found if name not in planned])
+    return _Plan(files, faults, [Remark(name, f"not in {layouts.METADATA}") for name in found if name not in planned])
 
 
 def _read_file(storage: Storage, checkpoint: Entry, file: _File, progress: _Progress) -> Content:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
+from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
 from elastic_ext.checkpoints.formats.manifest import (
     MANIFEST,
     Manifest,

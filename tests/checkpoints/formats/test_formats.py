@@ -29,9 +29,9 @@ from elastic_ext.checkpoints import formats
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats import detect, single_files
-from elastic_ext.checkpoints.formats.dcp import parse_metadata
 from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, Inspection
+from elastic_ext.checkpoints.formats.layouts import parse_metadata
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.choice.scenes import chosen, inspected, resume_in, step_in

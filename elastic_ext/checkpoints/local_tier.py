@@ -63,21 +63,13 @@ def open_directories(remote: Storage, local_dir: str | os.PathLike[str] | None, 
         local_dir: None: the agent's choice; "": no local tier.
         memory_dir: the agent's directory for copies in memory; "": none.
     """
-    local = _agreed_tier("local_dir", _local_address(local_dir, remote), ranks)
-    return Directories(remote, local, _agreed_tier("the memory tier", memory_dir if _is_agents(remote) else "", ranks))
-
-
-def _local_address(local_dir: str | os.PathLike[str] | None, remote: Storage) -> str:
-    """Return the local directory; "" for no local tier."""
-    if local_dir is not None:
-        return os.fspath(local_dir)
-    return os.environ.get(LOCAL_DIR, "") if _is_agents(remote) else ""
-
-
-def _is_agents(remote: Storage) -> bool:
-    """Return whether this is the agent's checkpoint_dir. To another one it would not copy, nor resume from it."""
     agents = os.environ.get(CHECKPOINT_DIR, "")
-    return bool(agents) and open_storage(agents).address == remote.address
+    # To another directory than its own checkpoint_dir an agent would not copy, nor resume from it.
+    is_agents = bool(agents) and open_storage(agents).address == remote.address
+    if local_dir is None:
+        local_dir = os.environ.get(LOCAL_DIR, "") if is_agents else ""
+    local = _agreed_tier("local_dir", os.fspath(local_dir), ranks)
+    return Directories(remote, local, _agreed_tier("the memory tier", memory_dir if is_agents else "", ranks))
 
 
 def _agreed_tier(what: str, address: str, ranks: Ranks) -> LocalTier | None:
@@ -246,9 +238,6 @@ class _Overlay(Storage):
     def __init__(self, local: Storage) -> None:
         super().__init__(local.address)
         self._local = local
-
-    def path(self, name: str) -> str:
-        return self._local.path(name)
 
     def stat(self, name: str) -> Entry | None:
         return self._local.stat(f"{FETCHED}/{name}") or self._local.stat(name)

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
 from elastic_ext.checkpoints.choice import ordering
-from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, Names, PassedOver
+from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, PassedOver
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import detect, layouts
@@ -288,7 +288,14 @@ def seen_in(storage: Storage, pattern: str = "") -> str:
             return itself
         below, unknown_below = _below(storage, listed, pattern)
         seen = (*below, *unknown_below)
-        unread = [path for path in _unread(storage, listed) if not any(each.startswith(f"{path}/") for each in seen)]
+        named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
+        unread = [  # directories with a step in their names and files of no known format
+            entry.path
+            for entry in named
+            if detect.check(storage, entry).format == UNKNOWN
+            and next(files_of(storage, entry.name), None) is not None
+            and not any(each.startswith(f"{entry.path}/") for each in seen)
+        ]
         unknown = [*unread, *_unknown(listed), *unknown_below]
     except (OSError, UsageError) as error:
         return f"what lies there cannot be looked at: {error}"
@@ -322,13 +329,6 @@ def _unknown(listed: Sequence[Entry]) -> list[str]:
         return step_of(entry.name) is not None or not _WORDS.isdisjoint(words_of(entry.name))
 
     return [entry.path for entry in listed if may_be(entry)]
-
-
-def _unread(storage: Storage, listed: Sequence[Entry]) -> list[str]:
-    """Return the paths of directories with a step in their names and files of no known format."""
-    named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
-    unknown = (entry for entry in named if detect.check(storage, entry).format == UNKNOWN)
-    return [entry.path for entry in unknown if next(files_of(storage, entry.name), None) is not None]
 
 
 def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> tuple[list[str], list[str]]:
@@ -472,9 +472,9 @@ def _inspect_all(
 
 def _together(found: Sequence[NameFamily]) -> dict[str, str]:
     """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
-    sets: list[list[Names]] = []
-    for names in map(ordering.names_of, found):
-        if names.steps and not ordering.is_copy(names.pattern):
-            near = [each for each in sets if any(ordering.are_kin(names, other) for other in each)]
-            sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
-    return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}
+    sets: list[list[NameFamily]] = []
+    for family in found:
+        if family.steps and not ordering.is_copy(family.pattern):
+            near = [each for each in sets if any(ordering.are_kin(family, other) for other in each)]
+            sets = [each for each in sets if each not in near] + [[family, *(other for each in near for other in each)]]
+    return {family.pattern: each[0].pattern for each in sets if len(each) > 1 for family in each}

@@ -132,10 +132,7 @@ def check_own(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspe
     except ManifestError as error:
         return Inspection(False, OWN, str(error))
     for folder in sorted({file.name.rpartition("/")[0] for file in manifest.files} - {""}):
-        try:
-            found.update({f"{folder}/{item.name}": item for item in storage.entries(f"{entry.name}/{folder}")})
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # `size_faults` reports its files as missing
+        found |= {f"{folder}/{item.name}": item for item in storage.listed(f"{entry.name}/{folder}")}
     faults = [f"{file} {fault}" for file, fault in size_faults(manifest, found).items()]
     if faults:
         return Inspection(False, OWN, summary(faults))
@@ -244,11 +241,6 @@ class Tree:
             found.setdefault(path.rpartition("/")[0], []).append(entry)
         return {folder: content for folder, content in found.items() if is_dcp(folder, [each.name for each in content])}
 
-    @property
-    def shard_files(self) -> list[str]:
-        """The paths of the files of torch.distributed.checkpoint."""
-        return [path for path in self.files if path.endswith((METADATA, SHARD_SUFFIX))]
-
     def checked(self) -> list[str]:
         """The paths of all files whose kind can be checked, but for shards."""
         return sorted(path for path in self.files if path.endswith(_CHECKED))
@@ -289,7 +281,7 @@ def check_parts(storage: Storage, tree: Tree) -> Inspection:
     paths = tree.checked()
     files = _check_files(storage, tree)
     numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
-    times = [tree.files[path].mtime for path in [*paths, *tree.shard_files]]
+    times = [each.mtime for path, each in tree.files.items() if path.endswith((*_CHECKED, METADATA, SHARD_SUFFIX))]
     return Inspection(
         complete=True,
         format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
@@ -540,7 +532,9 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         unknown = Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
         if layout is STEP_DIRECTORY and not (tree.checked() or tree.shard_folders):
             return unknown
-        _check_folders(tree)
+        for folder in sorted(tree.folders):
+            if re.search(r"rank_?\d+", folder) and not any(path.startswith(f"{folder}/") for path in tree.files):
+                raise TornCheckpoint(f"{folder} is empty, the save did not finish")
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
         states = {path: read_json(storage, tree, path) for path in _STATES if path in tree.files}
@@ -554,7 +548,8 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         return Inspection(False, layout.format, str(error))
     if found.training is False and layout is STEP_DIRECTORY and not names.says_step(entry.name):
         return Inspection(False, SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
-    step, epoch = _numbers(states)
+    given = [(states[path], keys) for path, keys in _STATES.items() if path in states]
+    step, epoch = (_value(given[0][0], key) for key in given[0][1]) if given else (None, None)
     if step is None and names.step_of(entry.name) is None:
         step, epoch = found.step, found.epoch if epoch is None else epoch
     found = replace(found, format=layout.format, step=step, epoch=epoch)
@@ -562,22 +557,6 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         reason, written_at = f"{STATE} says step {step}, all parts are complete", tree.files[STATE].mtime
         found = replace(found, reason=reason, written_at=written_at)
     return replace(found, reason=f"{found.reason}, {NO_OPTIMIZER}") if found.training is False else found
-
-
-def _check_folders(tree: Tree) -> None:
-    """Check that the folder of no rank is empty."""
-    for folder in sorted(tree.folders):
-        if re.search(r"rank_?\d+", folder) and not any(path.startswith(f"{folder}/") for path in tree.files):
-            raise TornCheckpoint(f"{folder} is empty, the save did not finish")
-
-
-def _numbers(states: States) -> tuple[int | None, int | None]:
-    """Return step and epoch by the first JSON file that gives them."""
-    for path, keys in _STATES.items():
-        if path in states:
-            step, epoch = (_value(states[path], key) for key in keys)
-            return step, epoch
-    return None, None
 
 
 def _value(state: object, key: str) -> int | None:

@@ -325,10 +325,7 @@ def entry_of(storage: Storage, name: str) -> Entry | None:
     found = storage.stat(name)
     if found is not None or ANY not in name:
         return found
-    try:
-        return next((entry for entry in grouped(storage.entries()) if entry.name == name), None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return next((entry for entry in grouped(storage.listed()) if entry.name == name), None)
 
 
 def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
@@ -338,8 +335,8 @@ def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
     """
     entry = entry_of(storage, name) if ANY in name else None
     named = [(rank_name(part.name), part.path) for part in entry.parts] if entry is not None else []
-    return {found.ranks[0]: path for found, path in named if found is not None and _is_of_one_rank(found)}
-
-
-def _is_of_one_rank(name: RankName) -> bool:
-    return len(name.ranks) == 1 and name.words[0] in ("rank", "global_rank", "shard")
+    return {
+        found.ranks[0]: path
+        for found, path in named
+        if found is not None and len(found.ranks) == 1 and found.words[0] in ("rank", "global_rank", "shard")
+    }

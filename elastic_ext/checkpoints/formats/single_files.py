@@ -197,7 +197,7 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
     `file` must be seekable. Raises OSError if it cannot be read.
     """
     if entry.name.endswith(SAFETENSORS_SUFFIX):
-        fault = _safetensors_fault(entry.size, file)
+        fault = safetensors_fault(entry.size, file)
         if fault:
             return Inspection(False, SAFETENSORS, fault)
         reason = f"header intact, size as expected, weights only: {NO_OPTIMIZER}"
@@ -255,11 +255,6 @@ def holds_optimizer(values: Mapping[object, object]) -> bool:
     return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
 
 
-def read_safetensors(size: int, file: IO[bytes]) -> Content:
-    """Check the header and size of a file of `size` bytes. The tensors cannot be verified. Raises OSError."""
-    return Content(_safetensors_fault(size, file), "safetensors has no checksums: only header and size were checked")
-
-
 def read_torch_save(file: IO[bytes]) -> Content:
     """Read all records of a file of torch.save and check their CRCs. Raises OSError."""
     unchecked = 0
@@ -275,8 +270,12 @@ def read_torch_save(file: IO[bytes]) -> Content:
                 damaged = archive.testzip()
                 return Content(f"damaged: {damaged[:100]!r}" if damaged else "")
             for info in archive.infolist():
-                fault = _entry_fault(info) or _record_fault(archive, info)
-                if fault:
+                count, fault = 0, _entry_fault(info)
+                with _open_record(archive, info) as record:
+                    while not fault and (block := record.read(_BLOCK)):
+                        count += len(block)
+                if fault or count != info.file_size:
+                    fault = fault or f"only {count} of {info.file_size} bytes"
                     return Content(f"damaged: {info.filename[:100]!r}: {fault}")
                 unchecked += info.CRC == 0 and info.file_size > 0
             fault = _end_fault(file, archive)
@@ -337,14 +336,6 @@ def _entry_fault(info: zipfile.ZipInfo) -> str:
     if info.flag_bits & ~_FLAGS or info.comment or info.volume or info.external_attr:
         return "torch never writes such an entry in the zip directory"
     return ""
-
-
-def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
-    count = 0
-    with _open_record(archive, info) as record:
-        while block := record.read(_BLOCK):
-            count += len(block)
-    return "" if count == info.file_size else f"only {count} of {info.file_size} bytes"
 
 
 def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
@@ -419,7 +410,8 @@ def _pickles(file: IO[bytes], size: int) -> list[Peeked]:
 # safetensors.
 
 
-def _safetensors_fault(size: int, file: IO[bytes]) -> str:
+def safetensors_fault(size: int, file: IO[bytes]) -> str:
+    """Return what is wrong with the header and size of a file of `size` bytes, or "". Raises OSError."""
     file.seek(0)
     header_size = int.from_bytes(file.read(8), "little")
     if size < 8 or header_size > min(MAX_HEADER, size - 8):

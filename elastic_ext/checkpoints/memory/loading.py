@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, P
 from elastic_ext.checkpoints.ranks import Ranks
 from elastic_ext.checkpoints.state import local_part
 from elastic_ext.checkpoints.state.capture import StateDict, UnshardedState
-from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +122,11 @@ def filled(template: StateDict, values: Mapping[Path, Any], tensors: Iterable[Pa
     wanted = {path for path, _ in part.other_leaves(template)}
     if missing := wanted - values.keys():
         raise PartError(f"the copy does not have {_some(missing)}")
-    if left := surplus({*wanted, *(path for path, _ in part.leaves(template))}, {*values, *tensors}):
+    wanted |= {path for path, _ in part.leaves(template)}
+    objects = {path[:2] for path in wanted}  # an object that the script no longer has at all is left out, as from disk
+    if left := {path for path in {*values, *tensors} - wanted if path[:2] in objects}:
         raise PartError(f"there is no place for {_some(left)} of the copy")
     return cast(StateDict, _filled(template, (), values))
-
-
-def surplus(wanted: Set[Path], copied: Set[Path]) -> Set[Path]:
-    """Return what is copied of wanted objects, but not wanted. What a script no longer has at all is left out, as from disk."""
-    objects = {path[:2] for path in wanted}
-    return {path for path in copied - wanted if path[:2] in objects}
 
 
 def _filled(value: Any, path: Path, values: Mapping[Path, Any]) -> Any:
@@ -241,9 +236,17 @@ class ReshardedCopy:
         reads = self._ranks.run_on_all(lambda: list(self._plan(template)))
         exchange = PieceExchange(self._tier, self._parts, self._name, self._ranks)
         with exchange.with_files(()) as storage:
+
+            def copy() -> None:
+                for read in reads:
+                    file, begin, end = read.range
+                    data = torch.empty(end - begin, dtype=torch.uint8)
+                    read_bytes(storage, f"{self._name}/{file}", begin, data)
+                    read.copy(data)
+
             exchange.fetch(merge_ranges(read.range for read in reads))
             with torch.no_grad():
-                self._ranks.run_on_all(lambda: _copy_ranges(storage, self._name, reads))
+                self._ranks.run_on_all(copy)
         values = {path: value for index in reversed(self._indexes.values()) for path, value in index.values.items()}
         tensors = {path for index in self._indexes.values() for path in index.tensors}
         return self._ranks.run_on_all(lambda: filled(template, values, tensors))
@@ -257,9 +260,9 @@ class ReshardedCopy:
             found = [each for each in pieces.get(path, ()) if len(each.box.begin) == len(box.begin)] if box is not None else []
             reads = [Read(target, box, each, shared) for each in found if box and (shared := overlap(box, each.box)) is not None]
             if box is None or sum(math.prod(read.box.size) for read in reads) != target.numel():
-                raise PartError(f"the copy does not have all of {'.'.join(map(str, path))}, {tuple(tensor.shape)}")
+                raise PartError(f"the copy does not have all of {part.shown(path)}, {tuple(tensor.shape)}")
             if any(read.piece.place.dtype != target.dtype for read in reads):
-                raise PartError(f"{'.'.join(map(str, path))} is {target.dtype}, the copy has {found[0].place.dtype}")
+                raise PartError(f"{part.shown(path)} is {target.dtype}, the copy has {found[0].place.dtype}")
             yield from reads
 
     def _pieces(self) -> dict[Path, list[Piece]]:
@@ -271,11 +274,3 @@ class ReshardedCopy:
                 if (box := self._indexes[file].boxes.get(path)) is not None:
                     found.setdefault(path, {}).setdefault(box, Piece(file, box, place))
         return {path: list(pieces.values()) for path, pieces in found.items()}
-
-
-def _copy_ranges(storage: Storage, name: str, reads: Sequence[Read]) -> None:
-    for read in reads:
-        file, begin, end = read.range
-        data = torch.empty(end - begin, dtype=torch.uint8)
-        read_bytes(storage, f"{name}/{file}", begin, data)
-        read.copy(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
@@ -32,8 +32,6 @@ from elastic_ext.training import saves
 logger = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-
 Refused = Mapping[str, Collection[str]]
 """Names of checkpoints not to load, by the address of their directory, because both tiers may have the same name."""
 
@@ -50,24 +48,26 @@ class Selection:
         Raises StorageFailed if the remote storage does not answer.
         """
         remote, tier = self._directories.remote, self._directories.local
-        name = self._ranks.from_rank_0(_asking(remote, lambda: _newest_complete(remote, refused.get(remote.address, ()))))
+
+        def look() -> tuple[str | None, frozenset[str]]:
+            try:
+                quarantined = marks.quarantined_names(remote)
+                return _newest_complete(remote, quarantined.union(refused.get(remote.address, ()))), quarantined
+            except OSError as error:
+                raise StorageFailed(f"{remote.address} does not answer: {error}") from error
+
+        name, quarantined = self._ranks.from_rank_0(look)
         in_remote = (remote, name) if name is not None else None
         if tier is None:
             return in_remote
-        local, offers = tier.storage, self._offers(tier)
-        names = self._ranks.from_rank_0(_asking(remote, lambda: marks.quarantined_names(remote)))
-        names = names.union(refused.get(local.address, ()))
+        local, offers = tier.storage, self.offers(tier)
+        names = quarantined.union(refused.get(local.address, ()))
         offer = tiers.newest_loadable(offers, names)
         if offer is None or (name is not None and order_or_oldest(name) > order_or_oldest(offer.name)):
             return in_remote
         return local, offer.name
 
-    def newest_in_memory(self, memory: LocalTier, refused: Collection[str]) -> str | None:
-        """Return the newest copy in memory that these ranks can load, not counting the refused ones. Collective."""
-        found = tiers.newest_loadable(self._offers(memory), refused)
-        return found.name if found is not None else None
-
-    def _offers(self, tier: LocalTier) -> list[list[Offer]]:
+    def offers(self, tier: LocalTier) -> list[list[Offer]]:
         """Return what each node has in a tier. Collective."""
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
         return [each for each in offers if each is not None]
@@ -172,23 +172,10 @@ def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
         raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
 
 
-def _asking(storage: Storage, ask: Callable[[], T]) -> Callable[[], T]:
-    """Return `ask`, which raises StorageFailed for an OSError of the storage."""
-
-    def asked() -> T:
-        try:
-            return ask()
-        except OSError as error:
-            raise StorageFailed(f"{storage.address} does not answer: {error}") from error
-
-    return asked
-
-
 def _newest_complete(storage: Storage, refused: Collection[str]) -> str | None:
-    """Return our newest checkpoint that has a manifest and is neither refused nor quarantined. Raises OSError."""
-    quarantined = marks.quarantined_names(storage)
+    """Return our newest checkpoint that has a manifest and is not refused. Raises OSError."""
     for name in tiers.own_checkpoints(storage):
-        if name not in refused and name not in quarantined:
+        if name not in refused:
             if storage.stat(f"{name}/{MANIFEST}") is not None:
                 return name
             logger.info("skipping checkpoint %s: no %s, the save did not finish", storage.path(name), MANIFEST)
@@ -275,9 +262,9 @@ class Loader:
                 saves.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
-            older = self._selection.newest_in_memory(memory, refused)
-            if older is not None and not self._lower_has(older):
-                name = older
+            older = tiers.newest_loadable(self._selection.offers(memory), refused)
+            if older is not None and not self._lower_has(older.name):
+                name = older.name
                 continue
             position = self.load_newest()
             if position is None:

@@ -33,7 +33,7 @@ from elastic_ext.checkpoints.directory import marks, pruning, tiers
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.tiers import rank_of
 from elastic_ext.checkpoints.formats.inspection import OWN
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
 from elastic_ext.checkpoints.state import torch_dumps
@@ -402,10 +402,6 @@ class Retention:
                     logger.info("removed %s: %s", self._directories.remote.path(decision.name), decision.reason)
                     yield decision
 
-    def discard(self, name: str) -> None:
-        """Remove the leftovers of a failed save from the remote directory."""
-        remove(self._directories.remote, name)
-
     def _present(self, newest: str) -> list[pruning.PruneCandidate]:
         remote, tier = self._directories.remote, self._directories.local
         pinned, quarantined = marks.pinned_names(remote), marks.quarantined_names(remote)
@@ -414,17 +410,9 @@ class Retention:
         found = []
         for name in tiers.own_checkpoints(remote):
             complete = (name == newest and name not in copied) or remote.stat(f"{name}/{MANIFEST}") is not None
-            order = order_of(name)
-            kept = pruning.PruneCandidate(
-                name=name,
-                family="",
-                step=order[1] if order else 0,
-                format=OWN,
-                complete=complete,
-                pinned=name in pinned or name == self.in_use or (name in copied and not complete),
-                quarantined=name in quarantined,
-            )
-            found.append(kept)
+            kept = name in pinned or name == self.in_use or (name in copied and not complete)
+            step = order_or_oldest(name)[1]
+            found.append(pruning.PruneCandidate(name, "", step, OWN, complete, pinned=kept, quarantined=name in quarantined))
         return found
 
 
@@ -533,7 +521,7 @@ class BackgroundSaver:
             return
         self._results.failed(name, step, outcome.failure)
         if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
-            self._retention.discard(name)  # the disk may be full
+            remove(self._directories.remote, name)  # the disk may be full
 
     def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
         """Write the save, retrying while the storage asks to retry later."""

@@ -35,9 +35,8 @@ from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryC
 from elastic_ext.checkpoints.choice.ordering import Choice, Resume
 from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats import detect, names
+from elastic_ext.checkpoints.formats import Inspection, detect, names
 from elastic_ext.checkpoints.formats.detect import Mode
-from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 

@@ -18,12 +18,20 @@ from elastic_ext.checkpoints.choice import ordering
 from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, PassedOver
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
-from elastic_ext.checkpoints.formats import detect, layouts
+from elastic_ext.checkpoints.formats import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, detect, layouts
 from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import family_of, grouped, numbers_of, says_step, step_of, words_of
+from elastic_ext.checkpoints.formats.names import (
+    family_of,
+    grouped,
+    is_candidate,
+    is_hidden,
+    numbers_of,
+    says_step,
+    step_of,
+    words_of,
+)
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elastic_ext.checkpoints.formats.inspection import LIGHTNING, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats import LIGHTNING, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import OWN_FAMILY, family_of, is_exact, lacks, numbers_of, step_of, unit_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 

@@ -114,46 +114,16 @@ HEARTBEATS = f"{MARKERS}/copying_from"
 HEARTBEAT_S = 20.0
 
 
-class Coordination:
-    """One node's view of the agreement on the checkpoint that all nodes copy now. All methods raise OSError."""
-
-    def __init__(self, remote: Storage) -> None:
-        self._remote = remote
-        self.node = ""  # NODE of this node; "" before it sends anything
-
-    def target(self) -> str:
-        """Return the checkpoint that all nodes copy now; "": none yet."""
-        return (self._remote.read_if_there(TARGET) or b"").decode(errors="replace")
-
-    def set_target(self, name: str) -> None:
-        """Make all nodes copy this checkpoint. Only the leader calls this."""
-        self._remote.put(TARGET, name.encode())
-
-    def beat(self, sent: int, now: float) -> None:
-        """Show that this node is at work. sent: total bytes."""
-        self._remote.put(f"{HEARTBEATS}/{self.node}", f"{sent} {now:.0f}".encode())
-
-    def heartbeats(self) -> list[str]:
-        """Return the last heartbeat texts of the other nodes."""
-        names = sorted(entry.name for entry in self._remote.listed(HEARTBEATS) if entry.name != self.node)
-        return [(self._remote.read_if_there(f"{HEARTBEATS}/{name}") or b"").decode(errors="replace") for name in names]
-
-
 PULSE_S = 5.0  # interval between pulses to the agent while one file is being sent
 
 
 class Throttle:
     """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work."""
 
-    def __init__(
-        self,
-        bucket: TokenBucket,
-        coordination: Coordination,
-        pulse: Callable[[int], None],
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, bucket: TokenBucket, remote: Storage, pulse: Callable[[int], None]) -> None:
         """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
-        self._bucket, self._coordination, self._pulse, self._wait = bucket, coordination, pulse, wait
+        self._bucket, self._remote, self._pulse = bucket, remote, pulse
+        self.node = ""  # NODE of this node; "" before it sends anything
         self.sent = self._sent_before = 0  # bytes of this turn, and of all turns before it
         self.begin_turn()
 
@@ -166,7 +136,7 @@ class Throttle:
         """Wait until `size` more bytes may be sent. Raises OSError."""
         pause = self._bucket.take(size, time.monotonic())
         while pause > 0:  # waiting for the rate is not a stall
-            self._wait(min(pause, PULSE_S))
+            time.sleep(min(pause, PULSE_S))
             pause -= PULSE_S
             self.report_alive()
         self.sent += size
@@ -180,7 +150,7 @@ class Throttle:
             self._pulse(self.sent)
         if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
-            self._coordination.beat(self._sent_before + self.sent, now)
+            self._remote.put(f"{HEARTBEATS}/{self.node}", f"{self._sent_before + self.sent} {now:.0f}".encode())
 
 
 STALLED_S = 60.0
@@ -229,8 +199,7 @@ class Replicator:
     ) -> None:
         """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
         self._local, self._remote = local, remote
-        self._coordination = Coordination(remote)
-        self._throttle = Throttle(bucket, self._coordination, pulse)
+        self._throttle = Throttle(bucket, remote, pulse)
         self._others = ""  # CopyState.others
         self._target: str | None = None  # only on the leader; None: it has not looked yet
         self._progress_at = 0.0  # when the target last made progress
@@ -281,17 +250,21 @@ class Replicator:
     def _choose(self, pending: list[LocalCheckpoint]) -> LocalCheckpoint | None:
         """Return the checkpoint that all nodes copy now; None if this node does not have it."""
         if not pending[-1].leads:
-            target = self._coordination.target()
+            target = self._agreed_target()
             return next((each for each in pending if each.name == target), None)
-        before = self._target if self._target is not None else self._coordination.target()
+        before = self._target if self._target is not None else self._agreed_target()
         stalled = time.monotonic() - self._progress_at > STALLED_S
         found = next_target(pending, before, marks.quarantined_names(self._remote), stalled)
         if found is not None and found.name != before:
-            self._coordination.set_target(found.name)
+            self._remote.put(TARGET, found.name.encode())
         name = found.name if found is not None else ""
         if name != self._target:
             self._target, self._progress_at = name, time.monotonic()
         return found
+
+    def _agreed_target(self) -> str:
+        """Return the checkpoint that all nodes copy now; "": none yet."""
+        return (self._remote.read_if_there(TARGET) or b"").decode(errors="replace")
 
     def _is_complete(self, name: str) -> bool:
         if name not in self._complete:
@@ -318,7 +291,8 @@ class Replicator:
         if self._is_complete(name):
             return
         missing = len(self._missing(name, manifest))
-        others = f"{missing} {self._coordination.heartbeats()}"
+        nodes = sorted(entry.name for entry in self._remote.listed(HEARTBEATS) if entry.name != self._throttle.node)
+        others = f"{missing} {[self._remote.read_if_there(f'{HEARTBEATS}/{node}') for node in nodes]}"
         if others != self._others:
             self._others, self._progress_at = others, time.monotonic()
         if checkpoint.leads and not missing:
@@ -329,7 +303,7 @@ class Replicator:
         name, leads = checkpoint.name, checkpoint.leads
         mine = {entry.name for entry in self._local.entries(name)}
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
-        self._coordination.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
+        self._throttle.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
             transfer.copy_files(
                 self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.checkpoints.directory import UNFINISHED
+from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, OWN, UNKNOWN
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, OWN, UNKNOWN
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
 from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage

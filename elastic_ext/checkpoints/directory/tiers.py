@@ -29,7 +29,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.records import Count, Name, Within
 from elastic_ext.checkpoints.directory import MARKERS, marks
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of, order_or_oldest
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, encode, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, poll
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,11 @@ def manifest_of(storage: Storage, name: str) -> tuple[Manifest, bytes] | None:
     """Return the manifest and its bytes; None if the save did not finish. Raises ManifestError, OSError."""
     data = storage.read_if_there(f"{name}/{MANIFEST}")
     return None if data is None else (decode(data), data)
+
+
+def put_manifest(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Write a manifest, which is the commit. Raises OSError."""
+    storage.put(f"{name}/{MANIFEST}", encode(manifest))
 
 
 def offers(local: Storage) -> list[Offer]:

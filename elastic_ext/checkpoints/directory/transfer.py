@@ -127,12 +127,7 @@ def copy(
 
 
 def copy_files(
-    source: Storage,
-    target: Storage,
-    name: str,
-    files: Iterable[StoredFile],
-    throttle: Throttle | None = None,
-    compared: Throttle | None = None,
+    source: Storage, target: Storage, name: str, files: Iterable[StoredFile], throttle: Throttle, compared: Throttle
 ) -> int:
     """Copy some files of one of our checkpoints, but not the manifest; return the number of bytes sent.
 

@@ -22,21 +22,10 @@ from importlib.metadata import entry_points
 from typing import IO
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import layouts, single_files
-from elastic_ext.checkpoints.formats.inspection import (
-    DCP,
-    SAVED_MODEL,
-    TORCH_SAVE,
-    TORCH_SAVE_SUFFIXES,
-    UNKNOWN,
-    Content,
-    Format,
-    Inspection,
-    thread_pool,
-)
+from elastic_ext.checkpoints.formats import DCP, SAVED_MODEL, TORCH_SAVE, UNKNOWN, Format, Inspection, layouts, single_files
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, checksum
-from elastic_ext.checkpoints.formats.names import parts_of
-from elastic_ext.checkpoints.formats.single_files import PeekError
+from elastic_ext.checkpoints.formats.names import TORCH_SAVE_SUFFIXES, parts_of
+from elastic_ext.checkpoints.formats.single_files import Content, PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 ENTRY_POINTS = "elastic_ext.formats"
@@ -107,7 +96,7 @@ def _check_files(storage: Storage, entry: Entry) -> Inspection:
     """Check a file, or the files of all ranks."""
     if not entry.parts:
         return _check_file(storage, entry)
-    with thread_pool() as pool:
+    with layouts.thread_pool() as pool:
         found = list(pool.map(lambda part: _check_file(storage, part), entry.parts))
     bad = next((index for index, each in enumerate(found) if not each.complete), None)
     if bad is not None:
@@ -262,7 +251,7 @@ def verify(
                 done += size
                 progress(done, total)
 
-    with thread_pool(threads) as pool:
+    with layouts.thread_pool(threads) as pool:
         # The largest first, so that no thread is left to read it alone at the end.
         in_order = sorted(chosen, key=lambda file: -file.size)
         results = list(pool.map(lambda file: _read_file(storage, checkpoint, file, count), in_order))

@@ -9,28 +9,27 @@ JSON, and files of which each rank wrote its own.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastic_ext.checkpoints.formats import names, single_files
-from elastic_ext.checkpoints.formats.inspection import (
+from elastic_ext.checkpoints.formats import (
     DCP,
     HUGGING_FACE,
     LIGHTNING,
-    NAMES,
     NO_OPTIMIZER,
     OWN,
     SAVED_MODEL,
-    TORCH_SAVE_SUFFIXES,
     UNKNOWN,
     Inspection,
-    is_hidden,
-    summary,
-    thread_pool,
+    names,
+    single_files,
 )
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
+from elastic_ext.checkpoints.formats.names import NAMES, TORCH_SAVE_SUFFIXES, is_hidden
 from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, SAFETENSORS_SUFFIX, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
 
@@ -200,6 +199,7 @@ ACCELERATE, DEEPSPEED, MEGATRON, NEMO = "accelerate", "DeepSpeed", "Megatron", "
 NANOTRON, TORCHTUNE = "nanotron", "torchtune"
 FILES = "directory of files"  # of torch.save, of safetensors, of torch.distributed.checkpoint in folders
 
+MAX_THREADS = 16  # that read files at once
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
 INDEX_SUFFIX = ".index.json"
 _CHECKED = (*TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
@@ -565,3 +565,13 @@ def _value(state: object, key: str) -> int | None:
     if isinstance(state, float) and 0 <= state < 1e9:
         return int(state)
     return state if is_count(state) else None
+
+
+def summary(faults: Sequence[str]) -> str:
+    """Return the first fault and the number of the others."""
+    return faults[0] if len(faults) == 1 else f"{faults[0]}, and {len(faults) - 1} more faults"
+
+
+def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
+    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, encode
-from elastic_ext.checkpoints.local_tier import FETCHED, LocalTier, Parts, PieceExchange, Range, merge_ranges, read_bytes
+from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
+from elastic_ext.checkpoints.local_tier import FETCHED, Parts, PieceExchange, Range, merge_ranges, read_bytes
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped
 from elastic_ext.checkpoints.ranks import Ranks
@@ -32,13 +32,14 @@ from elastic_ext.checkpoints.state.capture import StateDict, UnshardedState
 logger = logging.getLogger(__name__)
 
 
-def fetch_parts(tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ranks: Ranks) -> Parts:
+def fetch_parts(parts: Parts, ranks: Ranks) -> Parts:
     """Get the parts of its own ranks that a node lacks, as one that has replaced another does; return which node has which then.
 
     Collective, for a copy that as many ranks on as many nodes have made. Raises CheckpointError on all ranks.
     """
-    if parts.fit(manifest):
+    if parts.fit:
         return parts
+    tier, name, manifest = parts.tier, parts.name, parts.manifest
     began, storage = time.monotonic(), tier.storage
     own = {memory_file(rank) for rank in tiers.ranks_of(tier.nodes, tier.node)}
     lacking = [file for file in manifest.files if file.name in own and not parts.has(tier.node, file.name)]
@@ -48,14 +49,14 @@ def fetch_parts(tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ra
             os.makedirs(storage.path(name), mode=0o700, exist_ok=True)
             for file in lacking:
                 os.replace(storage.path(f"{FETCHED}/{name}/{file.name}"), storage.path(f"{name}/{file.name}"))
-            storage.put(f"{name}/{MANIFEST}", encode(manifest))
+            tiers.put_manifest(storage, name, manifest)
             logger.info("%s parts of %s came from other nodes in %.3g s", len(lacking), name, time.monotonic() - began)
 
-    with PieceExchange(tier, parts, name, ranks).with_files(lacking):
+    with PieceExchange(parts, ranks).with_files(lacking):
         ranks.run_on_all(keep)
     here = {memory_file(rank): node for node in range(len(tier.nodes)) for rank in tiers.ranks_of(tier.nodes, node)}
     holders = {file: tuple({*nodes, here.get(file, nodes[0])}) for file, nodes in parts.holders.items()}
-    return Parts(tier.nodes, tier.node, holders)
+    return replace(parts, holders=holders)
 
 
 class MemoryCopy:
@@ -64,17 +65,17 @@ class MemoryCopy:
     Raises CheckpointError, on all ranks, if it must not be loaded. Collective.
     """
 
-    def __init__(self, tier: LocalTier, name: str, manifest: Manifest, ranks: Ranks) -> None:
-        self._tier, self._name, self._manifest, self._ranks = tier, name, manifest, ranks
+    def __init__(self, parts: Parts, ranks: Ranks) -> None:
+        self._parts, self._ranks = parts, ranks
         self._buffers: dict[int, Buffer] = {}  # by rank, of this node
         ranks.run_on_all(self._check)
 
     def _check(self) -> None:
         """Map the parts of this node, and compare the checksum of this rank's. The others do the same with theirs."""
-        files = {file.name: file for file in self._manifest.files}
-        for rank in tiers.ranks_of(self._tier.nodes, self._tier.node):
+        tier, files = self._parts.tier, {file.name: file for file in self._parts.manifest.files}
+        for rank in tiers.ranks_of(tier.nodes, tier.node):
             file = files[memory_file(rank)]
-            self._buffers[rank] = buffer = open_mapped(self._tier.storage, f"{self._name}/{file.name}", private=True)
+            self._buffers[rank] = buffer = open_mapped(tier.storage, f"{self._parts.name}/{file.name}", private=True)
             check_part(buffer, file, content=rank == self._ranks.rank)
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
@@ -201,23 +202,22 @@ class Read:
 class ReshardedCopy:
     """One copy, as one rank loads it. Raises CheckpointError, on all ranks, if it must not be loaded. Collective."""
 
-    def __init__(self, tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ranks: Ranks) -> None:
-        self._tier, self._name, self._parts, self._ranks = tier, name, parts, ranks
-        self._manifest = manifest
+    def __init__(self, parts: Parts, ranks: Ranks) -> None:
+        self._parts, self._ranks = parts, ranks
         own = ranks.run_on_all(self._check)
         self._indexes: dict[str, Index] = {}  # of all parts, by file
         for each in ranks.all_gather(own):
             self._indexes |= each
-        self._indexes = {file.name: self._indexes[file.name] for file in manifest.files}
+        self._indexes = {file.name: self._indexes[file.name] for file in parts.manifest.files}
 
     def _check(self) -> dict[str, Index]:
         """Check the parts that this rank answers for; return the indexes of those for which it answers alone."""
         found: dict[str, Index] = {}
-        parts, node = self._parts, self._tier.node
-        for file in self._manifest.files:
+        parts, tier, node = self._parts, self._parts.tier, self._parts.tier.node
+        for file in parts.manifest.files:
             if not parts.has(node, file.name) or parts.responsible_rank(node, file.name) != self._ranks.rank:
                 continue
-            buffer = open_mapped(self._tier.storage, f"{self._name}/{file.name}", private=True)
+            buffer = open_mapped(tier.storage, f"{parts.name}/{file.name}", private=True)
             check_part(buffer, file)
             if parts.holders[file.name][0] == node:
                 found[file.name] = part.read_index(buffer.bytes)
@@ -225,7 +225,7 @@ class ReshardedCopy:
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks."""
-        indexes = [self._indexes[memory_file(rank)] for rank in range(self._manifest.world_size)]
+        indexes = [self._indexes[memory_file(rank)] for rank in range(self._parts.manifest.world_size)]
         return UnshardedState(indexes[0].shared, {rank: indexes[rank].own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:
@@ -234,14 +234,14 @@ class ReshardedCopy:
         Raises CheckpointError on all ranks if they do not fit.
         """
         reads = self._ranks.run_on_all(lambda: list(self._plan(template)))
-        exchange = PieceExchange(self._tier, self._parts, self._name, self._ranks)
+        exchange = PieceExchange(self._parts, self._ranks)
         with exchange.with_files(()) as storage:
 
             def copy() -> None:
                 for read in reads:
                     file, begin, end = read.range
                     data = torch.empty(end - begin, dtype=torch.uint8)
-                    read_bytes(storage, f"{self._name}/{file}", begin, data)
+                    read_bytes(storage, f"{self._parts.name}/{file}", begin, data)
                     read.copy(data)
 
             exchange.fetch(merge_ranges(read.range for read in reads))
@@ -268,7 +268,7 @@ class ReshardedCopy:
     def _pieces(self) -> dict[Path, list[Piece]]:
         """Return the pieces of each tensor, none twice: if several ranks have it, one that this node has is the first choice."""
         found: dict[Path, dict[Box, Piece]] = {}
-        here = sorted(self._indexes, key=lambda file: not self._parts.has(self._tier.node, file))
+        here = sorted(self._indexes, key=lambda file: not self._parts.has(self._parts.tier.node, file))
         for file in here:
             for path, place in self._indexes[file].tensors.items():
                 if (box := self._indexes[file].boxes.get(path)) is not None:

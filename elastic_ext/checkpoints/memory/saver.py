@@ -12,9 +12,8 @@ from functools import partial
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.tiers import manifest_of, memory_file, own_checkpoints
+from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import (
-    MANIFEST,
     Manifest,
     StoredFile,
     checksum_of,
@@ -132,7 +131,7 @@ def _put(tier: LocalTier, first: RankReport, kept: str, files: tuple[StoredFile,
         for old in tiers.own_checkpoints(tier.storage):
             if old not in (first.name, kept):
                 tier.storage.remove_tree(old)
-        tier.storage.put(f"{first.name}/{MANIFEST}", encode(manifest))
+        tiers.put_manifest(tier.storage, first.name, manifest)
     except Exception as error:  # noqa: BLE001  (all ranks learn of it)
         return failure_of(error, rank)
     return None
@@ -271,7 +270,7 @@ class MemorySaver:
 
         def clear() -> None:
             if self._tier.first:
-                for name in {*own_checkpoints(self._tier.storage), SPARE} - {kept}:
+                for name in {*tiers.own_checkpoints(self._tier.storage), SPARE} - {kept}:
                     remove_if_there(self._tier.storage, name)
 
         self._ranks.run_on_all(clear)
@@ -288,7 +287,7 @@ class MemorySaver:
     def _is_own(self, name: str) -> bool:
         """Return whether these ranks have made a copy, and this one's part is here. Raises OSError, ManifestError."""
         storage = self._tier.storage
-        read = manifest_of(storage, name) if name else None
+        read = tiers.manifest_of(storage, name) if name else None
         here = storage.stat(f"{name}/{memory_file(self._ranks.rank)}")
         return read is not None and read[0].nodes == self._tier.nodes and here is not None
 

@@ -10,16 +10,7 @@ from typing import Any
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.formats.manifest import (
-    MANIFEST,
-    Manifest,
-    ManifestError,
-    StoredFile,
-    checksum,
-    decode,
-    order_of,
-    order_or_oldest,
-)
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, checksum, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
 from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
@@ -86,7 +77,8 @@ class Selection:
             manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
             share = manifest.files[rank :: self._ranks.world]
         else:
-            manifest, parts = self.parts(tier, name)
+            parts = self.parts(tier, name)
+            manifest = parts.manifest
             mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
             share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
 
@@ -117,7 +109,7 @@ class Selection:
             return f"{file.name} cannot be read: {error}"
         return "" if found_sum == file.checksum else f"{file.name} has checksum {found_sum}, expected {file.checksum}"
 
-    def parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
+    def parts(self, tier: LocalTier, name: str) -> Parts:
         """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
         path, ranks = tier.storage.path(name), self._ranks
         mine = _part_here(tier.storage, name) if tier.first else None
@@ -135,7 +127,7 @@ class Selection:
         lost = [file for file, nodes in holders.items() if not nodes]
         if lost:
             raise CheckpointError(f"{path}: {len(lost)} files are on no node, e.g. {lost[0]}")
-        return manifest, Parts(tier.nodes, tier.node, holders)
+        return Parts(tier, name, manifest, holders)
 
 
 def _part_here(local: Storage, name: str) -> tuple[str, Manifest, frozenset[str]] | None:
@@ -155,20 +147,20 @@ def _manifest(storage: Storage, name: str) -> Manifest:
     """Read the manifest. Raises CheckpointError."""
     path = storage.path(name)
     try:
-        manifest = decode(storage.read(f"{name}/{MANIFEST}"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
+        read = tiers.manifest_of(storage, name)
     except ManifestError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
         failed = CheckpointError if storage.means_damage(error) else StorageFailed
         raise failed(f"{path}: {error}") from error
-    _refuse_other(manifest, name, path)
-    return manifest
+    if read is None:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext")
+    _refuse_other(read[0], name, path)
+    return read[0]
 
 
 def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
-    if order_of(name) not in (None, manifest.order):
+    if order_or_oldest(name) not in (order_or_oldest(""), manifest.order):
         raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
 
 
@@ -286,15 +278,11 @@ class Loader:
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
         with saves.timed_check():
-            manifest, parts = self._selection.parts(memory, name)
-            if manifest.nodes == memory.nodes:
-                parts = fetch_parts(memory, name, manifest, parts, self._ranks)
-            copy: MemoryCopy | ReshardedCopy
-            if parts.fit(manifest):
-                copy = MemoryCopy(memory, name, manifest, self._ranks)
-            else:
-                copy = ReshardedCopy(memory, name, manifest, parts, self._ranks)
-        position = self._restore(memory.storage, name, manifest, copy.saved, copy.fill)
+            parts = self._selection.parts(memory, name)
+            if parts.manifest.nodes == memory.nodes:
+                parts = fetch_parts(parts, self._ranks)
+            copy = MemoryCopy(parts, self._ranks) if parts.fit else ReshardedCopy(parts, self._ranks)
+        position = self._restore(memory.storage, name, parts.manifest, copy.saved, copy.fill)
         self.copy = name
         return position
 
@@ -309,7 +297,7 @@ class Loader:
         same = manifest.world_size == ranks.world
         wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
         small = {DCP_METADATA, SHARED_FILE, *(rank_file(rank) for rank in wanted)}
-        exchange = PieceExchange(tier, parts, name, ranks)
+        exchange = PieceExchange(parts, ranks)
         with exchange.with_files(file for file in manifest.files if file.name in small) as completed:
             return self._restore_files(completed, name, manifest, exchange)
 

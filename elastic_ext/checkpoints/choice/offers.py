@@ -114,13 +114,18 @@ def read_agreement(text: str) -> Agreement:
     if found.error:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
-    own, name = found.tier in (Tier.MEMORY, Tier.LOCAL), found.name  # else of an entry directly in a directory, or "" for nothing
-    if order_of(name) is None if own else len(name) > MAX_NAME or name in (".", "..") or "/" in name or "\0" in name:
+    name = found.name
+    if not (order_of(name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(name)):
         raise UsageError(
             f"group rank 0 sent {printable(name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"
         )
     return found
+
+
+def _is_name(name: str) -> bool:
+    """Return whether this is the name of an entry directly in a directory, or "" for nothing."""
+    return len(name) <= MAX_NAME and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 @dataclass(frozen=True)

@@ -188,12 +188,12 @@ def save_to(
     complete = _written(storage, name, staged, manifest if tier is None else replace(manifest, nodes=tier.nodes), ranks)
     if isinstance(complete, SaveFailure):
         return AttemptOutcome(complete)
-    common = ranks.broadcast(_committed(tier, remote, name, complete) if ranks.rank == 0 else {})
-    if isinstance(common, SaveFailure):
-        return AttemptOutcome(common)
-    for leads in (False, True) if tier is not None else ():  # rank 0's node last: it copies the manifest to the remote directory
+    common = ranks.broadcast(commit(tier, remote, name, complete) if ranks.rank == 0 else {})
+    if isinstance(common, SaveFailure) or tier is None:
+        return AttemptOutcome(common if isinstance(common, SaveFailure) else None, complete.size)
+    for leads in (False, True):  # rank 0's node last: it copies the manifest to the remote directory
         failure = None
-        if tier is not None and tier.first and (ranks.rank == 0) is leads:
+        if tier.first and (ranks.rank == 0) is leads:
             failure = _put_common(tier.storage, name, {MANIFEST: common[MANIFEST]} if leads else common, ranks.rank)
         failures = [failure for failure in ranks.all_gather(failure) if failure]
         if failures:
@@ -201,7 +201,7 @@ def save_to(
     return AttemptOutcome(None, complete.size)
 
 
-def _committed(tier: LocalTier | None, remote: Storage, name: str, manifest: Manifest) -> Mapping[str, bytes] | SaveFailure:
+def commit(tier: LocalTier | None, remote: Storage, name: str, manifest: Manifest) -> Mapping[str, bytes] | SaveFailure:
     """Write the manifest on rank 0, unless a newer group has taken over; or return why it could not.
 
     With a tier, each node writes it: return the small files that every node has, by name, the manifest last.

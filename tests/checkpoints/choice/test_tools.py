@@ -417,16 +417,6 @@ def test_a_part_that_only_the_previous_checkpoint_shows(
         assert (chosen(tmp_path) == ("step_200", 200)) is (make in (with_extra, in_parts))
 
 
-def test_lightnings_shards_without_their_last_file(tmp_path: Path) -> None:
-    for step in (100, 200):
-        path = scenes.shards(tmp_path / f"epoch=0-step={step}.ckpt", "optimizer_states")
-        meta = saved(path / "meta.pt", {"global_step": step})
-    assert chosen(tmp_path) == ("epoch=0-step=200.ckpt", 200)
-    meta.unlink()
-    assert chosen(tmp_path) == ("epoch=0-step=100.ckpt", 100)
-    assert reasons(tmp_path) == {"epoch=0-step=200.ckpt": "no meta.pt, the save did not finish"}
-
-
 # Files of other programs, beside and within.
 
 

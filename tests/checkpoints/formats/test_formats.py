@@ -267,8 +267,9 @@ def test_a_directory_of_lightning(tmp_path: Path) -> None:
     assert (found.complete, found.format, found.step) == (True, LIGHTNING, 9)
     os.truncate(path / "meta.pt", 100)
     assert "meta.pt: its zip directory" in inspected(tmp_path, path.name).reason
-    (path / ".metadata").unlink()
-    assert inspected(tmp_path, path.name).reason == "no .metadata, the save did not finish"
+    for last in ("meta.pt", ".metadata"):
+        (path / last).unlink()
+        assert inspected(tmp_path, path.name).reason == f"no {last}, the save did not finish"
 
 
 # Hugging Face.

@@ -63,21 +63,13 @@ def open_directories(remote: Storage, local_dir: str | os.PathLike[str] | None, 
         local_dir: None: the agent's choice; "": no local tier.
         memory_dir: the agent's directory for copies in memory; "": none.
     """
-    local = _agreed_tier("local_dir", _local_address(local_dir, remote), ranks)
-    return Directories(remote, local, _agreed_tier("the memory tier", memory_dir if _is_agents(remote) else "", ranks))
-
-
-def _local_address(local_dir: str | os.PathLike[str] | None, remote: Storage) -> str:
-    """Return the local directory; "" for no local tier."""
-    if local_dir is not None:
-        return os.fspath(local_dir)
-    return os.environ.get(LOCAL_DIR, "") if _is_agents(remote) else ""
-
-
-def _is_agents(remote: Storage) -> bool:
-    """Return whether this is the agent's checkpoint_dir. To another one it would not copy, nor resume from it."""
     agents = os.environ.get(CHECKPOINT_DIR, "")
-    return bool(agents) and open_storage(agents).address == remote.address
+    # To another directory than its own checkpoint_dir an agent would not copy, nor resume from it.
+    is_agents = bool(agents) and open_storage(agents).address == remote.address
+    if local_dir is None:
+        local_dir = os.environ.get(LOCAL_DIR, "") if is_agents else ""
+    local = _agreed_tier("local_dir", os.fspath(local_dir), ranks)
+    return Directories(remote, local, _agreed_tier("the memory tier", memory_dir if is_agents else "", ranks))
 
 
 def _agreed_tier(what: str, address: str, ranks: Ranks) -> LocalTier | None:
@@ -111,24 +103,27 @@ Range = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Parts:
-    """Which node has which files of a checkpoint in the local tier. Equal on all ranks except for `node`."""
+    """A checkpoint in the local tier, or a copy in memory, whose files are on the nodes. Equal on all ranks except for `tier`."""
 
-    nodes: tuple[int, ...]  # number of ranks on each node of this round
-    node: int  # this rank's node
+    tier: LocalTier
+    name: str
+    manifest: Manifest
     holders: Mapping[str, tuple[int, ...]]  # the nodes that have a file, by file name
 
     def has(self, node: int, file: str) -> bool:
         """Return whether a file is on a node's disk."""
         return node in self.holders.get(file, ())
 
-    def fit(self, manifest: Manifest) -> bool:
-        """Return whether the same nodes have saved it, as far as ranks go, and each has all files of its ranks."""
-        here = ((node_of(self.nodes, rank), file.name) for file in manifest.files if (rank := rank_of(file.name)) is not None)
-        return manifest.nodes == self.nodes and all(self.has(node, file) for node, file in here)
+    @property
+    def fit(self) -> bool:
+        """Whether the same nodes have saved it, as far as ranks go, and each has all files of its ranks."""
+        ranks = ((file.name, rank) for file in self.manifest.files if (rank := rank_of(file.name)) is not None)
+        here = all(self.has(node_of(self.tier.nodes, rank), file) for file, rank in ranks)
+        return self.manifest.nodes == self.tier.nodes and here
 
     def responsible_rank(self, node: int, file: str) -> int:
         """Return the rank that reads a file on a node, or stores its received pieces. The node's ranks share the work. Pure."""
-        ranks = ranks_of(self.nodes, node)
+        ranks = ranks_of(self.tier.nodes, node)
         return ranks[(rank_of(file) or 0) % len(ranks)]
 
 
@@ -183,8 +178,8 @@ def plan_pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], l
 class PieceExchange:
     """The transfers for one load of one checkpoint."""
 
-    def __init__(self, tier: LocalTier, parts: Parts, name: str, ranks: Ranks) -> None:
-        self._tier, self._parts, self._name, self._ranks = tier, parts, name, ranks
+    def __init__(self, parts: Parts, ranks: Ranks) -> None:
+        self._parts, self._tier, self._ranks = parts, parts.tier, ranks
 
     @contextmanager
     def with_files(self, files: Iterable[StoredFile]) -> Iterator[Storage]:
@@ -230,14 +225,14 @@ class PieceExchange:
         failure: OSError | None = None
         if rank == piece.sender:
             try:
-                read_bytes(local, f"{self._name}/{piece.file}", piece.begin, data)
+                read_bytes(local, f"{self._parts.name}/{piece.file}", piece.begin, data)
             except OSError as error:  # the receivers still wait for data
                 failure = error
         self._ranks.send_tensor(data, piece.sender, piece.receivers)
         if failure is not None:
             raise failure
         if rank in piece.receivers:
-            _keep(local.path(f"{FETCHED}/{self._name}/{piece.file}"), piece.begin, data)
+            _keep(local.path(f"{FETCHED}/{self._parts.name}/{piece.file}"), piece.begin, data)
 
 
 class _Overlay(Storage):
@@ -246,9 +241,6 @@ class _Overlay(Storage):
     def __init__(self, local: Storage) -> None:
         super().__init__(local.address)
         self._local = local
-
-    def path(self, name: str) -> str:
-        return self._local.path(name)
 
     def stat(self, name: str) -> Entry | None:
         return self._local.stat(f"{FETCHED}/{name}") or self._local.stat(name)

@@ -63,7 +63,7 @@ class Storage:
 
     def path(self, name: str) -> str:
         """Return the absolute local path or URL of a name, for a worker to open. "" names the directory itself."""
-        raise NotImplementedError
+        return f"{self.address.rstrip('/')}/{name}" if name else self.address
 
     def means_damage(self, error: OSError) -> bool:
         """Return whether this error of a read shows that what is stored is damaged; else the storage may give it later."""
@@ -118,6 +118,13 @@ class Storage:
         """
         raise NotImplementedError
 
+    def listed(self, child: str = "") -> list[Entry]:
+        """Return the same as `entries`; nothing if there is no such directory. Raises OSError."""
+        try:
+            return list(self.entries(child))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def put(self, name: str, data: bytes) -> None:
         """Write or replace a file. A reader sees either the old content or the new."""
         with self.write(name) as file:
@@ -127,6 +134,13 @@ class Storage:
         """Return the content of a file. Raises FileNotFoundError."""
         with self.open(name) as file:
             return file.read()
+
+    def read_if_there(self, name: str) -> bytes | None:
+        """Return the content of a file; None if it does not exist. Raises OSError."""
+        try:
+            return self.read(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
@@ -188,7 +202,7 @@ def split_path(path: str) -> tuple[str, str]:
 
 Seen = TypeVar("Seen")
 
-# What a storage raises that does not answer now. s3fs: EBUSY for 503 SlowDown, EREMOTEIO for 500. We: EIO for what is no OSError.
+# Raised by a storage that does not answer now. s3fs: EBUSY for 503 SlowDown, EREMOTEIO for 500. We: EIO for what is no OSError.
 _IO = (errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE)
 _NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
@@ -230,9 +244,6 @@ class LocalStorage(Storage):
     Lists with os.scandir, because fsspec's local listing does not describe the target of a link. Its older versions even fail
     if a file is deleted during the listing, as retention does.
     """
-
-    def path(self, name: str) -> str:
-        return os.path.join(self.address, name) if name else self.address
 
     def means_damage(self, error: OSError) -> bool:
         return error.errno is None or error.errno in _DAMAGE  # None: not the system's, but a reader's, such as gzip.BadGzipFile
@@ -280,7 +291,9 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                _create_in_place(path, data)
+                with open(path, "xb") as whole:  # without hard links: a reader may briefly see the name without the content
+                    whole.write(data)
+                    _flush(whole)
         _sync_dir(os.path.dirname(path))
 
     def remove(self, name: str) -> None:
@@ -334,13 +347,6 @@ def _umask() -> int:
     """Return the umask. os.umask() must set it to read it, which would affect other threads."""
     with open("/proc/self/status") as status:
         return next((int(line.split()[1], 8) for line in status if line.startswith("Umask:")), 0o022)
-
-
-def _create_in_place(path: str, data: bytes) -> None:
-    """Create a file exclusively without hard links. A reader may briefly see the name without the content."""
-    with open(path, "xb") as file:
-        file.write(data)
-        _flush(file)
 
 
 def _flush(file: IO[bytes]) -> None:
@@ -433,9 +439,6 @@ class RemoteStorage(Storage):
         # Object stores, which fsspec implements as asynchronous classes, show a file only after its upload. The other
         # filesystems (memory, sftp, SMB) show a file while it grows.
         self._uploads_whole = bool(filesystem.async_impl)
-
-    def path(self, name: str) -> str:
-        return f"{self.address}/{name}" if name else self.address
 
     def _remote_path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

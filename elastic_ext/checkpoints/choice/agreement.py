@@ -35,9 +35,8 @@ from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryC
 from elastic_ext.checkpoints.choice.ordering import Choice, Resume
 from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats import detect, names
+from elastic_ext.checkpoints.formats import Inspection, detect, names
 from elastic_ext.checkpoints.formats.detect import Mode
-from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
@@ -69,7 +68,7 @@ class Resumption:
     reason: str = ""
     passed_over: bool = False
     local: bool = False  # it is in the nodes' local directories; `path` is this node's part of it
-    lost: str = ""  # why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows
+    lost: str = ""  # why a newer copy in the nodes' memory is not used; "": no copy is newer. Only node 0 knows
     # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     files: Mapping[int, str] = field(default_factory=dict)
 
@@ -207,7 +206,7 @@ class _NodeSide:
         away = self._remote.refresh() if any(each.offers or each.memory for each in received) else None
         memory = offers.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
         if away is None:
-            own = _from_memory(memory), _from_local_dirs(received, self._remote.quarantined)
+            own = [_from_memory(memory), _from_local_dirs(received, self._remote.quarantined)]
             found = [each for each in own if each is not None]
             agreement = self._remote.newest(reduce(newer, found) if found else None)
         else:
@@ -371,7 +370,11 @@ class RemoteTier:
         if self._settings.resume_from == NONE:
             return Agreement("", reason="resume_from=none")
         if choice.all_bad:
-            raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
+            listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
+            raise BadCheckpoints(
+                f"no checkpoint in {self._checkpoint_dir} may be used: {listed}. Starting from scratch would lose the work: "
+                "inspect them (elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
+            )
         reason = f"no complete checkpoint in {self._checkpoint_dir}"[: offers.MAX_TEXT // 2]
         seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
         if choice.passed_over:
@@ -409,14 +412,6 @@ def _log_passed_over(choice: Choice) -> None:
         logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
 
 
-def _none_left(directory: str, choice: Choice) -> str:
-    listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
-    return (
-        f"no checkpoint in {directory} may be used: {listed}. Starting from scratch would lose the work: inspect them "
-        "(elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
-    )
-
-
 def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
     """Return when this run began at `resume_from`. If it has not begun yet, it begins now.
 
@@ -426,8 +421,8 @@ def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
     name = f"{RESUME_FROM}/{file}.json"
     record = {"resume_from": redacted(resume_from)}
     try:
-        same = json.loads(storage.read(name)) == record
-    except (FileNotFoundError, ValueError):
+        same = json.loads(storage.read_if_there(name) or b"null") == record
+    except ValueError:
         same = False
     if not same:
         storage.put(name, json.dumps(record).encode())

@@ -15,15 +15,23 @@ from itertools import chain, islice
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
 from elastic_ext.checkpoints.choice import ordering
-from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, Names, PassedOver
+from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, PassedOver
 from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
-from elastic_ext.checkpoints.formats import dcp, detect, layouts
+from elastic_ext.checkpoints.formats import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, detect, layouts
 from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.inspection import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, is_candidate, is_hidden
 from elastic_ext.checkpoints.formats.layouts import is_part
 from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import family_of, grouped, numbers_of, says_step, step_of, words_of
+from elastic_ext.checkpoints.formats.names import (
+    family_of,
+    grouped,
+    is_candidate,
+    is_hidden,
+    numbers_of,
+    says_step,
+    step_of,
+    words_of,
+)
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"
@@ -74,7 +82,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
     choice = ordering.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
-    if any(entry.name == dcp.METADATA or entry.name.endswith(dcp.SHARD_SUFFIX) for entry in listed):
+    if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
         return replace(choice, passed_over=(*choice.passed_over, hint))
     return choice
@@ -288,7 +296,14 @@ def seen_in(storage: Storage, pattern: str = "") -> str:
             return itself
         below, unknown_below = _below(storage, listed, pattern)
         seen = (*below, *unknown_below)
-        unread = [path for path in _unread(storage, listed) if not any(each.startswith(f"{path}/") for each in seen)]
+        named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
+        unread = [  # directories with a step in their names and files of no known format
+            entry.path
+            for entry in named
+            if detect.check(storage, entry).format == UNKNOWN
+            and next(files_of(storage, entry.name), None) is not None
+            and not any(each.startswith(f"{entry.path}/") for each in seen)
+        ]
         unknown = [*unread, *_unknown(listed), *unknown_below]
     except (OSError, UsageError) as error:
         return f"what lies there cannot be looked at: {error}"
@@ -322,13 +337,6 @@ def _unknown(listed: Sequence[Entry]) -> list[str]:
         return step_of(entry.name) is not None or not _WORDS.isdisjoint(words_of(entry.name))
 
     return [entry.path for entry in listed if may_be(entry)]
-
-
-def _unread(storage: Storage, listed: Sequence[Entry]) -> list[str]:
-    """Return the paths of directories with a step in their names and files of no known format."""
-    named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
-    unknown = (entry for entry in named if detect.check(storage, entry).format == UNKNOWN)
-    return [entry.path for entry in unknown if next(files_of(storage, entry.name), None) is not None]
 
 
 def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> tuple[list[str], list[str]]:
@@ -367,7 +375,7 @@ def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, l
         except (FileNotFoundError, PermissionError):
             continue
         names = layouts.top_names(content)
-        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or dcp.matches(folder, names):
+        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or layouts.is_dcp(folder, names):
             continue
         yield folder, content
         if depth < MAX_DEPTH:
@@ -472,9 +480,9 @@ def _inspect_all(
 
 def _together(found: Sequence[NameFamily]) -> dict[str, str]:
     """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
-    sets: list[list[Names]] = []
-    for names in map(ordering.names_of, found):
-        if names.steps and not ordering.is_copy(names.pattern):
-            near = [each for each in sets if any(ordering.are_kin(names, other) for other in each)]
-            sets = [each for each in sets if each not in near] + [[names, *(other for each in near for other in each)]]
-    return {names.pattern: each[0].pattern for each in sets if len(each) > 1 for names in each}
+    sets: list[list[NameFamily]] = []
+    for family in found:
+        if family.steps and not ordering.is_copy(family.pattern):
+            near = [each for each in sets if any(ordering.are_kin(family, other) for other in each)]
+            sets = [each for each in sets if each not in near] + [[family, *(other for each in near for other in each)]]
+    return {family.pattern: each[0].pattern for each in sets if len(each) > 1 for family in each}

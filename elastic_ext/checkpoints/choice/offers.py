@@ -114,9 +114,10 @@ def read_agreement(text: str) -> Agreement:
     if found.error:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
-    if not (order_of(found.name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(found.name)):
+    name = found.name
+    if not (order_of(name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(name)):
         raise UsageError(
-            f"group rank 0 sent {printable(found.name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
+            f"group rank 0 sent {printable(name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"
         )
     return found
@@ -131,7 +132,7 @@ def _is_name(name: str) -> bool:
 class MemoryChoice:
     """The newest whole copy."""
 
-    offer: Offer | None  # None: there is none
+    offer: Offer | None  # None: no copy is whole
     lost: tuple[tuple[str, str], ...] = ()  # the newer ones, which cannot be loaded, with the reason for each; newest first
 
 
@@ -164,7 +165,7 @@ def needs_no_storage(copy: Offer | None, local: Offer | None, nodes: Sequence[Of
     (`elastic_ext.report_saved`), and what only nodes that are lost have seen, no node knows of.
 
     Args:
-        copy: the newest whole copy; None: there is none.
+        copy: the newest whole copy; None: no copy is whole.
         local: the newest checkpoint in the nodes' local directories.
     """
     known = [node.saved for node in nodes if node.saved is not None]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elastic_ext.checkpoints.formats.inspection import LIGHTNING, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats import LIGHTNING, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import OWN_FAMILY, family_of, is_exact, lacks, numbers_of, step_of, unit_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 
@@ -72,6 +72,21 @@ class NameFamily:
     members: tuple[Entry, ...]  # newest first
     newest: float  # no member was written after this time, in seconds since the epoch
 
+    @cached_property
+    def unit(self) -> str:
+        """What their numbers count, see `names.unit_of`."""
+        return unit_of(self.members[0].name)
+
+    @cached_property
+    def steps(self) -> frozenset[int]:
+        return frozenset(step for entry in self.members if (step := step_of(entry.name)) is not None)
+
+    @cached_property
+    def times(self) -> tuple[float, float] | None:
+        """When the first and the last of several were written; None if there is one, or if a time is unknown."""
+        times = [entry.mtime for entry in self.members if entry.mtime is not None]
+        return (min(times), max(times)) if len(times) == len(self.members) > 1 else None
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -81,11 +96,6 @@ class Contender:
     entry: Entry
     inspection: Inspection
     tracked: bool
-
-    @cached_property
-    def names(self) -> Names:
-        """What decides which other families belong together with its own."""
-        return names_of(self.family)
 
     @property
     def written_at(self) -> float:
@@ -101,6 +111,11 @@ class Contender:
     @property
     def training(self) -> bool | None:
         return self.inspection.training
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it is known to hold no optimizer, and its name has no step and no word of a checkpoint: args.pt."""
+        return self.training is False and not self.family.steps and _ROLES.isdisjoint(words_of(self.entry.name))
 
     @property
     def is_full(self) -> bool:
@@ -176,15 +191,7 @@ def _may_matter(family: NameFamily, contenders: Sequence[Contender]) -> bool:
         return True
     if best.inspection.training is False or is_copy(best.family.pattern):  # it may have to give way
         return True
-    return are_kin(names_of(family), names_of(best.family)) and not is_copy(family.pattern)
-
-
-def names_of(family: NameFamily) -> Names:
-    """Return what decides which other families belong together with this one."""
-    steps = frozenset(step for entry in family.members if (step := step_of(entry.name)) is not None)
-    times = [entry.mtime for entry in family.members if entry.mtime is not None]
-    known = (min(times), max(times)) if len(times) == len(family.members) > 1 else None
-    return Names(family.pattern, unit_of(family.members[0].name), steps, known)
+    return are_kin(family, best.family) and not is_copy(family.pattern)
 
 
 def _resume(chosen: Contender, pattern: str, family_count: int) -> Resume:
@@ -205,7 +212,11 @@ def families(entries: Iterable[Entry], pattern: str = "") -> tuple[NameFamily, .
     groups: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[family_of(entry.name, pattern)].append(entry)
-    found = [NameFamily(name, _newest_first(members, pattern), _latest(members)) for name, members in groups.items()]
+    found = []
+    for name, members in groups.items():
+        # A directory's mtime is the last change to its list of names, not the time of the save. Only a check can tell that.
+        times = [float("inf") if entry.is_dir or entry.mtime is None else entry.mtime for entry in members]
+        found.append(NameFamily(name, _newest_first(members, pattern), max(times)))
     # Of two families with the same time, the one whose names have numbers goes first: it gives a step.
     return tuple(sorted(found, key=lambda family: (-family.newest, not numbers_of(family.members[0].name), family.pattern)))
 
@@ -218,13 +229,6 @@ def _newest_first(members: list[Entry], pattern: str) -> tuple[Entry, ...]:
     if is_exact(members[0].name, pattern) or steps == sorted(steps, reverse=True):
         return tuple(by_numbers)
     return tuple(sorted(members, key=lambda entry: (or_oldest(entry.mtime), step_of(entry.name), entry.name), reverse=True))
-
-
-def _latest(members: Sequence[Entry]) -> float:
-    # A directory's mtime is the last change to its list of names, not the time of the save. Only a check can tell that.
-    if any(entry.is_dir or entry.mtime is None for entry in members):
-        return float("inf")
-    return max(or_oldest(entry.mtime) for entry in members)
 
 
 def or_oldest(seconds: float | None) -> float:
@@ -248,15 +252,6 @@ _VERSION = re.compile(r"[-_]v[0-9]+(?![0-9])")
 _ROLES = _COPIES | _NEWEST | _PARTS | {"checkpoint", "ckpt", "trainer", "training"}
 
 
-@dataclass(frozen=True)
-class Names:
-    pattern: str  # of its family
-    unit: str = ""  # what their numbers count, see `names.unit_of`
-    steps: frozenset[int] = frozenset()  # all of their steps
-    # When the first and the last of several were written; None if there is one, or if a time is unknown.
-    times: tuple[float, float] | None = None
-
-
 def resolve(contenders: Sequence[Contender]) -> tuple[Contender, str]:
     """Return the one to resume from; and, if that is not decided, a question for the user: why, and what to set.
 
@@ -267,12 +262,13 @@ def resolve(contenders: Sequence[Contender]) -> tuple[Contender, str]:
     left = list(contenders)
     if any(each.training for each in left):
         left = [each for each in left if each.training is not False]
-    left = [each for each in left if not _is_aside(each)] or left
+    left = [each for each in left if not each.is_aside] or left
     others = [each for each in left if not is_copy(each.family.pattern)]
-    if others and not _is_further([each for each in left if each not in others], others):
+    best = max((each.step for each in left if each not in others), default=0)
+    if others and not all(0 <= each.step < best for each in others):  # the best is not known to have done more steps than all
         left = others
     last = max(left, key=lambda each: (each.written_at, each.step))
-    family = [each for each in left if each is last or are_kin(each.names, last.names)]
+    family = [each for each in left if each is last or are_kin(each.family, last.family)]
     for better in ([each for each in family if each.training], [each for each in family if each.tracked]):
         family = better or family
     lines = {_line(each.family.pattern) for each in family}
@@ -288,33 +284,18 @@ def is_copy(pattern: str) -> bool:
     return not _COPIES.isdisjoint(words_of(pattern))
 
 
-def are_kin(one: Names, other: Names) -> bool:
+def are_kin(one: NameFamily, other: NameFamily) -> bool:
     """Return whether two families belong together: they share a step, or have no steps and names that differ in their roles.
 
     Two runs of a job, one after the other, do not.
     """
     if OWN_FAMILY in (one.pattern, other.pattern):
         return False
-    if one.times is not None and other.times is not None and not _overlap(one.times, other.times):
+    if one.times and other.times and max(one.times[0], other.times[0]) > min(one.times[1], other.times[1]):
         return False
     if one.steps or other.steps:
         return one.unit == other.unit and not one.steps.isdisjoint(other.steps)
     return words_of(one.pattern) ^ words_of(other.pattern) <= _ROLES
-
-
-def _is_aside(contender: Contender) -> bool:
-    """Return whether it is known to hold no optimizer, and its name has no step and no word of a checkpoint: args.pt."""
-    return contender.training is False and not contender.names.steps and _ROLES.isdisjoint(words_of(contender.entry.name))
-
-
-def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one[0] <= other[1] and other[0] <= one[1]
-
-
-def _is_further(copies: Sequence[Contender], others: Sequence[Contender]) -> bool:
-    """Return whether one called the best is known to have done more steps than all others."""
-    best = max((each.step for each in copies), default=0)
-    return all(0 <= each.step < best for each in others)
 
 
 def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:

@@ -19,17 +19,8 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import OtherSchema, RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import milliseconds
-from elastic_ext.checkpoints.copying import (
-    FINISH,
-    LOOK,
-    TOKEN_ENV,
-    UNFINISHED,
-    CopyState,
-    Pulse,
-    decode,
-    made_progress,
-    replicate,
-)
+from elastic_ext.checkpoints.copying import replicate
+from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED, CopyState, Pulse, decode, made_progress
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage

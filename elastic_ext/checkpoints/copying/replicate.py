@@ -2,8 +2,8 @@
 
     elastic_ext.checkpoints.copying.replicate [--mb-s N]      (run by base/isolated.py)
 
-The package describes its input and output. All its state is in the two directories, so a restarted process resumes the
-interrupted file. Object stores do not report changes, so it polls with growing pauses.
+All its state is in the two directories, so a restarted process resumes the interrupted file. Object stores do not report changes,
+so it polls with growing pauses.
 
 Saves may come faster than they can be copied, and all nodes must work on the same one. Whenever the leader, the node that has
 rank 0's files, has finished a checkpoint, it picks the newest one; the others follow. Checkpoints older than a complete one are
@@ -16,11 +16,31 @@ the remote directory:
                          whether the text changes.
 
 These are UTF-8 text without a version: if their meaning changes, their names must change.
+
+The wire protocol between the agent and this program, version SCHEMA:
+
+Environment, set by the agent: ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR (`tiers`), as for workers; and TOKEN_ENV, the
+agent's token: when the agent is gone, the reaper ends the processes that carry it. These are not arguments, because every user of
+the machine can read arguments, and a URL may hold credentials. The bandwidth is an argument, `--mb-s N`.
+
+Standard input, one order per line:
+    look        a checkpoint was saved, or may have been
+    finish      copy the rest, then end
+End of input means that the agent is gone, and ends the program.
+
+Standard output, one JSON object per line, with a field "schema":
+    CopyState   after each turn
+    Pulse       at intervals while one file takes long
+Any other line was printed by a library.
+
+Exit code: 0: everything is copied, after `finish`; UNFINISHED: other nodes' files stopped arriving, after `finish`; other codes:
+the program died.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import platform
@@ -28,12 +48,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from elastic_ext.base import log_records
+from elastic_ext.base import log_records, records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.copying import FINISH, UNFINISHED, CopyState, Pulse, encode, made_progress
 from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
@@ -43,41 +62,56 @@ from elastic_ext.checkpoints.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
+SCHEMA = 1
+TOKEN_ENV = "ELASTIC_EXT_COPIER"
+LOOK, FINISH = "look", "finish"
+UNFINISHED = 3
+
+
+@dataclass(frozen=True)
+class CopyState:
+    """The state after a turn."""
+
+    sent: int = 0  # bytes sent in this turn
+    # Steps by which the newest remote checkpoint is behind the newest local one; None: no remote one yet.
+    lag_steps: int | None = 0
+    lag_s: float = 0.0  # seconds that the oldest checkpoint in `waiting` has waited
+    waiting: tuple[str, ...] = ()  # names of the local checkpoints that are newer than the newest complete remote one
+    complete: str = ""  # name of the newest complete remote checkpoint; "": none
+    failures: int = 0  # failed turns in a row
+    reason: str = ""  # why the last one failed, for people
+    others: str = ""  # text that changes while other nodes send what is missing; it has no other meaning
+    # Seconds since this node began to copy the checkpoint that has become complete in this turn; None: none has.
+    copy_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Sign of life while one file takes long. pulse: bytes sent in this turn so far."""
+
+    pulse: int
+
+
+def made_progress(report: CopyState, before: CopyState) -> bool:
+    """Return whether there was progress since `before`, on this node or another. Pure."""
+    now, then = ((each.waiting, each.complete, each.others) for each in (report, before))
+    return bool(report.sent) or now != then
+
+
+def encode(message: CopyState | Pulse) -> str:
+    """Return the line without the newline."""
+    return json.dumps({"schema": SCHEMA, **asdict(message)})
+
+
+def decode(line: bytes) -> CopyState | Pulse:
+    """Parse a line. Raises OtherSchema if another version wrote it, RecordError if it is not a message."""
+    fields = records.parse(line, "a line of the copier", SCHEMA)
+    return records.build(Pulse, fields, "a line") if "pulse" in fields else records.build(CopyState, fields, "a line")
+
 
 TARGET = f"{MARKERS}/copying"
 HEARTBEATS = f"{MARKERS}/copying_from"
 HEARTBEAT_S = 20.0
-
-
-class Coordination:
-    """One node's view of the agreement on the checkpoint that all nodes copy now. All methods raise OSError."""
-
-    def __init__(self, remote: Storage) -> None:
-        self._remote = remote
-        self.node = ""  # NODE of this node; "" before it sends anything
-
-    def target(self) -> str:
-        """Return the checkpoint that all nodes copy now; "": none yet."""
-        try:
-            return self._remote.read(TARGET).decode(errors="replace")
-        except FileNotFoundError:
-            return ""
-
-    def set_target(self, name: str) -> None:
-        """Make all nodes copy this checkpoint. Only the leader calls this."""
-        self._remote.put(TARGET, name.encode())
-
-    def beat(self, sent: int, now: float) -> None:
-        """Show that this node is at work. sent: total bytes."""
-        self._remote.put(f"{HEARTBEATS}/{self.node}", f"{sent} {now:.0f}".encode())
-
-    def heartbeats(self) -> list[str]:
-        """Return the last heartbeat texts of the other nodes."""
-        try:
-            names = sorted(entry.name for entry in self._remote.entries(HEARTBEATS) if entry.name != self.node)
-            return [self._remote.read(f"{HEARTBEATS}/{name}").decode(errors="replace") for name in names]
-        except FileNotFoundError:
-            return []
 
 
 PULSE_S = 5.0  # interval between pulses to the agent while one file is being sent
@@ -86,18 +120,12 @@ PULSE_S = 5.0  # interval between pulses to the agent while one file is being se
 class Throttle:
     """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work."""
 
-    def __init__(
-        self,
-        bucket: TokenBucket,
-        coordination: Coordination,
-        pulse: Callable[[int], None],
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, bucket: TokenBucket, remote: Storage, pulse: Callable[[int], None]) -> None:
         """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
-        self._bucket, self._coordination, self._pulse, self._wait = bucket, coordination, pulse, wait
-        # sent: bytes sent in this turn.
+        self._bucket, self._remote, self._pulse = bucket, remote, pulse
+        self.node = ""  # NODE of this node; "" before it sends anything
         self.sent = self._sent_before = 0  # bytes of this turn, and of all turns before it
-        self._pulse_at = self._beat_at = time.monotonic()
+        self.begin_turn()
 
     def begin_turn(self) -> None:
         """Count from zero."""
@@ -108,7 +136,7 @@ class Throttle:
         """Wait until `size` more bytes may be sent. Raises OSError."""
         pause = self._bucket.take(size, time.monotonic())
         while pause > 0:  # waiting for the rate is not a stall
-            self._wait(min(pause, PULSE_S))
+            time.sleep(min(pause, PULSE_S))
             pause -= PULSE_S
             self.report_alive()
         self.sent += size
@@ -122,7 +150,7 @@ class Throttle:
             self._pulse(self.sent)
         if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
-            self._coordination.beat(self._sent_before + self.sent, now)
+            self._remote.put(f"{HEARTBEATS}/{self.node}", f"{self._sent_before + self.sent} {now:.0f}".encode())
 
 
 STALLED_S = 60.0
@@ -171,9 +199,8 @@ class Replicator:
     ) -> None:
         """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
         self._local, self._remote = local, remote
-        self._coordination = Coordination(remote)
-        self._throttle = Throttle(bucket, self._coordination, pulse)
-        self._others = ""  # Report.others
+        self._throttle = Throttle(bucket, remote, pulse)
+        self._others = ""  # CopyState.others
         self._target: str | None = None  # only on the leader; None: it has not looked yet
         self._progress_at = 0.0  # when the target last made progress
         self._began: tuple[str, float] = ("", 0.0)  # the checkpoint that this node last began to copy, and when
@@ -218,33 +245,36 @@ class Replicator:
         return found
 
     def _newest_remote(self) -> Order | None:
-        for name in own_checkpoints(self._remote):
-            if name in self._complete or self._is_complete(name):
-                self._complete.add(name)
-                return order_of(name)
-        return None
+        return next((order_of(name) for name in own_checkpoints(self._remote) if self._is_complete(name)), None)
 
     def _choose(self, pending: list[LocalCheckpoint]) -> LocalCheckpoint | None:
         """Return the checkpoint that all nodes copy now; None if this node does not have it."""
         if not pending[-1].leads:
-            target = self._coordination.target()
+            target = self._agreed_target()
             return next((each for each in pending if each.name == target), None)
-        before = self._target if self._target is not None else self._coordination.target()
+        before = self._target if self._target is not None else self._agreed_target()
         stalled = time.monotonic() - self._progress_at > STALLED_S
         found = next_target(pending, before, marks.quarantined_names(self._remote), stalled)
         if found is not None and found.name != before:
-            self._coordination.set_target(found.name)
+            self._remote.put(TARGET, found.name.encode())
         name = found.name if found is not None else ""
         if name != self._target:
             self._target, self._progress_at = name, time.monotonic()
         return found
 
+    def _agreed_target(self) -> str:
+        """Return the checkpoint that all nodes copy now; "": none yet."""
+        return (self._remote.read_if_there(TARGET) or b"").decode(errors="replace")
+
     def _is_complete(self, name: str) -> bool:
-        try:
-            read = manifest_of(self._remote, name)
-        except ManifestError:
-            return False
-        return read is not None and not self._missing(name, read[0])
+        if name not in self._complete:
+            try:
+                read = manifest_of(self._remote, name)
+            except ManifestError:
+                return False
+            if read is not None and not self._missing(name, read[0]):
+                self._complete.add(name)
+        return name in self._complete
 
     def _missing(self, name: str, manifest: Manifest) -> list[str]:
         """Return the files that are not in the remote directory with the right size. Costs one listing."""
@@ -259,10 +289,10 @@ class Replicator:
             self._upload(checkpoint)
             self._uploaded.add(name)
         if self._is_complete(name):
-            self._complete.add(name)
             return
         missing = len(self._missing(name, manifest))
-        others = f"{missing} {self._coordination.heartbeats()}"
+        nodes = sorted(entry.name for entry in self._remote.listed(HEARTBEATS) if entry.name != self._throttle.node)
+        others = f"{missing} {[self._remote.read_if_there(f'{HEARTBEATS}/{node}') for node in nodes]}"
         if others != self._others:
             self._others, self._progress_at = others, time.monotonic()
         if checkpoint.leads and not missing:
@@ -273,7 +303,7 @@ class Replicator:
         name, leads = checkpoint.name, checkpoint.leads
         mine = {entry.name for entry in self._local.entries(name)}
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
-        self._coordination.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
+        self._throttle.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
             transfer.copy_files(
                 self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from elastic_ext.base import records
@@ -42,17 +43,13 @@ class Opener:
     launch: str = ""
 
 
-def newest_generation(storage: Storage) -> int:
-    """Return the newest generation among markers and checkpoint names, or 0. Raises OSError."""
-    by_name = [order[0] for name in _names(storage, "") if (order := order_of(name))]
-    return max([*_marked(storage), *by_name], default=0)
-
-
 def refuse_stale(storage: Storage, generation: int) -> None:
     """Raise StaleGroup if a newer group has opened the directory. Raises OSError if the storage does not answer."""
     newest = max(_marked(storage), default=0)
     if newest > generation:
-        ours, theirs = (_opener_or_unknown(storage, each) for each in (generation, newest))
+        ours = theirs = None
+        with suppress(OSError):
+            ours, theirs = _opener(storage, generation), _opener(storage, newest)
         raise StaleGroup(
             f"{_taken_by(ours, theirs, _saved_there(storage, newest))}: generation {newest} has opened {storage.address}, this "
             f"group of workers is generation {generation} and must not commit or prune there"
@@ -79,7 +76,7 @@ def _taken_by(ours: Opener | None, theirs: Opener | None, saved: bool) -> str:
 def _saved_there(storage: Storage, generation: int) -> bool:
     """Return whether a group has begun a checkpoint, rather than just loaded one; False if that is not known."""
     try:
-        return any(order[0] == generation for name in _names(storage, "") if (order := order_of(name)))
+        return generation in _saved(storage)
     except OSError:
         return False
 
@@ -87,7 +84,7 @@ def _saved_there(storage: Storage, generation: int) -> bool:
 def open_generation(storage: Storage, opener: Opener) -> int:
     """Take and return the next generation. Raises StaleGroup if a later restart of this launch has opened one; OSError."""
     while True:
-        newest = newest_generation(storage)
+        newest = max([*_marked(storage), *_saved(storage)], default=0)
         _refuse_older_restart(storage, newest, opener)
         generation = newest + 1
         try:
@@ -97,7 +94,10 @@ def open_generation(storage: Storage, opener: Opener) -> int:
         refuse_stale(storage, generation)
         logger.info("checkpoints in %s: this group of workers is generation %s", storage.address, generation)
         for old in sorted(_marked(storage))[:-KEPT_MARKERS]:
-            _remove_marker(storage, old)
+            try:
+                storage.remove(_marker(old))
+            except OSError as error:
+                logger.info("cannot remove the old marker of generation %s of %s: %s", old, storage.address, error)
         return generation
 
 
@@ -116,27 +116,12 @@ def _refuse_older_restart(storage: Storage, newest: int, opener: Opener) -> None
 
 def _opener(storage: Storage, generation: int) -> Opener | None:
     """Return who has opened a generation; None if its marker is gone or cannot be read as one. Raises OSError."""
+    data = storage.read_if_there(_marker(generation))
     try:
-        return records.build(Opener, json.loads(storage.read(_marker(generation))), "the marker")
-    except FileNotFoundError:
-        return None
+        return None if data is None else records.build(Opener, json.loads(data), "the marker")
     except (ValueError, RecordError) as error:
         logger.warning("generation %s of %s has a marker that cannot be read: %s", generation, storage.address, error)
         return None
-
-
-def _opener_or_unknown(storage: Storage, generation: int) -> Opener | None:
-    try:
-        return _opener(storage, generation)
-    except OSError:
-        return None
-
-
-def _remove_marker(storage: Storage, generation: int) -> None:
-    try:
-        storage.remove(_marker(generation))
-    except OSError as error:
-        logger.info("cannot remove the old marker of generation %s of %s: %s", generation, storage.address, error)
 
 
 def _marker(generation: int) -> str:
@@ -144,11 +129,9 @@ def _marker(generation: int) -> str:
 
 
 def _marked(storage: Storage) -> list[int]:
-    return [int(match[1]) for name in _names(storage, MARKERS) if (match := _MARKER.fullmatch(name))]
+    return [int(match[1]) for entry in storage.listed(MARKERS) if (match := _MARKER.fullmatch(entry.name))]
 
 
-def _names(storage: Storage, child: str) -> list[str]:
-    try:
-        return [entry.name for entry in storage.entries(child)]
-    except FileNotFoundError:
-        return []
+def _saved(storage: Storage) -> list[int]:
+    """Return the generations of the checkpoints there, complete or not."""
+    return [order[0] for entry in storage.listed() if (order := order_of(entry.name))]

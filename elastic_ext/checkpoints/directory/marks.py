@@ -51,9 +51,8 @@ def lift_quarantine(storage: Storage, name: str) -> None:
 def quarantine_of(storage: Storage, name: str) -> Mark | None:
     """Return the mark of a quarantined checkpoint, or None. A mark that cannot be parsed still counts. Raises OSError."""
     path = _path(QUARANTINE, name)
-    try:
-        data = storage.read(path)
-    except FileNotFoundError:
+    data = storage.read_if_there(path)
+    if data is None:
         return None
     try:
         return records.build(Mark, json.loads(data), path)
@@ -90,7 +89,4 @@ def _set(storage: Storage, folder: str, name: str, mark: Mark) -> None:
 
 
 def _names(storage: Storage, folder: str) -> frozenset[str]:
-    try:
-        return frozenset(entry.name.removesuffix(".json") for entry in storage.entries(folder) if entry.name.endswith(".json"))
-    except FileNotFoundError:
-        return frozenset()
+    return frozenset(each.name.removesuffix(".json") for each in storage.listed(folder) if each.name.endswith(".json"))

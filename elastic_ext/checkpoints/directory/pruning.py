@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.checkpoints.directory import UNFINISHED
+from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, OWN, UNKNOWN
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, OWN, UNKNOWN
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
 from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -75,15 +75,15 @@ def plan_prune(
         newer = newer_complete.get(candidate.family, 0)
         if candidate.together and (step := candidate.step) is not None:
             newer = sum(other > step for group, other in whole if group == candidate.together)
-        decision = _decide(candidate, newer, max(1, keep_last), keep_every)
-        step = step_of(candidate.name)
+        step, kept = step_of(candidate.name), ""
         if candidate.name in resumed:
-            decision = PruneDecision(candidate.name, False, "a job would resume from it")
+            kept = "a job would resume from it"
         elif step is not None and of_resumed.get(step, candidate.family) != candidate.family:
-            decision = PruneDecision(candidate.name, False, "of the step that a job would resume from")
+            kept = "of the step that a job would resume from"
         elif (candidate.together, candidate.step) in of_pinned and not candidate.pinned:
-            decision = PruneDecision(candidate.name, False, "of a step that is pinned")
-        decisions.append(decision)
+            kept = "of a step that is pinned"
+        remove, reason = (False, kept) if kept else _decide(candidate, newer, max(1, keep_last), keep_every)
+        decisions.append(PruneDecision(candidate.name, remove, reason))
         if candidate.complete and not candidate.quarantined:
             newer_complete[candidate.family] = newer + 1
     return tuple(decisions)
@@ -105,31 +105,27 @@ def _whole_steps(listed: Sequence[PruneCandidate]) -> set[tuple[str, int]]:
     }
 
 
-def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: int) -> PruneDecision:
-    """Decide on one checkpoint. newer: number of newer complete ones in its family that are not quarantined."""
-
-    def keep(reason: str) -> PruneDecision:
-        return PruneDecision(candidate.name, False, reason)
-
+def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: int) -> tuple[bool, str]:
+    """Return whether to remove a checkpoint, and why. newer: number of newer complete ones in its family, not quarantined."""
     if candidate.quarantined:
-        return keep("quarantined: a person must inspect it")
+        return False, "quarantined: a person must inspect it"
     if candidate.pinned:
-        return keep("pinned")
+        return False, "pinned"
     if candidate.format == UNKNOWN:
-        return keep("its format is unknown")
+        return False, "its format is unknown"
     if candidate.apart:
-        return keep(f"it belongs together with {candidate.apart}, which the pattern leaves out")
+        return False, f"it belongs together with {candidate.apart}, which the pattern leaves out"
     if not candidate.complete:
         if candidate.compared or candidate.format not in _CERTAIN_FORMATS:
-            return keep("incomplete, but maybe not the leftover of a save")
+            return False, "incomplete, but maybe not the leftover of a save"
         if not newer:
-            return keep("incomplete and newer than every complete one: a save may still be writing it")
-        return PruneDecision(candidate.name, True, "incomplete, and older than a complete one")
+            return False, "incomplete and newer than every complete one: a save may still be writing it"
+        return True, "incomplete, and older than a complete one"
     if newer < keep_last:
-        return keep(f"among the newest {keep_last}")
+        return False, f"among the newest {keep_last}"
     if keep_every and candidate.step is not None and candidate.step % keep_every == 0:
-        return keep(f"step {candidate.step} is a multiple of {keep_every}")
-    return PruneDecision(candidate.name, True, f"{newer} newer ones are complete")
+        return False, f"step {candidate.step} is a multiple of {keep_every}"
+    return True, f"{newer} newer ones are complete"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.records import Count, Name, Within
 from elastic_ext.checkpoints.directory import MARKERS, marks
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of, order_or_oldest
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, encode, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, poll
 
 logger = logging.getLogger(__name__)
@@ -79,20 +79,19 @@ class Offer:
 
 def own_checkpoints(storage: Storage) -> list[str]:
     """Return the names of our checkpoints in a directory, complete or not, newest first. One listing. Raises OSError."""
-    try:
-        orders = {entry.name: order for entry in storage.entries() if (order := order_of(entry.name))}
-    except FileNotFoundError:
-        return []
+    orders = {entry.name: order for entry in storage.listed() if (order := order_of(entry.name))}
     return sorted(orders, key=lambda name: orders[name], reverse=True)
 
 
 def manifest_of(storage: Storage, name: str) -> tuple[Manifest, bytes] | None:
     """Return the manifest and its bytes; None if the save did not finish. Raises ManifestError, OSError."""
-    try:
-        data = storage.read(f"{name}/{MANIFEST}")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return decode(data), data
+    data = storage.read_if_there(f"{name}/{MANIFEST}")
+    return None if data is None else (decode(data), data)
+
+
+def put_manifest(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Write a manifest, which is the commit. Raises OSError."""
+    storage.put(f"{name}/{MANIFEST}", encode(manifest))
 
 
 def offers(local: Storage) -> list[Offer]:
@@ -125,10 +124,7 @@ def digest(manifest: bytes) -> str:
 
 def files_here(local: Storage, name: str, manifest: Manifest) -> frozenset[str]:
     """Return the names of the manifest's files that exist here with the right size. One listing. Raises OSError."""
-    try:
-        sizes = {entry.name: entry.size for entry in local.entries(name)}
-    except (FileNotFoundError, NotADirectoryError):
-        return frozenset()
+    sizes = {entry.name: entry.size for entry in local.listed(name)}
     return frozenset(file.name for file in manifest.files if sizes.get(file.name) == file.size)
 
 
@@ -158,14 +154,12 @@ def claim(local: Storage, remote: Storage) -> None:
     Raises UsageError if the local directory belongs to another remote one, OSError.
     """
     address = redacted(remote.address)  # other users may read the file
-    try:
-        found = local.read(OWNER).decode(errors="replace")
-    except FileNotFoundError:
+    found = local.read_if_there(OWNER)
+    if found is None:
         local.put(OWNER, address.encode())
-        return
-    if found != address:
+    elif found != address.encode():
         raise UsageError(
-            f"local_dir {local.address} holds checkpoints that belong to {found}, but checkpoint_dir is "
+            f"local_dir {local.address} holds checkpoints that belong to {found.decode(errors='replace')}, but checkpoint_dir is "
             f"{remote.address}: give each job its own local_dir, or empty it"
         )
 

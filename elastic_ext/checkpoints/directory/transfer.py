@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory import UNFINISHED
-from elastic_ext.checkpoints.formats import dcp
+from elastic_ext.checkpoints.formats import layouts
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile, checksum
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
@@ -127,12 +127,7 @@ def copy(
 
 
 def copy_files(
-    source: Storage,
-    target: Storage,
-    name: str,
-    files: Iterable[StoredFile],
-    throttle: Throttle | None = None,
-    compared: Throttle | None = None,
+    source: Storage, target: Storage, name: str, files: Iterable[StoredFile], throttle: Throttle, compared: Throttle
 ) -> int:
     """Copy some files of one of our checkpoints, but not the manifest; return the number of bytes sent.
 
@@ -156,7 +151,7 @@ def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:
     """Return the checksums in the manifest; none without a manifest. Raises CopyError, ManifestError, UsageError, OSError."""
-    manifest = dcp.read_manifest(source, name, found)
+    manifest = layouts.read_manifest(source, name, found)
     if manifest is None:
         return {}
     checksums = {file.name: file.checksum for file in manifest.files}

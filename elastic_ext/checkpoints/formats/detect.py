@@ -22,21 +22,10 @@ from importlib.metadata import entry_points
 from typing import IO
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import dcp, layouts, single_files
-from elastic_ext.checkpoints.formats.inspection import (
-    DCP,
-    SAVED_MODEL,
-    TORCH_SAVE,
-    TORCH_SAVE_SUFFIXES,
-    UNKNOWN,
-    Content,
-    Format,
-    Inspection,
-    thread_pool,
-)
+from elastic_ext.checkpoints.formats import DCP, SAVED_MODEL, TORCH_SAVE, UNKNOWN, Format, Inspection, layouts, single_files
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, checksum
-from elastic_ext.checkpoints.formats.names import parts_of
-from elastic_ext.checkpoints.formats.single_files import PeekError
+from elastic_ext.checkpoints.formats.names import TORCH_SAVE_SUFFIXES, parts_of
+from elastic_ext.checkpoints.formats.single_files import Content, PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 ENTRY_POINTS = "elastic_ext.formats"
@@ -48,13 +37,13 @@ _ZIP = b"PK"  # the first bytes of every zip record
 # Of each directory format: whether it has this name and these names in it, and a check, which gets the usable entries in it. The
 # first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
-    (dcp.is_own, dcp.check_own),
-    (dcp.is_lightning, dcp.check_lightning),
-    (dcp.matches, layouts.check_shards),
+    (layouts.is_own, layouts.check_own),
+    (layouts.is_lightning, layouts.check_lightning),
+    (layouts.is_dcp, layouts.check_shards),
 )
 
 # Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
-COMMIT_FILES = (MANIFEST, dcp.METADATA, layouts.STATE)
+COMMIT_FILES = (MANIFEST, layouts.METADATA, layouts.STATE)
 
 
 def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
@@ -107,7 +96,7 @@ def _check_files(storage: Storage, entry: Entry) -> Inspection:
     """Check a file, or the files of all ranks."""
     if not entry.parts:
         return _check_file(storage, entry)
-    with thread_pool() as pool:
+    with layouts.thread_pool() as pool:
         found = list(pool.map(lambda part: _check_file(storage, part), entry.parts))
     bad = next((index for index, each in enumerate(found) if not each.complete), None)
     if bad is not None:
@@ -184,6 +173,10 @@ class Mode(enum.Enum):
     FULL = "full"
 
 
+Count = Callable[[int], None]
+"""Called with the bytes that a thread has read since it called this last."""
+
+
 @dataclass(frozen=True)
 class Remark:
     """A fault or note about one file. file: its name relative to the checkpoint. reason: text for people."""
@@ -215,31 +208,11 @@ class _File:
     name: str
     size: int
     checksum: str = ""
-    items: tuple[dcp.Item, ...] = ()
+    items: tuple[layouts.Item, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The files to read, and the remarks from the listing alone."""
-
-    files: list[_File]
-    faults: list[Remark]
-    notes: list[Remark]
-
-
-class _Progress:
-    """Adds up the bytes that the threads have read."""
-
-    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
-        self._lock, self._total, self._report = threading.Lock(), total, report
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        if self._report is None:
-            return
-        with self._lock:
-            self._done += count
-            self._report(self._done, self._total)
+_Plan = tuple[list[_File], list[Remark], list[Remark]]
+"""The files to read; and from the listing alone, faults and notes."""
 
 
 def verify(
@@ -262,51 +235,56 @@ def verify(
     if mode is Mode.OFF:
         return Verification((), 0, 0)
     try:
-        plan = _plan(storage, checkpoint)
+        files, faults, notes = _plan(storage, checkpoint)
     except (ManifestError, PeekError) as error:
-        file = MANIFEST if isinstance(error, ManifestError) else dcp.METADATA
+        file = MANIFEST if isinstance(error, ManifestError) else layouts.METADATA
         return Verification((Remark(file, str(error)),), 0, 0)
-    chosen = plan.files
+    chosen = files
     if mode is Mode.SAMPLED and chosen:
         chosen = random.Random(seed).sample(chosen, max(1, round(len(chosen) * SAMPLE)))
-    total = sum(file.size for file in chosen)
-    counted = _Progress(total, progress)
-    with thread_pool(threads) as pool:
+    total, done, lock = sum(file.size for file in chosen), 0, threading.Lock()
+
+    def count(size: int) -> None:
+        nonlocal done
+        if progress is not None:
+            with lock:
+                done += size
+                progress(done, total)
+
+    with layouts.thread_pool(threads) as pool:
         # The largest first, so that no thread is left to read it alone at the end.
         in_order = sorted(chosen, key=lambda file: -file.size)
-        results = list(pool.map(lambda file: _read_file(storage, checkpoint, file, counted), in_order))
+        results = list(pool.map(lambda file: _read_file(storage, checkpoint, file, count), in_order))
     by_file = [(file.name or checkpoint.name, content) for file, content in zip(in_order, results, strict=True)]
-    faults = plan.faults + [Remark(name, content.fault) for name, content in by_file if content.fault]
-    notes = plan.notes + [Remark(name, content.note) for name, content in by_file if content.note]
+    faults += [Remark(name, content.fault) for name, content in by_file if content.fault]
+    notes += [Remark(name, content.note) for name, content in by_file if content.note]
     unreadable = next((content.unreadable for content in results if content.unreadable is not None), None)
-    return Verification(tuple(sorted(faults, key=lambda fault: fault.file)), len(plan.files), total, tuple(notes), unreadable)
+    return Verification(tuple(sorted(faults, key=lambda fault: fault.file)), len(files), total, tuple(notes), unreadable)
 
 
 def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
     """Plan what to read. Raises ManifestError, PeekError, OSError."""
     if not checkpoint.is_dir:
-        return _Plan(
-            [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
-        )
+        return [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
     found = dict(files_of(storage, checkpoint.name))
-    manifest = dcp.read_manifest(storage, checkpoint.name, found)
+    manifest = layouts.read_manifest(storage, checkpoint.name, found)
     return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
 
 
 def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
-    faults = dcp.size_faults(manifest, found)
+    faults = layouts.size_faults(manifest, found)
     files = [_File(file.name, file.size, file.checksum) for file in manifest.files if file.name not in faults]
     known = {MANIFEST, *(file.name for file in manifest.files)}
     notes = [Remark(name, f"not in {MANIFEST}") for name in found if name not in known]
-    return _Plan(files, [Remark(name, f"it {fault}") for name, fault in faults.items()], notes)
+    return files, [Remark(name, f"it {fault}") for name, fault in faults.items()], notes
 
 
 def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, Entry]) -> _Plan:
     """Plan by each `.metadata`, which lies beside its shards, maybe in a subdirectory. Read all other files as they are."""
-    files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(dcp.SHARD_SUFFIX)]
+    files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(layouts.SHARD_SUFFIX)]
     faults = []
-    for folder in sorted(name.removesuffix(dcp.METADATA) for name in found if f"/{name}".endswith(f"/{dcp.METADATA}")):
-        items = dcp.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + dcp.METADATA]).items
+    for folder in sorted(name.removesuffix(layouts.METADATA) for name in found if f"/{name}".endswith(f"/{layouts.METADATA}")):
+        items = layouts.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + layouts.METADATA]).items
         for file in sorted({item.file for item in items}):
             name = folder + file
             if name in found:
@@ -314,14 +292,14 @@ def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, E
             else:
                 faults.append(Remark(name, "it is missing"))
     planned = {file.name for file in files}
-    return _Plan(files, faults, [Remark(name, f"not in {dcp.METADATA}") for name in found if name not in planned])
+    return files, faults, [Remark(name, f"not in {layouts.METADATA}") for name in found if name not in planned]
 
 
-def _read_file(storage: Storage, checkpoint: Entry, file: _File, progress: _Progress) -> Content:
+def _read_file(storage: Storage, checkpoint: Entry, file: _File, count: Count) -> Content:
     path = f"{checkpoint.name}/{file.name}" if checkpoint.is_dir else file.name or checkpoint.name
     try:
         with storage.open(path) as opened:
-            return _read_content(opened, file, path, progress)
+            return _read_content(opened, file, path, count)
     except FileNotFoundError:
         return Content("it is missing")
     except OSError as error:
@@ -329,17 +307,22 @@ def _read_file(storage: Storage, checkpoint: Entry, file: _File, progress: _Prog
         return Content(f"it cannot be read: {error.strerror or error}", unreadable=away)
 
 
-def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress) -> Content:
+def _read_content(opened: IO[bytes], file: _File, path: str, count: Count) -> Content:
     if file.checksum:
-        found = checksum(opened, progress.add)
+        found = checksum(opened, count)
         return Content("" if found == file.checksum else f"its checksum is {found}, expected {file.checksum}")
     if file.items:
-        return _read_shard(opened, file, progress)
-    progress.add(file.size)
+        return _read_shard(opened, file, count)
+    count(file.size)
     if path.endswith(single_files.SAFETENSORS_SUFFIX):
-        return single_files.read_safetensors(file.size, opened)
+        note = "safetensors has no checksums: only header and size were checked"
+        return Content(single_files.safetensors_fault(file.size, opened), note)
     if path.endswith(".json"):
-        return _read_json(opened)
+        try:
+            json.loads(opened.read())
+        except (ValueError, RecursionError) as error:
+            return Content(f"it is not JSON: {error}")
+        return Content()
     start = opened.read(single_files.LEGACY_START)
     if start.startswith(single_files.ZIP_MAGIC) or single_files.is_legacy(start):
         return single_files.read_torch_save(opened)
@@ -351,21 +334,13 @@ def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress
     return Content(note="no checksum is known: only the size was checked")
 
 
-def _read_json(opened: IO[bytes]) -> Content:
-    try:
-        json.loads(opened.read())
-    except (ValueError, RecursionError) as error:
-        return Content(f"it is not JSON: {error}")
-    return Content()
-
-
-def _read_shard(opened: IO[bytes], file: _File, progress: _Progress) -> Content:
+def _read_shard(opened: IO[bytes], file: _File, count: Count) -> Content:
     """Read the items of a shard. torch.save wrote each of them."""
     note = ""
     for item in file.items:
         opened.seek(item.offset)
         data = opened.read(item.length)
-        progress.add(len(data))
+        count(len(data))
         if len(data) != item.length:
             return Content(f"it ends before byte {item.offset + item.length}")
         content = single_files.read_torch_save(io.BytesIO(data))

@@ -1,38 +1,205 @@
-"""The directories that tools for training write: a table of what each looks like, and of what must be in it.
+"""The directories of checkpoints: those of torch.distributed.checkpoint, our own among them, and those that tools for training
+write, by a table of what each looks like, and of what must be in it.
 
-A row says by which names in a directory the tool is known, and what is missing if the save did not finish. The parts are checked
-alike for any tool: files of torch.save and of safetensors, directories of torch.distributed.checkpoint, JSON, and files of
-which each rank wrote its own.
+A row of the table says by which names in a directory the tool is known, and what is missing if the save did not finish. For every
+tool the parts are checked in the same way: files of torch.save and of safetensors, directories of torch.distributed.checkpoint,
+JSON, and files of which each rank wrote its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastic_ext.checkpoints.formats import dcp, names, single_files
-from elastic_ext.checkpoints.formats.inspection import (
+from elastic_ext.checkpoints.formats import (
     DCP,
     HUGGING_FACE,
-    NAMES,
+    LIGHTNING,
     NO_OPTIMIZER,
+    OWN,
     SAVED_MODEL,
-    TORCH_SAVE_SUFFIXES,
     UNKNOWN,
     Inspection,
-    is_hidden,
-    thread_pool,
+    names,
+    single_files,
 )
-from elastic_ext.checkpoints.formats.single_files import SAFETENSORS_SUFFIX, is_count
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
+from elastic_ext.checkpoints.formats.names import NAMES, TORCH_SAVE_SUFFIXES, is_hidden
+from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, SAFETENSORS_SUFFIX, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
+
+# Directories of torch.distributed.checkpoint, and of Lightning's FSDP strategy. Their tensors are in shards (`*.distcp`), and
+# `.metadata` says where each tensor lies in them. It is renamed into place after every rank has written its shards, so its
+# presence marks the end of the save (`FileSystemWriter.finish` in torch/distributed/checkpoint/filesystem.py).
+
+METADATA = ".metadata"
+SHARD_SUFFIX = ".distcp"
+_OPTIMIZER_KEYS = re.compile(r"optim|exp_avg|momentum|param_groups", re.IGNORECASE)  # in keys of a state with an optimizer's
+
+
+@dataclass(frozen=True)
+class Item:
+    """Location of an object or of a shard of a tensor: bytes `offset` to `offset + length` of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a `.metadata` says. items: none if a storage writer other than torch's own wrote it. keys: of the saved state."""
+
+    items: tuple[Item, ...] = ()
+    keys: tuple[str, ...] = ()
+
+
+def is_dcp(name: str, names: Sequence[str]) -> bool:
+    """Return whether torch.distributed.checkpoint wrote a directory with these names, complete or not."""
+    return any(each.endswith((METADATA, f"{METADATA}.tmp", SHARD_SUFFIX)) for each in names)
+
+
+def check_dcp(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
+    """Check that `.metadata` and all the bytes that it refers to exist. Raises OSError."""
+    metadata = next((item for item in content if item.name == METADATA), None)
+    if metadata is None:
+        return Inspection(False, DCP, f"no {METADATA}, the save did not finish")
+    if metadata.size == 0:
+        return Inspection(False, DCP, f"{METADATA} is empty, the save did not finish")
+    shards = {item.name: item.size for item in content if item.name.endswith(SHARD_SUFFIX) and item.size > 0}
+    if not shards:
+        return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is missing")
+    try:
+        parsed = read_metadata(storage, entry.name, metadata)
+    except PeekError as error:
+        return Inspection(False, DCP, f"{METADATA} is damaged: {error}")
+    needed: dict[str, int] = {}  # bytes of each file
+    for item in parsed.items:
+        needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
+    faults = [f"{file} has {shards.get(file, 0)} bytes of {size}" for file, size in needed.items() if shards.get(file, 0) < size]
+    if faults:
+        return Inspection(False, DCP, summary(faults))
+    training = any(_OPTIMIZER_KEYS.search(key) for key in parsed.keys) if parsed.keys else None
+    reason = f"{METADATA} present, {len(shards)} shard files" + f", {NO_OPTIMIZER}" * (training is False)
+    size = sum(item.size for item in content if not item.is_dir)
+    return Inspection(True, DCP, reason, metadata.mtime, size=size, training=training)
+
+
+def parse_metadata(data: bytes) -> Metadata:
+    """Parse a `.metadata`. Raises PeekError."""
+    value = peek(data).value
+    stored, keys = (value.field(name) if isinstance(value, StandIn) else None for name in ("storage_data", "state_dict_metadata"))
+    found = []
+    for info in stored.values() if isinstance(stored, dict) else ():
+        if isinstance(info, StandIn):
+            file, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
+            if type(file) is str and is_count(offset) and is_count(length):
+                found.append(Item(file, offset, length))
+    return Metadata(tuple(found), tuple(key for key in keys if isinstance(key, str)) if isinstance(keys, dict) else ())
+
+
+def read_metadata(storage: Storage, folder: str, metadata: Entry) -> Metadata:
+    """Return what the `.metadata` of a folder says; nothing if it is too large to read. Raises PeekError, OSError."""
+    if metadata.size > MAX_BYTES:
+        return Metadata()
+    return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
+
+
+# Our own directories: those of torch, and a manifest (`manifest.py`), written last.
+
+
+def is_own(name: str, names: Sequence[str]) -> bool:
+    """Return whether a directory is ours, complete or not.
+
+    `manifest.json` is a common name. If it lies beside shards it is ours, even in a renamed directory.
+    """
+    return order_of(name) is not None or (MANIFEST in names and _has_shards(names))
+
+
+def check_own(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
+    """Check that every file in the manifest exists with the right size. Raises OSError."""
+    found = {item.name: item for item in content}
+    if MANIFEST not in found:
+        return Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
+    try:
+        manifest = decode(storage.read(f"{entry.name}/{MANIFEST}"))
+    except ManifestError as error:
+        return Inspection(False, OWN, str(error))
+    for folder in sorted({file.name.rpartition("/")[0] for file in manifest.files} - {""}):
+        found |= {f"{folder}/{item.name}": item for item in storage.listed(f"{entry.name}/{folder}")}
+    faults = [f"{file} {fault}" for file, fault in size_faults(manifest, found).items()]
+    if faults:
+        return Inspection(False, OWN, summary(faults))
+    reason = f"manifest intact, {len(manifest.files)} files of the right size"
+    return Inspection(True, OWN, reason, found[MANIFEST].mtime, manifest.step, manifest.epoch, manifest.size)
+
+
+def size_faults(manifest: Manifest, found: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the faults of a manifest's files by name: "is missing" or "has ... bytes". Pure."""
+    faults = {}
+    for file in manifest.files:
+        there = found.get(file.name)
+        if there is None:
+            faults[file.name] = "is missing"
+        elif there.is_dir or there.size != file.size:
+            faults[file.name] = f"has {there.size} bytes, expected {file.size}"
+    return faults
+
+
+def read_manifest(storage: Storage, name: str, files: Collection[str]) -> Manifest | None:
+    """Return the manifest of a checkpoint, or None if it is not ours. Other programs also write a manifest.json.
+
+    files: names of the checkpoint's files.
+
+    Raises ManifestError if the manifest is ours and damaged, OSError.
+    """
+    if MANIFEST not in files:
+        return None
+    data = storage.read(f"{name}/{MANIFEST}")
+    return decode(data) if b'"generation"' in data or _has_shards(files) else None
+
+
+def _has_shards(names: Iterable[str]) -> bool:
+    return any(each.endswith(SHARD_SUFFIX) for each in names)
+
+
+# Those of Lightning's FSDP strategy: those of torch, and `meta.pt`, the unsharded values.
+
+META = "meta.pt"  # lightning/fabric/strategies/fsdp.py, _METADATA_FILENAME
+
+
+def is_lightning(name: str, names: Sequence[str]) -> bool:
+    """Return whether Lightning wrote a directory with these names, complete or not."""
+    return (META in names or ("=" in name and name.endswith(".ckpt"))) and is_dcp(name, names)
+
+
+def check_lightning(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
+    """Check the shards and `meta.pt`. Raises OSError."""
+    shards = check_dcp(storage, entry, content)
+    if not shards.complete:
+        return replace(shards, format=LIGHTNING)
+    meta = next((item for item in content if item.name == META), None)
+    if meta is None:
+        return replace(shards, complete=False, format=LIGHTNING, reason=f"no {META}, the save did not finish")
+    with storage.open(f"{entry.name}/{META}") as file:
+        rest = single_files.check(meta, file)
+    if not rest.complete:
+        return replace(rest, format=LIGHTNING, reason=f"{META}: {rest.reason}")
+    return replace(shards, format=LIGHTNING, step=rest.step, epoch=rest.epoch)
+
+
+# Those of other tools.
 
 ACCELERATE, DEEPSPEED, MEGATRON, NEMO = "accelerate", "DeepSpeed", "Megatron", "NeMo 2"
 NANOTRON, TORCHTUNE = "nanotron", "torchtune"
 FILES = "directory of files"  # of torch.save, of safetensors, of torch.distributed.checkpoint in folders
 
+MAX_THREADS = 16  # that read files at once
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
 INDEX_SUFFIX = ".index.json"
 _CHECKED = (*TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
@@ -72,12 +239,7 @@ class Tree:
         found: dict[str, list[Entry]] = {}
         for path, entry in self.files.items():
             found.setdefault(path.rpartition("/")[0], []).append(entry)
-        return {folder: content for folder, content in found.items() if dcp.matches(folder, [each.name for each in content])}
-
-    @property
-    def shard_files(self) -> list[str]:
-        """The paths of the files of torch.distributed.checkpoint."""
-        return [path for path in self.files if path.endswith((dcp.METADATA, dcp.SHARD_SUFFIX))]
+        return {folder: content for folder, content in found.items() if is_dcp(folder, [each.name for each in content])}
 
     def checked(self) -> list[str]:
         """The paths of all files whose kind can be checked, but for shards."""
@@ -103,7 +265,7 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
             elif not item.name.startswith("."):
                 folders.append(path)
                 waiting.append((f"{path}/", list(storage.entries(f"{entry.name}/{path}"))))
-        if len(files) > MAX_FILES and sum(not path.endswith(dcp.SHARD_SUFFIX) for path in files) > MAX_FILES:
+        if len(files) > MAX_FILES and sum(not path.endswith(SHARD_SUFFIX) for path in files) > MAX_FILES:
             raise TornCheckpoint(f"more than {MAX_FILES} files: not a checkpoint of a known format")
     return Tree(entry.name, files, frozenset(folders))
 
@@ -119,7 +281,7 @@ def check_parts(storage: Storage, tree: Tree) -> Inspection:
     paths = tree.checked()
     files = _check_files(storage, tree)
     numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
-    times = [tree.files[path].mtime for path in [*paths, *tree.shard_files]]
+    times = [each.mtime for path, each in tree.files.items() if path.endswith((*_CHECKED, METADATA, SHARD_SUFFIX))]
     return Inspection(
         complete=True,
         format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
@@ -153,7 +315,7 @@ def _training(tree: Tree, found: Sequence[Inspection]) -> bool | None:
 def _parts(tree: Tree) -> Mapping[str, frozenset[tuple[int, ...]]]:
     if not tree.files.keys().isdisjoint(_LAST):
         return {}
-    return names.parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(dcp.METADATA))])
+    return names.parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(METADATA))])
 
 
 def _check_names(tree: Tree) -> None:
@@ -184,7 +346,7 @@ def _check_indices(storage: Storage, tree: Tree) -> None:
 
 def check_shards(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
     """Check a directory of torch.distributed.checkpoint, with all other files in it. Raises OSError."""
-    found = dcp.check(storage, entry, content)
+    found = check_dcp(storage, entry, content)
     if not found.complete:
         return found
     try:
@@ -200,7 +362,7 @@ def check_shards(storage: Storage, entry: Entry, content: Sequence[Entry]) -> In
 
 def _check_shards(storage: Storage, tree: Tree, folder: str, content: Sequence[Entry]) -> Inspection:
     path = f"{tree.name}/{folder}".rstrip("/")
-    found = dcp.check(storage, Entry(path, "", True, 0, None), content)
+    found = check_dcp(storage, Entry(path, "", True, 0, None), content)
     if not found.complete:
         raise TornCheckpoint(f"{folder}: {found.reason}" if folder else found.reason)
     return found
@@ -370,7 +532,9 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         unknown = Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
         if layout is STEP_DIRECTORY and not (tree.checked() or tree.shard_folders):
             return unknown
-        _check_folders(tree)
+        for folder in sorted(tree.folders):
+            if re.search(r"rank_?\d+", folder) and not any(path.startswith(f"{folder}/") for path in tree.files):
+                raise TornCheckpoint(f"{folder} is empty, the save did not finish")
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
         states = {path: read_json(storage, tree, path) for path in _STATES if path in tree.files}
@@ -384,7 +548,8 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         return Inspection(False, layout.format, str(error))
     if found.training is False and layout is STEP_DIRECTORY and not names.says_step(entry.name):
         return Inspection(False, SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
-    step, epoch = _numbers(states)
+    given = [(states[path], keys) for path, keys in _STATES.items() if path in states]
+    step, epoch = (_value(given[0][0], key) for key in given[0][1]) if given else (None, None)
     if step is None and names.step_of(entry.name) is None:
         step, epoch = found.step, found.epoch if epoch is None else epoch
     found = replace(found, format=layout.format, step=step, epoch=epoch)
@@ -394,25 +559,19 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
     return replace(found, reason=f"{found.reason}, {NO_OPTIMIZER}") if found.training is False else found
 
 
-def _check_folders(tree: Tree) -> None:
-    """Check that the folder of no rank is empty."""
-    for folder in sorted(tree.folders):
-        if re.search(r"rank_?\d+", folder) and not any(path.startswith(f"{folder}/") for path in tree.files):
-            raise TornCheckpoint(f"{folder} is empty, the save did not finish")
-
-
-def _numbers(states: States) -> tuple[int | None, int | None]:
-    """Return step and epoch by the first JSON file that gives them."""
-    for path, keys in _STATES.items():
-        if path in states:
-            step, epoch = (_value(states[path], key) for key in keys)
-            return step, epoch
-    return None, None
-
-
 def _value(state: object, key: str) -> int | None:
     for word in key.split("."):
         state = state.get(word) if isinstance(state, dict) else None
     if isinstance(state, float) and 0 <= state < 1e9:
         return int(state)
     return state if is_count(state) else None
+
+
+def summary(faults: Sequence[str]) -> str:
+    """Return the first fault and the number of the others."""
+    return faults[0] if len(faults) == 1 else f"{faults[0]}, and {len(faults) - 1} more faults"
+
+
+def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
+    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))

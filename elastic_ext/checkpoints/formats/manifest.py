@@ -16,7 +16,7 @@ import operator
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from io import RawIOBase
 from typing import IO, Any, SupportsIndex, cast
 
@@ -136,19 +136,9 @@ def decode(data: bytes) -> Manifest:
         )
         if len({file.name for file in files}) != len(files):
             raise ValueError("it lists a file twice")
-        return Manifest(
-            step=record["step"],
-            generation=record["generation"],
-            files=files,
-            world_size=record["world_size"],
-            epoch=record["epoch"],
-            accumulation=record["accumulation"],
-            run_id=str(record["run_id"]),
-            restart=record["restart"],
-            saved_at=float(record["saved_at"]),
-            extra=dict(record["extra"]),
-            nodes=tuple(record.get("nodes", ())),
-        )
+        record |= {"files": files, "run_id": str(record["run_id"]), "saved_at": float(record["saved_at"])}
+        record |= {"extra": dict(record["extra"]), "nodes": tuple(record.get("nodes", ()))}
+        return Manifest(**{each.name: record[each.name] for each in fields(Manifest)})
     except KeyError as error:
         raise ManifestError(f"the manifest has no {error}") from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # decoding errors are ValueErrors

@@ -57,6 +57,14 @@ _RANK = re.compile(
 )
 _WORLD = re.compile(r"world_?size[-_=]?([0-9]{1,6})", re.IGNORECASE)
 
+TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pt.tar")
+TEMPORARY_SUFFIXES = (".tmp", ".part")
+# But temp_0.7 is a temperature.
+_TEMPORARY = re.compile(
+    r"(?<![a-z])(tmp|temp(?![-_=]?[0-9]+\.[0-9])|partial|incomplete|unfinished|trash|deleting)(?![a-z])", re.IGNORECASE
+)
+NAMES = frozenset({"latest", "last", "current", "checkpoint", "ckpt", "final", "best"})  # words of checkpoints without a step
+
 ANY = "*"  # stands for the rank in the name of a checkpoint of a file per rank
 
 
@@ -163,6 +171,26 @@ def rank_name(name: str) -> RankName | None:
 
     pattern = _RANK.sub(replaced, name)
     return RankName(pattern, tuple(ranks), tuple(totals), tuple(words)) if ranks else None
+
+
+def is_candidate(entry: Entry) -> bool:
+    """Return whether an entry may be a checkpoint: any directory, or a file with a known suffix, unless hidden or temporary.
+
+    Files of safetensors hold weights alone, and most .bin files hold weights or other things (training_args.bin). They count only
+    if their name gives a step, or for .bin says that it is a checkpoint.
+    """
+    if is_hidden(entry.name) or entry.is_dir:
+        return not is_hidden(entry.name)
+    if entry.name.endswith(".safetensors"):
+        return step_of(entry.name) is not None
+    if entry.name.endswith(".bin"):
+        return step_of(entry.name) is not None or not NAMES.isdisjoint(words_of(entry.name))
+    return entry.name.endswith(TORCH_SAVE_SUFFIXES)
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a name is hidden or temporary."""
+    return name.startswith(".") or name.endswith(TEMPORARY_SUFFIXES) or _TEMPORARY.search(name) is not None
 
 
 def _pattern_numbers(name: str, pattern: str) -> tuple[int, ...]:
@@ -325,10 +353,7 @@ def entry_of(storage: Storage, name: str) -> Entry | None:
     found = storage.stat(name)
     if found is not None or ANY not in name:
         return found
-    try:
-        return next((entry for entry in grouped(storage.entries()) if entry.name == name), None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return next((entry for entry in grouped(storage.listed()) if entry.name == name), None)
 
 
 def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
@@ -338,8 +363,8 @@ def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
     """
     entry = entry_of(storage, name) if ANY in name else None
     named = [(rank_name(part.name), part.path) for part in entry.parts] if entry is not None else []
-    return {found.ranks[0]: path for found, path in named if found is not None and _is_of_one_rank(found)}
-
-
-def _is_of_one_rank(name: RankName) -> bool:
-    return len(name.ranks) == 1 and name.words[0] in ("rank", "global_rank", "shard")
+    return {
+        found.ranks[0]: path
+        for found, path in named
+        if found is not None and len(found.ranks) == 1 and found.words[0] in ("rank", "global_rank", "shard")
+    }

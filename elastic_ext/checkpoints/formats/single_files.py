@@ -29,15 +29,7 @@ from dataclasses import dataclass
 from typing import IO, TypeGuard
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.formats.inspection import (
-    LIGHTNING,
-    NO_OPTIMIZER,
-    SAFETENSORS,
-    TORCH_SAVE,
-    UNKNOWN,
-    Content,
-    Inspection,
-)
+from elastic_ext.checkpoints.formats import LIGHTNING, NO_OPTIMIZER, SAFETENSORS, TORCH_SAVE, UNKNOWN, Inspection
 from elastic_ext.checkpoints.storage import Entry
 
 # Read the plain values of a pickle without running any code: a stand-in replaces every class and function. Numbers, strings,
@@ -101,14 +93,6 @@ class StandInDict(dict[object, object]):
 
 
 class _Peeker(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type[StandIn | StandInDict]:
-        return StandInDict if (module, name) == ("collections", "OrderedDict") else StandIn
-
-    def persistent_load(self, pid: object) -> object:
-        return StandIn()
-
-
-class _StoragePeeker(_Peeker):
     """Also gathers the storages of tensors: by key, the name of the class and the number of elements."""
 
     def __init__(self, data: bytes) -> None:
@@ -118,7 +102,7 @@ class _StoragePeeker(_Peeker):
     def find_class(self, module: str, name: str) -> type[StandIn | StandInDict]:
         if module == "torch" and name.endswith("Storage"):
             return type(name, (StandIn,), {})
-        return super().find_class(module, name)
+        return StandInDict if (module, name) == ("collections", "OrderedDict") else StandIn
 
     def persistent_load(self, pid: object) -> object:
         if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], type) and is_count(pid[4]):
@@ -128,83 +112,19 @@ class _StoragePeeker(_Peeker):
         return StandIn()
 
 
-# The argument of an instruction: a number of bytes (below 100), a line, or bytes after a length prefix of 1, 4 or 8 bytes.
-_LINE, _LINES, _COUNTED_1, _COUNTED_4, _COUNTED_8, _PUT_LINE, _PUT_1, _PUT_4, _STOP, _NONE = range(100, 110)
-_FOLLOWS: dict[int, int] = {
-    pickletools.UP_TO_NEWLINE: _LINE,
-    pickletools.TAKEN_FROM_ARGUMENT1: _COUNTED_1,
-    pickletools.TAKEN_FROM_ARGUMENT4: _COUNTED_4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: _COUNTED_4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: _COUNTED_8,
-}
-_SPECIAL_ARGUMENTS = {"GLOBAL": _LINES, "INST": _LINES, "PUT": _PUT_LINE, "BINPUT": _PUT_1, "LONG_BINPUT": _PUT_4, "STOP": _STOP}
-_COUNTS = {_COUNTED_1: 1, _COUNTED_4: 4, _COUNTED_8: 8}
-_PUTS = {_PUT_1: 1, _PUT_4: 4}
-
-
-def _table() -> list[int]:
-    """Return the kind of argument of each opcode; _NONE for a byte that is not an opcode."""
-    found = [_NONE] * 256
-    for each in pickletools.opcodes:
-        size = each.arg.n if each.arg is not None else 0
-        found[ord(each.code)] = _SPECIAL_ARGUMENTS.get(each.name, _FOLLOWS.get(size, size))
-    return found
-
-
-_INSTRUCTIONS = _table()
+# Instructions that number an entry of the memo. Each takes at least two bytes, and pickles number the entries from 0.
+_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
 def _walk(data: bytes) -> int:
-    """Return the length of the pickle that the data begin with. Raise PeekError if it asks for more than it contains.
-
-    Each memo entry takes at least two bytes, and pickles number the entries from 0. This bounds the index.
-    """
-    at, size = 0, len(data)
-    while at < size:
-        follows = _INSTRUCTIONS[data[at]]
-        at += 1
-        if follows < _LINE:
-            at += follows
-        elif follows in _COUNTS:
-            begin = at + _COUNTS[follows]
-            at = begin + int.from_bytes(data[at:begin], "little")
-        elif follows in _PUTS:
-            end = at + _PUTS[follows]
-            _check_index(int.from_bytes(data[at:end], "little"), at)
-            at = end
-        elif follows == _STOP:
-            return at
-        elif follows == _NONE:
-            raise PeekError(f"the pickle cannot be read: byte {at - 1} is not an instruction")
-        else:
-            begin, at = at, _line_end(data, at)
-            if follows == _PUT_LINE:
-                text = data[begin : at - 1]
-                _check_index(int(text) if text.isdigit() and len(text) < 20 else size, begin)
-            elif follows == _LINES:
-                at = _line_end(data, at)
-    raise PeekError(f"the pickle cannot be read: it has no end within its {size} bytes")
-
-
-def _check_index(index: int, at: int) -> None:
-    if index > at // 2 + 1:
-        raise PeekError(f"the pickle cannot be read: memo index {index} at byte {at}")
-
-
-def _line_end(data: bytes, at: int) -> int:
-    end = data.find(b"\n", at)
-    if end < 0:
-        raise PeekError(f"the pickle cannot be read: the line at byte {at} has no end")
-    return end + 1
-
-
-def peek(data: bytes) -> object:
-    """Return the value of a pickle, with stand-ins for all objects. Memory use is proportional to the size of the pickle.
-
-    Raises PeekError for damaged bytes.
-    """
-    _walk(data)
-    return _load(_Peeker(io.BytesIO(data)))
+    """Return the length of the pickle that the data begin with. Raise PeekError if it asks for more than it contains."""
+    try:
+        for instruction, argument, at in pickletools.genops(data):
+            if instruction.name in _PUTS and argument is not None and argument > (at or 0) // 2 + 1:
+                raise PeekError(f"the pickle cannot be read: memo index {argument} at byte {at}")
+    except ValueError as error:
+        raise PeekError(f"the pickle cannot be read: {error}") from error
+    return (at or 0) + 1  # of STOP, the last one
 
 
 @dataclass(frozen=True)
@@ -216,17 +136,12 @@ class Peeked:
     storages: Mapping[str, tuple[str, int]]  # of its tensors: by key, the name of the class and the number of elements
 
 
-def peek_first(data: bytes) -> Peeked:
-    """Return the pickle that the data begin with. Raises PeekError for damaged bytes."""
+def peek(data: bytes) -> Peeked:
+    """Return the pickle that the data begin with. Memory use is proportional to its size. Raises PeekError for damaged bytes."""
     length = _walk(data)
-    peeker = _StoragePeeker(data[:length])
-    return Peeked(_load(peeker), length, peeker.storages)
-
-
-def _load(peeker: pickle.Unpickler) -> object:
+    peeker = _Peeker(data[:length])
     try:
-        value: object = peeker.load()
-        return value
+        return Peeked(peeker.load(), length, peeker.storages)
     except _BAD_PICKLE as error:
         raise PeekError(f"the pickle cannot be read: {type(error).__name__}: {error}") from error
 
@@ -268,13 +183,22 @@ _END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
 _FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-8
 
 
+@dataclass(frozen=True)
+class Content:
+    """The result of reading a whole file."""
+
+    fault: str = ""  # what is damaged, or ""
+    note: str = ""  # what could not be verified, or ""
+    unreadable: OSError | None = None  # why it could not be read, which is a fault for now; None: it was read
+
+
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
     """Check a file without reading its tensors. What another program may have written is of format UNKNOWN.
 
     `file` must be seekable. Raises OSError if it cannot be read.
     """
     if entry.name.endswith(SAFETENSORS_SUFFIX):
-        fault = _safetensors_fault(entry.size, file)
+        fault = safetensors_fault(entry.size, file)
         if fault:
             return Inspection(False, SAFETENSORS, fault)
         reason = f"header intact, size as expected, weights only: {NO_OPTIMIZER}"
@@ -332,11 +256,6 @@ def holds_optimizer(values: Mapping[object, object]) -> bool:
     return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
 
 
-def read_safetensors(size: int, file: IO[bytes]) -> Content:
-    """Check the header and size of a file of `size` bytes. The tensors cannot be verified. Raises OSError."""
-    return Content(_safetensors_fault(size, file), "safetensors has no checksums: only header and size were checked")
-
-
 def read_torch_save(file: IO[bytes]) -> Content:
     """Read all records of a file of torch.save and check their CRCs. Raises OSError."""
     unchecked = 0
@@ -352,8 +271,12 @@ def read_torch_save(file: IO[bytes]) -> Content:
                 damaged = archive.testzip()
                 return Content(f"damaged: {damaged[:100]!r}" if damaged else "")
             for info in archive.infolist():
-                fault = _entry_fault(info) or _record_fault(archive, info)
-                if fault:
+                count, fault = 0, _entry_fault(info)
+                with _open_record(archive, info) as record:
+                    while not fault and (block := record.read(_BLOCK)):
+                        count += len(block)
+                if fault or count != info.file_size:
+                    fault = fault or f"only {count} of {info.file_size} bytes"
                     return Content(f"damaged: {info.filename[:100]!r}: {fault}")
                 unchecked += info.CRC == 0 and info.file_size > 0
             fault = _end_fault(file, archive)
@@ -402,7 +325,7 @@ def _saved(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> object:
     with _open_record(archive, info) as content:
         data = content.read()
     try:
-        return peek(data)
+        return peek(data).value
     except PeekError:  # the CRC is right, so the pickle is intact but does more than a stand-in can follow
         return None
 
@@ -414,14 +337,6 @@ def _entry_fault(info: zipfile.ZipInfo) -> str:
     if info.flag_bits & ~_FLAGS or info.comment or info.volume or info.external_attr:
         return "torch never writes such an entry in the zip directory"
     return ""
-
-
-def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
-    count = 0
-    with _open_record(archive, info) as record:
-        while block := record.read(_BLOCK):
-            count += len(block)
-    return "" if count == info.file_size else f"only {count} of {info.file_size} bytes"
 
 
 def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
@@ -483,7 +398,7 @@ def _pickles(file: IO[bytes], size: int) -> list[Peeked]:
         data, found, at = file.read(length), [], 0
         try:
             for _ in range(5):
-                found.append(peek_first(data[at:]))
+                found.append(peek(data[at:]))
                 at += found[-1].length
         except PeekError:
             if length >= min(size, MAX_BYTES):
@@ -496,7 +411,8 @@ def _pickles(file: IO[bytes], size: int) -> list[Peeked]:
 # safetensors.
 
 
-def _safetensors_fault(size: int, file: IO[bytes]) -> str:
+def safetensors_fault(size: int, file: IO[bytes]) -> str:
+    """Return what is wrong with the header and size of a file of `size` bytes, or "". Raises OSError."""
     file.seek(0)
     header_size = int.from_bytes(file.read(8), "little")
     if size < 8 or header_size > min(MAX_HEADER, size - 8):

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Copying:
     def device_stall_s(self) -> float | None:
         """Return for how long a copy has stalled training on the devices: once for each copy, the oldest first.
 
-        None if there is none, or the devices have not come so far: training is not made to wait for an answer. Ask before the
+        None without one, or if the devices have not come so far: training is not made to wait for an answer. Ask before the
         next `start`: until then it is unknown how long the next step waits. Devices are taken to stall at the same time.
         """
         if not self._untold:
@@ -176,15 +177,14 @@ class Lane:
             training.wait_event(self._marks.copied)
 
 
+@dataclass
 class Marks:
     """When one copy was where, as events of one device."""
 
-    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, copied: torch.cuda.Event) -> None:
-        # began, ended: training came to what is copied on its stream, and went on.
-        # copied: all was copied.
-        self.began, self.ended, self.copied = began, ended, copied
-        # Training came to the next optimizer step; None before that, or if no step was seen.
-        self.reached: torch.cuda.Event | None = None
+    began: torch.cuda.Event  # training came to what is copied on its stream
+    ended: torch.cuda.Event  # ... and went on
+    copied: torch.cuda.Event  # all was copied
+    reached: torch.cuda.Event | None = None  # training came to the next optimizer step; None before that, or if no step was seen
 
     def stall_s(self) -> float | None:
         """Return for how long training stood still; None if that is not over yet."""

@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,25 +21,25 @@ from torch import Tensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, checksum_of, encode
-from elastic_ext.checkpoints.local_tier import FETCHED, LocalTier, Parts, PieceExchange, Range, merge_ranges, read_bytes
+from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
+from elastic_ext.checkpoints.local_tier import FETCHED, Parts, PieceExchange, Range, merge_ranges, read_bytes
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped
 from elastic_ext.checkpoints.ranks import Ranks
 from elastic_ext.checkpoints.state import local_part
 from elastic_ext.checkpoints.state.capture import StateDict, UnshardedState
-from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 
-def fetch_parts(tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ranks: Ranks) -> Parts:
+def fetch_parts(parts: Parts, ranks: Ranks) -> Parts:
     """Get the parts of its own ranks that a node lacks, as one that has replaced another does; return which node has which then.
 
     Collective, for a copy that as many ranks on as many nodes have made. Raises CheckpointError on all ranks.
     """
-    if parts.fit(manifest):
+    if parts.fit:
         return parts
+    tier, name, manifest = parts.tier, parts.name, parts.manifest
     began, storage = time.monotonic(), tier.storage
     own = {memory_file(rank) for rank in tiers.ranks_of(tier.nodes, tier.node)}
     lacking = [file for file in manifest.files if file.name in own and not parts.has(tier.node, file.name)]
@@ -49,14 +49,14 @@ def fetch_parts(tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ra
             os.makedirs(storage.path(name), mode=0o700, exist_ok=True)
             for file in lacking:
                 os.replace(storage.path(f"{FETCHED}/{name}/{file.name}"), storage.path(f"{name}/{file.name}"))
-            storage.put(f"{name}/{MANIFEST}", encode(manifest))
+            tiers.put_manifest(storage, name, manifest)
             logger.info("%s parts of %s came from other nodes in %.3g s", len(lacking), name, time.monotonic() - began)
 
-    with PieceExchange(tier, parts, name, ranks).with_files(lacking):
+    with PieceExchange(parts, ranks).with_files(lacking):
         ranks.run_on_all(keep)
     here = {memory_file(rank): node for node in range(len(tier.nodes)) for rank in tiers.ranks_of(tier.nodes, node)}
     holders = {file: tuple({*nodes, here.get(file, nodes[0])}) for file, nodes in parts.holders.items()}
-    return Parts(tier.nodes, tier.node, holders)
+    return replace(parts, holders=holders)
 
 
 class MemoryCopy:
@@ -65,17 +65,17 @@ class MemoryCopy:
     Raises CheckpointError, on all ranks, if it must not be loaded. Collective.
     """
 
-    def __init__(self, tier: LocalTier, name: str, manifest: Manifest, ranks: Ranks) -> None:
-        self._tier, self._name, self._manifest, self._ranks = tier, name, manifest, ranks
+    def __init__(self, parts: Parts, ranks: Ranks) -> None:
+        self._parts, self._ranks = parts, ranks
         self._buffers: dict[int, Buffer] = {}  # by rank, of this node
         ranks.run_on_all(self._check)
 
     def _check(self) -> None:
         """Map the parts of this node, and compare the checksum of this rank's. The others do the same with theirs."""
-        files = {file.name: file for file in self._manifest.files}
-        for rank in tiers.ranks_of(self._tier.nodes, self._tier.node):
+        tier, files = self._parts.tier, {file.name: file for file in self._parts.manifest.files}
+        for rank in tiers.ranks_of(tier.nodes, tier.node):
             file = files[memory_file(rank)]
-            self._buffers[rank] = buffer = open_mapped(self._tier.storage, f"{self._name}/{file.name}", private=True)
+            self._buffers[rank] = buffer = open_mapped(tier.storage, f"{self._parts.name}/{file.name}", private=True)
             check_part(buffer, file, content=rank == self._ranks.rank)
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
@@ -123,15 +123,11 @@ def filled(template: StateDict, values: Mapping[Path, Any], tensors: Iterable[Pa
     wanted = {path for path, _ in part.other_leaves(template)}
     if missing := wanted - values.keys():
         raise PartError(f"the copy does not have {_some(missing)}")
-    if left := surplus({*wanted, *(path for path, _ in part.leaves(template))}, {*values, *tensors}):
+    wanted |= {path for path, _ in part.leaves(template)}
+    objects = {path[:2] for path in wanted}  # an object that the script no longer has at all is left out, as from disk
+    if left := {path for path in {*values, *tensors} - wanted if path[:2] in objects}:
         raise PartError(f"there is no place for {_some(left)} of the copy")
     return cast(StateDict, _filled(template, (), values))
-
-
-def surplus(wanted: Set[Path], copied: Set[Path]) -> Set[Path]:
-    """Return what is copied of wanted objects, but not wanted. What a script no longer has at all is left out, as from disk."""
-    objects = {path[:2] for path in wanted}
-    return {path for path in copied - wanted if path[:2] in objects}
 
 
 def _filled(value: Any, path: Path, values: Mapping[Path, Any]) -> Any:
@@ -206,23 +202,22 @@ class Read:
 class ReshardedCopy:
     """One copy, as one rank loads it. Raises CheckpointError, on all ranks, if it must not be loaded. Collective."""
 
-    def __init__(self, tier: LocalTier, name: str, manifest: Manifest, parts: Parts, ranks: Ranks) -> None:
-        self._tier, self._name, self._parts, self._ranks = tier, name, parts, ranks
-        self._manifest = manifest
+    def __init__(self, parts: Parts, ranks: Ranks) -> None:
+        self._parts, self._ranks = parts, ranks
         own = ranks.run_on_all(self._check)
         self._indexes: dict[str, Index] = {}  # of all parts, by file
         for each in ranks.all_gather(own):
             self._indexes |= each
-        self._indexes = {file.name: self._indexes[file.name] for file in manifest.files}
+        self._indexes = {file.name: self._indexes[file.name] for file in parts.manifest.files}
 
     def _check(self) -> dict[str, Index]:
         """Check the parts that this rank answers for; return the indexes of those for which it answers alone."""
         found: dict[str, Index] = {}
-        parts, node = self._parts, self._tier.node
-        for file in self._manifest.files:
+        parts, tier, node = self._parts, self._parts.tier, self._parts.tier.node
+        for file in parts.manifest.files:
             if not parts.has(node, file.name) or parts.responsible_rank(node, file.name) != self._ranks.rank:
                 continue
-            buffer = open_mapped(self._tier.storage, f"{self._name}/{file.name}", private=True)
+            buffer = open_mapped(tier.storage, f"{parts.name}/{file.name}", private=True)
             check_part(buffer, file)
             if parts.holders[file.name][0] == node:
                 found[file.name] = part.read_index(buffer.bytes)
@@ -230,7 +225,7 @@ class ReshardedCopy:
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks."""
-        indexes = [self._indexes[memory_file(rank)] for rank in range(self._manifest.world_size)]
+        indexes = [self._indexes[memory_file(rank)] for rank in range(self._parts.manifest.world_size)]
         return UnshardedState(indexes[0].shared, {rank: indexes[rank].own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:
@@ -239,11 +234,19 @@ class ReshardedCopy:
         Raises CheckpointError on all ranks if they do not fit.
         """
         reads = self._ranks.run_on_all(lambda: list(self._plan(template)))
-        exchange = PieceExchange(self._tier, self._parts, self._name, self._ranks)
+        exchange = PieceExchange(self._parts, self._ranks)
         with exchange.with_files(()) as storage:
+
+            def copy() -> None:
+                for read in reads:
+                    file, begin, end = read.range
+                    data = torch.empty(end - begin, dtype=torch.uint8)
+                    read_bytes(storage, f"{self._parts.name}/{file}", begin, data)
+                    read.copy(data)
+
             exchange.fetch(merge_ranges(read.range for read in reads))
             with torch.no_grad():
-                self._ranks.run_on_all(lambda: _copy_ranges(storage, self._name, reads))
+                self._ranks.run_on_all(copy)
         values = {path: value for index in reversed(self._indexes.values()) for path, value in index.values.items()}
         tensors = {path for index in self._indexes.values() for path in index.tensors}
         return self._ranks.run_on_all(lambda: filled(template, values, tensors))
@@ -257,25 +260,17 @@ class ReshardedCopy:
             found = [each for each in pieces.get(path, ()) if len(each.box.begin) == len(box.begin)] if box is not None else []
             reads = [Read(target, box, each, shared) for each in found if box and (shared := overlap(box, each.box)) is not None]
             if box is None or sum(math.prod(read.box.size) for read in reads) != target.numel():
-                raise PartError(f"the copy does not have all of {'.'.join(map(str, path))}, {tuple(tensor.shape)}")
+                raise PartError(f"the copy does not have all of {part.shown(path)}, {tuple(tensor.shape)}")
             if any(read.piece.place.dtype != target.dtype for read in reads):
-                raise PartError(f"{'.'.join(map(str, path))} is {target.dtype}, the copy has {found[0].place.dtype}")
+                raise PartError(f"{part.shown(path)} is {target.dtype}, the copy has {found[0].place.dtype}")
             yield from reads
 
     def _pieces(self) -> dict[Path, list[Piece]]:
         """Return the pieces of each tensor, none twice: if several ranks have it, one that this node has is the first choice."""
         found: dict[Path, dict[Box, Piece]] = {}
-        here = sorted(self._indexes, key=lambda file: not self._parts.has(self._tier.node, file))
+        here = sorted(self._indexes, key=lambda file: not self._parts.has(self._parts.tier.node, file))
         for file in here:
             for path, place in self._indexes[file].tensors.items():
                 if (box := self._indexes[file].boxes.get(path)) is not None:
                     found.setdefault(path, {}).setdefault(box, Piece(file, box, place))
         return {path: list(pieces.values()) for path, pieces in found.items()}
-
-
-def _copy_ranges(storage: Storage, name: str, reads: Sequence[Read]) -> None:
-    for read in reads:
-        file, begin, end = read.range
-        data = torch.empty(end - begin, dtype=torch.uint8)
-        read_bytes(storage, f"{name}/{file}", begin, data)
-        read.copy(data)

@@ -304,16 +304,16 @@ class Buffers:
 
     def fit(self, size: int) -> bool:
         """Return whether a part of this size can be written now."""
-        return bool(self._spares) and self._spares[0].size >= size
+        return self.spare_size >= size
 
     @property
     def spare(self) -> Buffer:
-        """The next buffer. There must be one, see `spare_size`."""
+        """The next buffer. Only if one is free, see `spare_size`."""
         return self._spares[0]
 
     @property
     def spare_size(self) -> int:
-        """Bytes of the next buffer; 0: there is none."""
+        """Bytes of the next buffer; 0: no buffer is free."""
         return self._spares[0].size if self._spares else 0
 
     def size_for(self, planned: Planned) -> int:

@@ -12,9 +12,8 @@ from functools import partial
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.tiers import manifest_of, memory_file, own_checkpoints
+from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.manifest import (
-    MANIFEST,
     Manifest,
     StoredFile,
     checksum_of,
@@ -28,7 +27,7 @@ from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
 from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
 from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes
-from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Path, Planned
+from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
 from elastic_ext.checkpoints.storage import remove_if_there
@@ -75,7 +74,8 @@ def commit(
     failures = [each.failure for each in reports if each.failure] or [*_apart(reports), *_differing(reports, tier.nodes)]
     files = tuple(each.file for each in reports if each.file is not None)
     if failures or len(files) < len(reports):
-        return CopyOutcome(False, reports, failures[0] if failures else None, _last_of_several(reports))
+        steps = {order_or_oldest(each.name)[1] for each in reports}
+        return CopyOutcome(False, reports, failures[0] if failures else None, max(steps) if len(steps) > 1 else None)
     exchange(reports)
     failure = _put(tier, reports[0], kept, files, ranks.rank) if tier.first else None
     failures = [each for each in ranks.all_gather(failure) if each]
@@ -98,11 +98,6 @@ def remove_others(tier: LocalTier, name: str, ranks: Ranks) -> None:
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one)
             logger.warning("an older copy in memory could not be removed: %s; the next copy tries again", error)
     ranks.all_gather(None)
-
-
-def _last_of_several(reports: Sequence[RankReport]) -> int | None:
-    steps = {step for each in reports for _, step in [order_or_oldest(each.name)]}
-    return max(steps) if len(steps) > 1 else None
 
 
 def _apart(reports: Sequence[RankReport]) -> Iterator[SaveFailure]:
@@ -136,7 +131,7 @@ def _put(tier: LocalTier, first: RankReport, kept: str, files: tuple[StoredFile,
         for old in tiers.own_checkpoints(tier.storage):
             if old not in (first.name, kept):
                 tier.storage.remove_tree(old)
-        tier.storage.put(f"{first.name}/{MANIFEST}", encode(manifest))
+        tiers.put_manifest(tier.storage, first.name, manifest)
     except Exception as error:  # noqa: BLE001  (all ranks learn of it)
         return failure_of(error, rank)
     return None
@@ -275,7 +270,7 @@ class MemorySaver:
 
         def clear() -> None:
             if self._tier.first:
-                for name in {*own_checkpoints(self._tier.storage), SPARE} - {kept}:
+                for name in {*tiers.own_checkpoints(self._tier.storage), SPARE} - {kept}:
                     remove_if_there(self._tier.storage, name)
 
         self._ranks.run_on_all(clear)
@@ -292,7 +287,7 @@ class MemorySaver:
     def _is_own(self, name: str) -> bool:
         """Return whether these ranks have made a copy, and this one's part is here. Raises OSError, ManifestError."""
         storage = self._tier.storage
-        read = manifest_of(storage, name) if name else None
+        read = tiers.manifest_of(storage, name) if name else None
         here = storage.stat(f"{name}/{memory_file(self._ranks.rank)}")
         return read is not None and read[0].nodes == self._tier.nodes and here is not None
 
@@ -352,7 +347,8 @@ class MemorySaver:
         encoded = b""
         try:
             encoded = encode(replace(manifest(), generation=generation)) if self._ranks.rank == 0 else b""
-            planned = part.plan(capture(self._objects, self._ranks.rank, accumulation), *self._local)
+            nodes, node, rank = self._tier.nodes, self._tier.node, self._ranks.rank
+            planned = part.plan(capture(self._objects, rank, accumulation), rank - sum(nodes[:node]), nodes[node])
             self._copying.open(planned.tensors.values())
             if self._buffers.fit(planned.size):
                 buffer = self._buffers.begin(name)
@@ -373,11 +369,6 @@ class MemorySaver:
         except RuntimeError as error:  # no more threads: the others wait for this rank's report
             self._attempt = None
             self._run(replace(report, failure=failure_of(error, self._ranks.rank)), None, None)
-
-    @property
-    def _local(self) -> tuple[int, int]:
-        """The rank's number on its node, and how many ranks the node has."""
-        return self._ranks.rank - sum(self._tier.nodes[: self._tier.node]), self._tier.nodes[self._tier.node]
 
     # In the thread.
 
@@ -405,7 +396,11 @@ class MemorySaver:
             if self._mirror is not None:
                 self._mirror.committed(report.name)
             if makes_room and planned is not None:
-                self._make_second(planned.capacity)
+                self._times.made_buffers = True
+                try:
+                    self._buffers.allocate(planned.capacity)  # the second one, for which there is room only now
+                except OSError as error:  # the next attempt reports that to all ranks
+                    logger.debug("no second buffer: %s", error)
             self._times.committed(time.monotonic() - began)
             saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
         if self._mirror is not None and len(outcome.reports) == self._ranks.world and not self._buffers.keeps_others:
@@ -422,16 +417,8 @@ class MemorySaver:
             self._schedule.ended(outcome.apart, len(outcome.reports) < self._ranks.world)
         self._times.made_buffers = not outcome.committed and outcome.failure is None
 
-    def _make_second(self, capacity: int) -> None:
-        """Make the buffer for which there is room only now. If there is none, the next attempt reports that to all ranks."""
-        self._times.made_buffers = True
-        try:
-            self._buffers.allocate(capacity)
-        except OSError as error:
-            logger.debug("no second buffer: %s", error)
-
     def _completed(self, report: RankReport, planned: Planned | None, buffer: Buffer | None) -> RankReport:
-        """Return the report with this rank's part, or with the reason why there is none. Makes the buffers that are missing."""
+        """Return the report with this rank's part, or with the reason why it has no part. Makes the buffers that are missing."""
         if report.failure is not None or planned is None:
             return report
         try:
@@ -493,9 +480,6 @@ def _pairs(objects: Objects, planned: Planned, buffer: Buffer) -> tuple[list[Pai
     moving: list[Pair] = []
     for path, tensor in planned.tensors.items():
         target = part.view(buffer.tensor, planned.places[path])
-        (resting if _rests(path, parameters) else moving).append((target, tensor))
+        rests = path[0] == "optimizer" or (path[0] == "model" and path[-1] in parameters)
+        (resting if rests else moving).append((target, tensor))
     return resting, moving
-
-
-def _rests(path: Path, parameters: set[str]) -> bool:
-    return path[0] == "optimizer" or (path[0] == "model" and path[-1] in parameters)

@@ -251,7 +251,12 @@ def optimizer_template(form: OptimizerForm, parameters: Mapping[str, nn.Paramete
             raise UsageError(
                 f"the checkpoint has optimizer state for {name}, which the model does not have: build the model that was saved"
             )
-        moments[name] = {key: _empty(each, parameters[name]) for key, each in state.items() if isinstance(each, Moment)}
+        like = parameters[name].detach()
+        moments[name] = {
+            key: torch.zeros_like(like, dtype=each.dtype) if each.like_parameter else torch.zeros(each.shape, dtype=each.dtype)
+            for key, each in state.items()
+            if isinstance(each, Moment)
+        }
     return moments
 
 
@@ -280,12 +285,6 @@ def _moment(name: str, key: str, value: Tensor, parameter: nn.Parameter) -> Mome
             f"the optimizer's {key} of {name} is sharded but does not have its parameter's shape: such state cannot be saved"
         )
     return Moment(like, tuple(value.shape), value.dtype)
-
-
-def _empty(moment: Moment, parameter: nn.Parameter) -> Tensor:
-    if moment.like_parameter:
-        return torch.zeros_like(parameter.detach(), dtype=moment.dtype)
-    return torch.zeros(moment.shape, dtype=moment.dtype)
 
 
 def _in_order(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -38,15 +38,7 @@ from elastic_ext.checkpoints.state.capture import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
-from elastic_ext.checkpoints.writing.saving import (
-    BackgroundSaver,
-    GenerationFence,
-    Results,
-    Retention,
-    Save,
-    SaveEvent,
-    Stager,
-)
+from elastic_ext.checkpoints.writing.saving import SaveEvent
 from elastic_ext.training import saves
 from elastic_ext.training.progress import doing
 
@@ -118,15 +110,15 @@ class Checkpointer:
         self._ranks = Ranks(timeout)
         room = memory_room()
         directories = open_directories(remote, local_dir, room.directory if room is not None else "", self._ranks)
-        self._fence = GenerationFence(remote, self._ranks)
+        self._fence = saving.GenerationFence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)
         self._resume_from = os.environ.get(RESUME_FROM)  # "": start from nothing; None: no choice by an agent
-        self._stager = Stager(objects, self._ranks.rank)
-        self._retention = Retention(directories, self._fence, keep_last, keep_every)
-        self._results = Results(on_event)
+        self._stager = saving.Stager(objects, self._ranks.rank)
+        self._retention = saving.Retention(directories, self._fence, keep_last, keep_every)
+        self._results = saving.Results(on_event)
         self._memory = make_memory_saver(directories.memory, room, memory_every, objects, self._ranks, timeout)
         on_generation = self._memory.has_generation if self._memory is not None else None
-        self._saver = BackgroundSaver(directories, self._fence, self._ranks, self._retention, self._results, on_generation)
+        self._saver = saving.BackgroundSaver(directories, self._fence, self._ranks, self._retention, self._results, on_generation)
         self._requested = requested
         self.last_stall_s = 0.0
         atexit.register(self.close)
@@ -222,7 +214,7 @@ class Checkpointer:
         began = time.monotonic()
         saves.note_save_begins(step)
         staged, refused = self._stager.stage(step, accumulation)
-        self._saver.start(Save(staged, self._manifest(step, epoch, accumulation, note), called))
+        self._saver.start(saving.Save(staged, self._manifest(step, epoch, accumulation, note), called))
         self.last_stall_s = time.monotonic() - began
         if refused is not None:
             raise refused

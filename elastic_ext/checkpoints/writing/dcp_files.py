@@ -86,8 +86,8 @@ class Files(FileSystemBase):
             with self._storage.open(name) as file:
                 yield file
         elif name.endswith(".tmp"):
-            self._temporary[name] = io.BytesIO()
-            yield _KeptBuffer(self._temporary[name])
+            self._temporary[name] = _KeptBuffer()
+            yield self._temporary[name]
         else:
             with self._storage.write(name) as file:
                 hashed = HashedFile(file)
@@ -132,17 +132,9 @@ class Files(FileSystemBase):
         self._storage.remove(str(path))
 
 
-class _KeptBuffer(io.RawIOBase):
-    """A file whose buffer remains when torch closes the file."""
-
-    def __init__(self, buffer: io.BytesIO) -> None:
-        self._buffer = buffer
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Buffer, /) -> int:
-        return self._buffer.write(data)
+class _KeptBuffer(io.BytesIO):
+    def close(self) -> None:
+        """Do nothing: torch closes the file before it renames it."""
 
 
 class Writer(FileSystemWriter):

@@ -5,21 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.formats.manifest import (
-    MANIFEST,
-    Manifest,
-    ManifestError,
-    StoredFile,
-    checksum,
-    decode,
-    order_of,
-    order_or_oldest,
-)
+from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, checksum, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
 from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
@@ -31,8 +22,6 @@ from elastic_ext.training import saves
 
 logger = logging.getLogger(__name__)
 
-
-T = TypeVar("T")
 
 Refused = Mapping[str, Collection[str]]
 """Names of checkpoints not to load, by the address of their directory, because both tiers may have the same name."""
@@ -50,24 +39,26 @@ class Selection:
         Raises StorageFailed if the remote storage does not answer.
         """
         remote, tier = self._directories.remote, self._directories.local
-        name = self._ranks.from_rank_0(_asking(remote, lambda: _newest_complete(remote, refused.get(remote.address, ()))))
+
+        def look() -> tuple[str | None, frozenset[str]]:
+            try:
+                quarantined = marks.quarantined_names(remote)
+                return _newest_complete(remote, quarantined.union(refused.get(remote.address, ()))), quarantined
+            except OSError as error:
+                raise StorageFailed(f"{remote.address} does not answer: {error}") from error
+
+        name, quarantined = self._ranks.from_rank_0(look)
         in_remote = (remote, name) if name is not None else None
         if tier is None:
             return in_remote
-        local, offers = tier.storage, self._offers(tier)
-        names = self._ranks.from_rank_0(_asking(remote, lambda: marks.quarantined_names(remote)))
-        names = names.union(refused.get(local.address, ()))
+        local, offers = tier.storage, self.offers(tier)
+        names = quarantined.union(refused.get(local.address, ()))
         offer = tiers.newest_loadable(offers, names)
         if offer is None or (name is not None and order_or_oldest(name) > order_or_oldest(offer.name)):
             return in_remote
         return local, offer.name
 
-    def newest_in_memory(self, memory: LocalTier, refused: Collection[str]) -> str | None:
-        """Return the newest copy in memory that these ranks can load, not counting the refused ones. Collective."""
-        found = tiers.newest_loadable(self._offers(memory), refused)
-        return found.name if found is not None else None
-
-    def _offers(self, tier: LocalTier) -> list[list[Offer]]:
+    def offers(self, tier: LocalTier) -> list[list[Offer]]:
         """Return what each node has in a tier. Collective."""
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
         return [each for each in offers if each is not None]
@@ -86,7 +77,8 @@ class Selection:
             manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
             share = manifest.files[rank :: self._ranks.world]
         else:
-            manifest, parts = self.parts(tier, name)
+            parts = self.parts(tier, name)
+            manifest = parts.manifest
             mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
             share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
 
@@ -117,7 +109,7 @@ class Selection:
             return f"{file.name} cannot be read: {error}"
         return "" if found_sum == file.checksum else f"{file.name} has checksum {found_sum}, expected {file.checksum}"
 
-    def parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
+    def parts(self, tier: LocalTier, name: str) -> Parts:
         """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
         path, ranks = tier.storage.path(name), self._ranks
         mine = _part_here(tier.storage, name) if tier.first else None
@@ -135,7 +127,7 @@ class Selection:
         lost = [file for file, nodes in holders.items() if not nodes]
         if lost:
             raise CheckpointError(f"{path}: {len(lost)} files are on no node, e.g. {lost[0]}")
-        return manifest, Parts(tier.nodes, tier.node, holders)
+        return Parts(tier, name, manifest, holders)
 
 
 def _part_here(local: Storage, name: str) -> tuple[str, Manifest, frozenset[str]] | None:
@@ -155,40 +147,27 @@ def _manifest(storage: Storage, name: str) -> Manifest:
     """Read the manifest. Raises CheckpointError."""
     path = storage.path(name)
     try:
-        manifest = decode(storage.read(f"{name}/{MANIFEST}"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
+        read = tiers.manifest_of(storage, name)
     except ManifestError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
         failed = CheckpointError if storage.means_damage(error) else StorageFailed
         raise failed(f"{path}: {error}") from error
-    _refuse_other(manifest, name, path)
-    return manifest
+    if read is None:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext")
+    _refuse_other(read[0], name, path)
+    return read[0]
 
 
 def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
-    if order_of(name) not in (None, manifest.order):
+    if order_or_oldest(name) not in (order_or_oldest(""), manifest.order):
         raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
 
 
-def _asking(storage: Storage, ask: Callable[[], T]) -> Callable[[], T]:
-    """Return `ask`, which raises StorageFailed for an OSError of the storage."""
-
-    def asked() -> T:
-        try:
-            return ask()
-        except OSError as error:
-            raise StorageFailed(f"{storage.address} does not answer: {error}") from error
-
-    return asked
-
-
 def _newest_complete(storage: Storage, refused: Collection[str]) -> str | None:
-    """Return our newest checkpoint that has a manifest and is neither refused nor quarantined. Raises OSError."""
-    quarantined = marks.quarantined_names(storage)
+    """Return our newest checkpoint that has a manifest and is not refused. Raises OSError."""
     for name in tiers.own_checkpoints(storage):
-        if name not in refused and name not in quarantined:
+        if name not in refused:
             if storage.stat(f"{name}/{MANIFEST}") is not None:
                 return name
             logger.info("skipping checkpoint %s: no %s, the save did not finish", storage.path(name), MANIFEST)
@@ -275,9 +254,9 @@ class Loader:
                 saves.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
-            older = self._selection.newest_in_memory(memory, refused)
-            if older is not None and not self._lower_has(older):
-                name = older
+            older = tiers.newest_loadable(self._selection.offers(memory), refused)
+            if older is not None and not self._lower_has(older.name):
+                name = older.name
                 continue
             position = self.load_newest()
             if position is None:
@@ -299,15 +278,11 @@ class Loader:
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
         with saves.timed_check():
-            manifest, parts = self._selection.parts(memory, name)
-            if manifest.nodes == memory.nodes:
-                parts = fetch_parts(memory, name, manifest, parts, self._ranks)
-            copy: MemoryCopy | ReshardedCopy
-            if parts.fit(manifest):
-                copy = MemoryCopy(memory, name, manifest, self._ranks)
-            else:
-                copy = ReshardedCopy(memory, name, manifest, parts, self._ranks)
-        position = self._restore(memory.storage, name, manifest, copy.saved, copy.fill)
+            parts = self._selection.parts(memory, name)
+            if parts.manifest.nodes == memory.nodes:
+                parts = fetch_parts(parts, self._ranks)
+            copy = MemoryCopy(parts, self._ranks) if parts.fit else ReshardedCopy(parts, self._ranks)
+        position = self._restore(memory.storage, name, parts.manifest, copy.saved, copy.fill)
         self.copy = name
         return position
 
@@ -322,7 +297,7 @@ class Loader:
         same = manifest.world_size == ranks.world
         wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
         small = {DCP_METADATA, SHARED_FILE, *(rank_file(rank) for rank in wanted)}
-        exchange = PieceExchange(tier, parts, name, ranks)
+        exchange = PieceExchange(parts, ranks)
         with exchange.with_files(file for file in manifest.files if file.name in small) as completed:
             return self._restore_files(completed, name, manifest, exchange)
 

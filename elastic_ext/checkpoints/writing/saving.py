@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory import marks, pruning, tiers
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.tiers import rank_of
-from elastic_ext.checkpoints.formats.inspection import OWN
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_of
+from elastic_ext.checkpoints.formats import OWN
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
 from elastic_ext.checkpoints.state import torch_dumps
@@ -174,29 +174,23 @@ def _described(at: At) -> str:
     return f"step {step}, micro-step {accumulation}" if accumulation else f"step {step}"
 
 
-def save_to(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> AttemptOutcome:
-    """Write and commit one checkpoint, after `what_prevents`. Collective. manifest: without files; rank 0's is used.
+def save_to(
+    tier: LocalTier | None, remote: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks
+) -> AttemptOutcome:
+    """Write and commit one checkpoint, after `what_prevents`: to each node's own disk; without a tier, to the remote directory.
+
+    Collective. manifest: without files; rank 0's is used. With a tier it is committed once rank 0's node has the manifest. In any
+    case the remote directory shows whether there is a newer group.
 
     Raises torch's RuntimeError if the ranks cannot communicate.
     """
-    complete = _written(storage, name, staged, manifest, ranks)
+    storage = remote if tier is None else tier.storage
+    complete = _written(storage, name, staged, manifest if tier is None else replace(manifest, nodes=tier.nodes), ranks)
     if isinstance(complete, SaveFailure):
         return AttemptOutcome(complete)
-    return ranks.broadcast(commit(storage, name, complete) if ranks.rank == 0 else AttemptOutcome(None))
-
-
-def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> AttemptOutcome:
-    """Do as `save`, but write to each node's own disk. The checkpoint is committed once rank 0's node has the manifest.
-
-    fence: the remote directory, which shows whether there is a newer group.
-    """
-    complete = _written(tier.storage, name, staged, replace(manifest, nodes=tier.nodes), ranks)
-    if isinstance(complete, SaveFailure):
-        return AttemptOutcome(complete)
-    try:
-        common = ranks.from_rank_0(lambda: _common(tier.storage, fence, name, complete))
-    except (ElasticExtError, OSError) as error:
-        return AttemptOutcome(failure_of(error, 0))
+    common = ranks.broadcast(commit(tier, remote, name, complete) if ranks.rank == 0 else {})
+    if isinstance(common, SaveFailure) or tier is None:
+        return AttemptOutcome(common if isinstance(common, SaveFailure) else None, complete.size)
     for leads in (False, True):  # rank 0's node last: it copies the manifest to the remote directory
         failure = None
         if tier.first and (ranks.rank == 0) is leads:
@@ -205,6 +199,23 @@ def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, ma
         if failures:
             return AttemptOutcome(failures[0])
     return AttemptOutcome(None, complete.size)
+
+
+def commit(tier: LocalTier | None, remote: Storage, name: str, manifest: Manifest) -> Mapping[str, bytes] | SaveFailure:
+    """Write the manifest on rank 0, unless a newer group has taken over; or return why it could not.
+
+    With a tier, each node writes it: return the small files that every node has, by name, the manifest last.
+    """
+    try:
+        refuse_stale(remote, manifest.generation)
+        if tier is None:
+            tiers.put_manifest(remote, name, manifest)
+            return {}
+        names = [file.name for file in manifest.files if rank_of(file.name) is None]
+        return {**{each: tier.storage.read(f"{name}/{each}") for each in names}, MANIFEST: encode(manifest)}
+    except Exception as error:
+        logger.debug("committing %s failed", name, exc_info=True)
+        return failure_of(error, 0)
 
 
 def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Manifest | SaveFailure:
@@ -243,24 +254,6 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
     except Exception as error:  # noqa: BLE001  (reported with the files)
         return writer.failure or failure_of(error, ranks.rank)
     return writer.failure
-
-
-def commit(storage: Storage, name: str, manifest: Manifest) -> AttemptOutcome:
-    """Write the manifest, unless a newer group has taken over."""
-    try:
-        refuse_stale(storage, manifest.generation)
-        storage.put(f"{name}/{MANIFEST}", encode(manifest))
-    except Exception as error:
-        logger.debug("committing %s failed", name, exc_info=True)
-        return AttemptOutcome(failure_of(error, 0))
-    return AttemptOutcome(None, manifest.size)
-
-
-def _common(local: Storage, fence: Storage, name: str, manifest: Manifest) -> dict[str, bytes]:
-    """Return the small files that every node has, by name, the manifest last. Raises StaleGroup, OSError."""
-    refuse_stale(fence, manifest.generation)
-    names = [file.name for file in manifest.files if rank_of(file.name) is None]
-    return {**{each: local.read(f"{name}/{each}") for each in names}, MANIFEST: encode(manifest)}
 
 
 def _put_common(local: Storage, name: str, files: Mapping[str, bytes], rank: int) -> SaveFailure | None:
@@ -402,10 +395,6 @@ class Retention:
                     logger.info("removed %s: %s", self._directories.remote.path(decision.name), decision.reason)
                     yield decision
 
-    def discard(self, name: str) -> None:
-        """Remove the leftovers of a failed save from the remote directory."""
-        remove(self._directories.remote, name)
-
     def _present(self, newest: str) -> list[pruning.PruneCandidate]:
         remote, tier = self._directories.remote, self._directories.local
         pinned, quarantined = marks.pinned_names(remote), marks.quarantined_names(remote)
@@ -414,17 +403,9 @@ class Retention:
         found = []
         for name in tiers.own_checkpoints(remote):
             complete = (name == newest and name not in copied) or remote.stat(f"{name}/{MANIFEST}") is not None
-            order = order_of(name)
-            kept = pruning.PruneCandidate(
-                name=name,
-                family="",
-                step=order[1] if order else 0,
-                format=OWN,
-                complete=complete,
-                pinned=name in pinned or name == self.in_use or (name in copied and not complete),
-                quarantined=name in quarantined,
-            )
-            found.append(kept)
+            kept = name in pinned or name == self.in_use or (name in copied and not complete)
+            step = order_or_oldest(name)[1]
+            found.append(pruning.PruneCandidate(name, "", step, OWN, complete, pinned=kept, quarantined=name in quarantined))
         return found
 
 
@@ -533,7 +514,7 @@ class BackgroundSaver:
             return
         self._results.failed(name, step, outcome.failure)
         if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
-            self._retention.discard(name)  # the disk may be full
+            remove(self._directories.remote, name)  # the disk may be full
 
     def _write(self, save: Save) -> tuple[str, AttemptOutcome]:
         """Write the save, retrying while the storage asks to retry later."""
@@ -566,13 +547,13 @@ class BackgroundSaver:
         manifest = replace(save.manifest, generation=generation)
         name = directory_name(manifest.step, generation)
         if tier is not None:
-            outcome = save_on_nodes(tier, remote, name, staged, manifest, self._ranks)
+            outcome = save_to(tier, remote, name, staged, manifest, self._ranks)
             self._note_tier(outcome.failure)
             if outcome.failure is None or outcome.failure.kind is FailureKind.STALE:
                 return name, outcome
             if tier.first:
                 remove(tier.storage, name)  # the disk may be full
-        return name, save_to(remote, name, staged, manifest, self._ranks)
+        return name, save_to(None, remote, name, staged, manifest, self._ranks)
 
     def _note_tier(self, failure: SaveFailure | None) -> None:
         """Log when saves start to bypass the local tier, and when they stop."""

@@ -20,8 +20,7 @@ from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.choice.ordering import Resume
-from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.inspection import Inspection
+from elastic_ext.checkpoints.formats import Inspection, detect
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 T0 = 1_700_000_000
@@ -55,6 +54,11 @@ def tensors(path: Path, at: float = 0.0) -> Path:
 
 def text(path: Path, value: object, at: float = 0.0) -> Path:
     return put(path, (value if isinstance(value, str) else json.dumps(value)).encode(), at)
+
+
+def planted(path: Path, value: object, at: float = 0.0) -> Path:
+    """A file of text, of safetensors (None), or of torch.save."""
+    return tensors(path, at) if value is None else text(path, value, at) if isinstance(value, str) else saved(path, value, at)
 
 
 class Metadata:

@@ -17,6 +17,8 @@ from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import TRAINING, WEIGHTS, half, reasons, resumed, saved, tensors, text
 
+BELOW = "checkpoints lie further down: {}; set checkpoint_dir to the directory that holds them"
+
 
 def said(directory: Path) -> str:
     return listing.seen_in(open_storage(str(directory)))
@@ -28,7 +30,7 @@ def test_where_lightning_puts_them(tmp_path: Path, capsys: pytest.CaptureFixture
         saved(folder / f"version_{version}" / "checkpoints" / f"epoch={version}-step=100.ckpt", TRAINING, version)
         text(folder / f"version_{version}" / "hparams.yaml", "a: 1")
     where = ", ".join(str(folder / f"version_{v}" / "checkpoints" / f"epoch={v}-step=100.ckpt") for v in (1, 0))
-    assert said(tmp_path) == f"checkpoints lie further down: {where}; set checkpoint_dir to the directory that holds them"
+    assert said(tmp_path) == BELOW.format(where)
     found = resumed(tmp_path)
     assert (found.path, found.at) == ("", None)  # what the script begins with is not known
     line = start_line("ext_c10d", "run", None, Settings(checkpoint_dir=str(tmp_path)), found)
@@ -50,12 +52,6 @@ def test_what_is_of_an_unknown_format(tmp_path: Path, name: str) -> None:
     shown = tmp_path / name.partition("/")[0]
     assert said(tmp_path) == f"of an unknown format: {shown}; if they are checkpoints, set checkpoint_pattern to their names"
     assert resumed(tmp_path).at is None
-
-
-def test_a_directory_that_is_a_checkpoint_itself(tmp_path: Path) -> None:
-    scenes.accelerate(tmp_path)
-    above = "set checkpoint_dir to the directory above it"
-    assert said(tmp_path) == f"{tmp_path} looks like a checkpoint of accelerate itself: {above}"
 
 
 def test_where_there_is_nothing_nothing_is_said(tmp_path: Path) -> None:
@@ -147,7 +143,9 @@ def trainer_run(path: Path) -> Path:
 def test_a_directory_of_checkpoints_is_none(tmp_path: Path, folder: str, make: Callable[[Path], Path]) -> None:
     newest = make(tmp_path / folder)
     assert resumed(tmp_path).path == ""
-    assert said(tmp_path) == f"checkpoints lie further down: {newest}; set checkpoint_dir to the directory that holds them"
+    assert said(tmp_path) == BELOW.format(newest)
+    if folder == "run_1":
+        assert reasons(tmp_path)[folder].startswith("it holds checkpoints of several steps")
     make(tmp_path / folder.replace("1", "2").replace("3", "5"))
     before = sorted(tmp_path.iterdir())
     assert main.main(["checkpoints", "prune", str(tmp_path), "--keep-last=1", "--yes"]) == 0
@@ -162,16 +160,6 @@ def test_the_first_of_a_run_of_deepspeed_is_its_checkpoint(tmp_path: Path) -> No
     assert str(first) in said(tmp_path)
 
 
-def test_what_is_said_of_a_directory_of_checkpoints(tmp_path: Path) -> None:
-    deepspeed_run(tmp_path / "run_1")
-    assert reasons(tmp_path)["run_1"].startswith("it holds checkpoints of several steps")
-
-
-def test_a_torn_one_in_a_directory_of_checkpoints(tmp_path: Path) -> None:
-    half(files_of_steps(tmp_path / "ckpt", "step_{}.pt"))
-    assert str(tmp_path / "ckpt" / "step_100.pt") in said(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["agent_{}.pt", "stage_{}/a.pt", "{}/a.pt", "model_256x{}.pt", "checkpoint{}.pkl"])
 def test_numbered_parts_are_no_checkpoints(tmp_path: Path, name: str) -> None:
     for folder, numbers in (("step_100", (64, 256)), ("latest", (0, 1, 2))):
@@ -183,17 +171,31 @@ def test_numbered_parts_are_no_checkpoints(tmp_path: Path, name: str) -> None:
 # What else is said.
 
 
-def test_a_question_further_down_is_shown(tmp_path: Path) -> None:
+def question(path: Path) -> None:
     for at, name in enumerate(("D_5.pth", "G_5.pth")):
-        saved(tmp_path / "models" / name, TRAINING, at)
-    assert f"checkpoints lie further down: {tmp_path / 'models' / 'G_5.pth'}" in said(tmp_path)
+        saved(path / "models" / name, TRAINING, at)
 
 
-def test_an_unknown_format_further_down_is_shown(tmp_path: Path) -> None:
+def unknown(path: Path) -> None:
     for name in ("out/step_100.npz", "out/notes_1.npz", "data/frame_1.jpg"):
-        text(tmp_path / name, "data")
-    where = tmp_path / "out" / "step_100.npz"
-    assert said(tmp_path) == f"of an unknown format: {where}; if they are checkpoints, set checkpoint_pattern to their names"
+        text(path / name, "data")
+
+
+UNKNOWN = "of an unknown format: {}/out/step_100.npz; if they are checkpoints, set checkpoint_pattern to their names"
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (scenes.accelerate, "{} looks like a checkpoint of accelerate itself: set checkpoint_dir to the directory above it"),
+        (question, BELOW.format("{}/models/G_5.pth")),
+        (unknown, UNKNOWN),
+        (lambda path: half(files_of_steps(path / "ckpt", "step_{}.pt")), BELOW.format("{}/ckpt/step_100.pt")),
+    ],
+)
+def test_what_is_said(tmp_path: Path, make: Callable[[Path], object], expected: str) -> None:
+    make(tmp_path)
+    assert said(tmp_path) == expected.format(tmp_path)
 
 
 def test_what_a_tool_leaves_above_its_checkpoints(tmp_path: Path) -> None:
@@ -204,5 +206,4 @@ def test_what_a_tool_leaves_above_its_checkpoints(tmp_path: Path) -> None:
     inner = saved(tmp_path / "c" / "mp_rank_00" / "gpt--step=100.ckpt")
     half(scenes.accelerate(tmp_path / "d" / "checkpoint_5") / "optimizer.bin")
     scenes.accelerate(tmp_path / "d", weights="vae/model.safetensors")
-    where = f"checkpoints lie further down: {inner}; set checkpoint_dir to the directory that holds them"
-    assert [said(tmp_path / each) for each in "abcd"] == ["", "", where, ""]
+    assert [said(tmp_path / each) for each in "abcd"] == ["", "", BELOW.format(inner), ""]

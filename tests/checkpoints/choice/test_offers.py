@@ -4,13 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ext.checkpoints.choice.offers import (
-    MemoryChoice,
-    NewestSaved,
-    Offers,
-    needs_no_storage,
-    newest_whole,
-)
+from elastic_ext.checkpoints.choice.offers import MemoryChoice, NewestSaved, Offers, needs_no_storage, newest_whole
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import directory_name
 
@@ -28,8 +22,6 @@ def on(*nodes: list[Offer]) -> list[Offers]:
 
 
 WHOLE = offer(7, 0, 1), offer(7, 2, 3)
-
-
 ALL = offer(7, 0, 1, 2, 3)
 
 

@@ -89,11 +89,7 @@ def test_a_torn_checkpoint_of_each_tool(tmp_path: Path, tool, damage) -> None:
 
 def test_what_is_said_of_torn_ones(tmp_path: Path) -> None:
     """Of what the tool itself writes last, never of another tool's file."""
-    written_last = {
-        "accelerate": "random_states_0.pkl",
-        "nanotron": "checkpoint_metadata.json",
-        "trainer": "trainer_state.json",
-    }
+    written_last = {"accelerate": "random_states_0.pkl", "nanotron": "checkpoint_metadata.json", "trainer": "trainer_state.json"}
     for tool, part in written_last.items():
         name, make, _, _ = TOOLS[tool]
         (make(tmp_path / tool / name.format(5), 5) / part).unlink()
@@ -128,18 +124,18 @@ def test_what_is_newer_than_its_tracker_is_torn(tmp_path: Path, tracker: str, na
     assert chosen(tmp_path) == (name.format(300), 300)
 
 
-def test_a_single_file_that_is_newer_than_its_tracker_is_whole(tmp_path: Path) -> None:
-    for step in (4999, 9999):
-        saved(tmp_path / f"model_{step:07}.pth")
-    text(tmp_path / "last_checkpoint", "model_0004999.pth")
-    assert chosen(tmp_path) == ("model_0009999.pth", 9999)
-
-
-def test_a_tracker_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+def test_a_tracker_that_cannot_or_may_not_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenes.deepspeed(tmp_path / "global_step5", 5)
     for value in (b"", b"\xff\xfe", b"9" * 5000, b"no such", b"9" * 30):
         (tmp_path / "latest").write_bytes(value)
         assert chosen(tmp_path) == ("global_step5", 5)
+    storage = open_storage(str(tmp_path))
+
+    def refuse(name: str) -> bytes:
+        raise PermissionError(name)
+
+    monkeypatch.setattr(storage, "read", refuse)
+    assert newest_in(storage).resume is not None
 
 
 def test_copies_and_marks_beside_nemos_checkpoints(tmp_path: Path) -> None:
@@ -174,12 +170,6 @@ def test_a_model_that_a_trainer_left_in_the_root(tmp_path: Path) -> None:
 
 
 # Files.
-
-
-def test_files_of_image_classifiers(tmp_path: Path) -> None:
-    saved(tmp_path / "checkpoint.pth.tar", {"epoch": 3, "state_dict": {}, "optimizer": {}}, 20)
-    saved(tmp_path / "model_best.pth.tar", {"epoch": 2, "state_dict": {}, "optimizer": {}}, 30)
-    assert chosen(tmp_path) == ("checkpoint.pth.tar", None)
 
 
 def test_safetensors_are_said_to_be_weights_only(tmp_path: Path) -> None:
@@ -244,12 +234,6 @@ def test_fewer_ranks_from_now_on(tmp_path: Path) -> None:
     assert chosen(tmp_path) == ("s_5_rank*.pt", 5)
 
 
-def test_rank_0_that_writes_for_all(tmp_path: Path) -> None:
-    for step in (100, 200):
-        saved(tmp_path / f"ep0-ba{step}-rank0.pt")
-    assert chosen(tmp_path) == ("ep0-ba200-rank0.pt", 200)
-
-
 @pytest.mark.parametrize("named", ["200", "s_200_rank*.pt", "s_200_rank1.pt"])
 def test_one_that_is_asked_for(tmp_path: Path, named: str) -> None:
     for step in (200, 300):
@@ -272,10 +256,8 @@ BY_TIME = {"last.pt", "last.ckpt", "epoch_9.pt", "epoch=0-step=9.ckpt"}  # where
         ({"model_latest.pt": WEIGHTS, "model_best.pt": TRAINING}, "model_best.pt"),
         ({"checkpoint_last.pt": TRAINING, "checkpoint_best.pt": TRAINING}, "checkpoint_last.pt"),
         ({"latest.pt": WEIGHTS, "best.pt": WEIGHTS}, "latest.pt"),
-        (
-            {"last.ckpt": {"global_step": 5, **TRAINING}, "best.ckpt": {"global_step": 9, **TRAINING}},
-            "best.ckpt",
-        ),  # it is further
+        # It is further.
+        ({f"{name}.ckpt": {"global_step": at, **TRAINING} for name, at in (("last", 5), ("best", 9))}, "best.ckpt"),
         ({"step_9.pt": TRAINING, "final.pt": WEIGHTS}, "step_9.pt"),
         ({"step_9.pt": TRAINING, "last.pt": TRAINING}, "last.pt"),  # written last
         ({"step_9.pt": TRAINING, "step_9.safetensors": None}, "step_9.pt"),
@@ -283,6 +265,13 @@ BY_TIME = {"last.pt", "last.ckpt", "epoch_9.pt", "epoch=0-step=9.ckpt"}  # where
         ({"model_9.pt": OPTIMIZER, "model.pt": TRAINING}, "model.pt"),
         ({"epoch=0-step=9.ckpt": TRAINING, "epoch=0-step=9-v1.ckpt": TRAINING}, "epoch=0-step=9-v1.ckpt"),
         ({"step_9.pt": TRAINING, "step_9_backup.pt": TRAINING}, "step_9.pt"),
+        ({"checkpoint.pth.tar": TRAINING, "model_best.pth.tar": TRAINING}, "checkpoint.pth.tar"),  # of image classifiers
+        ({"ep0-ba100-rank0.pt": TRAINING, "ep0-ba200-rank0.pt": TRAINING}, "ep0-ba200-rank0.pt"),  # rank 0 writes for all
+        # What is no checkpoint by its name gives way.
+        *(({"ckpt_5.pt": WEIGHTS, aside: {"lr": 1}}, "ckpt_5.pt") for aside in ("args.pt", "config.pth", "resnet50.pth")),
+        # What a tracker names needs no question; a single file that is newer than its tracker is whole.
+        ({"g_9.pt": TRAINING, "d_9.pt": TRAINING, "last_checkpoint": "d_9.pt"}, "d_9.pt"),
+        ({"model_04.pth": TRAINING, "model_09.pth": TRAINING, "last_checkpoint": "model_04.pth"}, "model_09.pth"),
         # It stays open.
         ({"model_9.pt": WEIGHTS, "ema_9.pt": WEIGHTS}, None),
         ({"model000009.pt": WEIGHTS, "ema_0.9999_000009.pt": WEIGHTS, "opt000009.pt": OPTIMIZER}, None),
@@ -298,7 +287,7 @@ def test_families_that_belong_together(tmp_path: Path, files: dict[str, object],
         for at, (name, value) in enumerate(files.items()):
             path = tmp_path / str(turn) / name
             later = len(files) - at if turn and BY_TIME.isdisjoint(files) else at
-            saved(path, value, later) if value is not None else tensors(path, later)
+            scenes.planted(path, value, later)
         choice = newest_complete(str(tmp_path / str(turn)))
         assert (choice.resume and Path(choice.resume.path).name) == expected
         assert bool(choice.question) is (expected is None)
@@ -323,13 +312,6 @@ def test_the_answer_to_the_question(tmp_path: Path) -> None:
         "checkpoint_pattern to the names to resume from, e.g. checkpoint_pattern=model_{step}.pt"
     )
     assert chosen(tmp_path, pattern="model_{step}.pt") == ("model_9.pt", 9)
-
-
-def test_what_a_tracker_names_needs_no_question(tmp_path: Path) -> None:
-    for name in ("g_9.pt", "d_9.pt"):
-        saved(tmp_path / name)
-    text(tmp_path / "last_checkpoint", "d_9.pt")
-    assert chosen(tmp_path) == ("d_9.pt", 9)
 
 
 # A pattern, and formats that nobody knows.
@@ -435,28 +417,6 @@ def test_a_part_that_only_the_previous_checkpoint_shows(
         assert (chosen(tmp_path) == ("step_200", 200)) is (make in (with_extra, in_parts))
 
 
-def test_lightnings_shards_without_their_last_file(tmp_path: Path) -> None:
-    for step in (100, 200):
-        path = scenes.shards(tmp_path / f"epoch=0-step={step}.ckpt", "optimizer_states")
-        meta = saved(path / "meta.pt", {"global_step": step})
-    assert chosen(tmp_path) == ("epoch=0-step=200.ckpt", 200)
-    meta.unlink()
-    assert chosen(tmp_path) == ("epoch=0-step=100.ckpt", 100)
-    assert reasons(tmp_path) == {"epoch=0-step=200.ckpt": "no meta.pt, the save did not finish"}
-
-
-def test_a_tracker_that_may_not_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path / "step_5.pt")
-    text(tmp_path / "latest", "step_4.pt")
-    storage = open_storage(str(tmp_path))
-
-    def refuse(name: str) -> bytes:
-        raise PermissionError(name)
-
-    monkeypatch.setattr(storage, "read", refuse)
-    assert newest_in(storage).resume is not None
-
-
 # Files of other programs, beside and within.
 
 
@@ -508,13 +468,6 @@ def test_what_is_asked_for_counts_whatever_its_format(tmp_path: Path) -> None:
         resume_from = str(tmp_path / named) if "/" in named else named
         found = chosen(tmp_path / directory, resume_from=resume_from, pattern="x*" if directory == "b" else "")
         assert found == (Path(named).name, step)
-
-
-@pytest.mark.parametrize("aside", ["args.pt", "config.pth", "resnet50.pth"])
-def test_what_is_no_checkpoint_by_its_name_gives_way(tmp_path: Path, aside: str) -> None:
-    saved(tmp_path / "ckpt_5.pt", WEIGHTS, 1)
-    saved(tmp_path / aside, {"lr": 1}, 9)
-    assert chosen(tmp_path) == ("ckpt_5.pt", 5)
 
 
 # The rank whose file it is.

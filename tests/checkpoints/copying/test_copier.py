@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base.records import OtherSchema, RecordError
-from elastic_ext.checkpoints.copying import SCHEMA, CopyState, Pulse, copier, decode, encode
+from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier, CopyProgress
+from elastic_ext.checkpoints.copying.replicate import SCHEMA, CopyState, Pulse, decode, encode
 from tests.checkpoints.copying.test_replicate import complete, save
 from tests.checkpoints.directory.test_tiers import copiers
 from tests.jobs import AGENT, Job

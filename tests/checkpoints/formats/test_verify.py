@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, checksum, checksum_of
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_storage
-from tests.checkpoints.choice.scenes import entry_of, flip
+from tests.checkpoints.choice.scenes import entry_of, flip, inspected
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
 
@@ -144,9 +144,11 @@ def test_each_byte_of_a_zip_directory(tmp_path: Path) -> None:
 def test_torch_save_without_crcs_is_said_to_be_unverified(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save({"w": torch.ones(5)}, tmp_path / "a.pt")
+        torch.save({"w": torch.ones(5), "step": 7}, tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(True)
+    inspection = inspected(tmp_path, "a.pt")
+    assert (inspection.complete, inspection.step) == (True, 7)
     found = look(open_storage(str(tmp_path)), "a.pt")
     assert found.sound
     assert "written without a CRC" in found.notes[0].reason

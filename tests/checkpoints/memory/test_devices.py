@@ -16,7 +16,7 @@ from torch import nn
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory.tiers import manifest_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
-from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.local_tier import LocalTier, Parts
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.devices import Copying, Lane, Marks, by_device
 from elastic_ext.checkpoints.memory.loading import MemoryCopy
@@ -302,9 +302,7 @@ class At:
 
 
 def marks(began: float, ended: float | None, copied: float | None, *reached: float | None) -> Marks:
-    found = Marks(At(began), At(ended), At(copied))
-    found.reached = At(*reached) if reached else None
-    return found
+    return Marks(At(began), At(ended), At(copied), At(*reached) if reached else None)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +370,7 @@ class Saved:
         if self.saver._buffers.kept != name:
             return None
         found = manifest_of(self.tier.storage, name)
-        copy = MemoryCopy(self.tier, name, found[0], self.ranks)
+        copy = MemoryCopy(Parts(self.tier, name, found[0], {}), self.ranks)
         return dict(part.leaves(copy.fill(template(self.fresh(), copy.saved([0])))))
 
 

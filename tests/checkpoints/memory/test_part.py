@@ -17,6 +17,7 @@ from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Buffers, PartError, create, open_mapped
 from elastic_ext.checkpoints.state.capture import Capture, Objects, capture
 from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.writing.test_extra_state import Held
 from tests.until import LIMIT_S
 
 COMMON = [(("model", name), size) for name, size in (("a", 100), ("b", 60), ("c", 50), ("d", 0), ("e", 1))]
@@ -28,7 +29,7 @@ def trained() -> Capture:
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
-    average = Stateful({"values": [torch.tensor(1.5, dtype=torch.float16), "text"], "empty": torch.empty(0, 3)})
+    average = Held({"values": [torch.tensor(1.5, dtype=torch.float16), "text"], "empty": torch.empty(0, 3)})
     return capture(Objects(model, (optimizer,), extra={"average": average}), rank=1, accumulation=1)
 
 
@@ -37,17 +38,6 @@ class Noted(nn.Identity):
 
     def get_extra_state(self) -> dict:
         return {"values": [torch.tensor(1.5, dtype=torch.float16), "text"]}
-
-
-class Stateful:
-    def __init__(self, state: dict) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict:
-        return self.state
-
-    def load_state_dict(self, state: dict) -> None:
-        self.state = state
 
 
 def write(memory: torch.Tensor, planned: part.Planned) -> None:

@@ -13,7 +13,7 @@ import elastic_ext
 PACKAGE = Path(elastic_ext.__file__).parent
 TESTS = Path(__file__).parent
 WHY = {
-    "checkpoints/copying/replicate.py:__init__": "the copy's bandwidth is bounded",
+    "checkpoints/copying/replicate.py:wait_to_send": "the copy's bandwidth is bounded",
     "checkpoints/memory/mirror.py:_send": "the bandwidth of copies is bounded",
     "checkpoints/storage.py:poll": "a storage tells of no change",
     "cli/status.py:_watch": "nothing tells a command of changes in an agent; every 2 s, as the page does",

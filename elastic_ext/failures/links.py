@@ -116,8 +116,13 @@ class LinkHistory:
         now = time.monotonic() if now is None else now
         self._due = now + SAMPLE_S
         if self._look is None or not self._look.is_alive():
-            self._look = threading.Thread(target=self._take, args=(now,), name="elastic_ext-links", daemon=True)
-            self._look.start()
+            look = threading.Thread(target=self._take, args=(now,), name="elastic_ext-links", daemon=True)
+            try:
+                look.start()
+            except RuntimeError as error:  # a limit on threads: no reason to end a job that runs
+                logger.debug("the links of this host are not read: %s", error)
+                return
+            self._look = look
 
     def went_down(self, wait_s: float) -> LinksDown:
         """Return the links that went down in the last WINDOW_S, by the newest look. wait_s: for that look to end, in seconds."""

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -98,6 +100,24 @@ def test_what_happened_long_before_a_failure_is_forgotten(tmp_path):
     host.write("net/eth0/carrier_down_count", "3")
     history.round_started()
     assert history.went_down(60.0) == LinksDown(), "it was in an earlier round"
+
+
+NO_THREADS = """
+import os, resource
+from elastic_ext.failures.links import LinkHistory
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.geteuid() == 0:
+    os.setuid(65534)  # the limit is not root's
+history = LinkHistory({})
+history.round_started()
+print(history.went_down(0.0).names)
+"""
+
+
+@pytest.mark.seam
+def test_a_host_without_a_thread_to_spare_goes_on():
+    done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("()\n", "")
 
 
 # Its workers have an interface of their own, which NCCL would use. Where it loses its carrier, another host is the first to fail.

@@ -319,7 +319,7 @@ class RoundWatch:
         processes = self._running.workers.processes
         if self._running.failed:
             # First: workers elsewhere wait in collectives.
-            self._handler.part.break_off(f"workers failed on {self._handler.host}")
+            self._handler.part.break_off(f"workers failed on {self._handler.host}", failed=True)
             self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
             self._stop(None)

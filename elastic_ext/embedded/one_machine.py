@@ -169,7 +169,7 @@ class OneRound:
         """Return None: the workers always get the usual grace."""
         return None
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, failed: bool = False) -> None:
         """Do nothing: there is no other node."""
 
     def report_stall(self, stalled: bool) -> None:

@@ -210,7 +210,8 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
         return _of_lost(circumstances.lost, cause, report)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, no matter who reaches whom
-    may_be_cut = report.follows or (cause.rule == HANG_RULE and not certain)
+    alone = circumstances.members == 1  # its workers reach each other without a link
+    may_be_cut = not alone and (report.follows or (cause.rule == HANG_RULE and not certain))
     if (may_be_cut or cause.rule == NETWORK_RULE) and (down := [id_ for id_, each in reports.items() if each.links]):
         if len(down) == 1:
             return _of_link(cause, report, down[0], reports[down[0]])

@@ -98,7 +98,7 @@ class LinkHistory:
 
     def __init__(self, environ: Mapping[str, str], own: str = "", sysfs: Path = SYSFS) -> None:
         self._environ, self._own, self._sysfs = environ, own, sysfs
-        self._looks: deque[dict[str, Link]] = deque(maxlen=int(WINDOW_S / SAMPLE_S) + 1)
+        self._looks: deque[tuple[float, dict[str, Link]]] = deque()  # with their times; the oldest alone may be out of the window
         self._look: threading.Thread | None = None
         self._due = 0.0
 
@@ -111,22 +111,30 @@ class LinkHistory:
         """Return the seconds until the next look is due."""
         return max(0.0, self._due - time.monotonic())
 
-    def look(self) -> None:
-        """Begin a look, unless the last one has not ended. Returns at once."""
-        self._due = time.monotonic() + SAMPLE_S
+    def look(self, now: float | None = None) -> None:
+        """Begin a look, unless the last one has not ended. Returns at once. now: time.monotonic() if None."""
+        now = time.monotonic() if now is None else now
+        self._due = now + SAMPLE_S
         if self._look is None or not self._look.is_alive():
-            self._look = threading.Thread(target=self._take, name="elastic_ext-links", daemon=True)
-            self._look.start()
+            look = threading.Thread(target=self._take, args=(now,), name="elastic_ext-links", daemon=True)
+            try:
+                look.start()
+            except RuntimeError as error:  # a limit on threads: no reason to end a job that runs
+                logger.debug("the links of this host are not read: %s", error)
+                return
+            self._look = look
 
     def went_down(self, wait_s: float) -> LinksDown:
         """Return the links that went down in the last WINDOW_S, by the newest look. wait_s: for that look to end, in seconds."""
         if self._look is not None:
             self._look.join(wait_s)
         looks = list(self._looks)
-        return went_down(looks[0], looks[-1]) if looks else NONE_DOWN
+        return went_down(looks[0][1], looks[-1][1]) if looks else NONE_DOWN
 
-    def _take(self) -> None:
+    def _take(self, now: float) -> None:
         try:
-            self._looks.append(links(self._environ, self._own, self._sysfs))
+            self._looks.append((now, links(self._environ, self._own, self._sysfs)))
+            while len(self._looks) > 1 and self._looks[1][0] <= now - WINDOW_S:
+                self._looks.popleft()
         except OSError as error:
             logger.debug("the links of this host cannot be read: %s", error)

@@ -146,11 +146,12 @@ HANG_RULE, CUT_RULE, REPLICAS_DIFFER = "hang", "network-cut", "replicas-differ"
 # What Megatron-LM's `--rerun-mode=validate_results` ends with: to have a step that gave a NaN or a spike computed on another GPU,
 # or with what that, or a second computation on the same GPU, has shown. All ranks leave together; one has logged why.
 RERUN, RERUN_DIFFERS, RERUN_UNSTEADY = "rerun-elsewhere", "rerun-differs", "rerun-unsteady"
+RERUN_CORRECT = "rerun-correct"  # another GPU has confirmed it
 RERUN_CODES = frozenset({16, 17})
 _RERUN_TEXTS: dict[str, tuple[Text, ...]] = {
     RERUN: ("need to rerun on a different gpu", "got rescheduled on the same gpu"),
-    RERUN_DIFFERS: ("possible persistent error",),
-    RERUN_UNSTEADY: ("possible transient error",),
+    RERUN_DIFFERS: (("possible persistent error!", "rank ", "node "),),
+    RERUN_UNSTEADY: (("possible transient error!", "rank ", "node "),),  # without the rank, many programs log it and try again
 }
 SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
 TRY_AGAIN = "try-again"  # the script has ended with 75
@@ -161,7 +162,7 @@ ILL_STORAGE = frozenset(
      "storage-reset"}
 )  # fmt: skip
 # What a script raises wherever it runs: twice on one node is a bug, as it is on two.
-OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict"})
+OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT})
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
@@ -548,6 +549,8 @@ TIER_3 = (
     _program(REPLAY, HARDWARE, REPLACE_NODE, "the same computation gave another result: the hardware computes wrongly",
          exceptions=_names("SDCReplayMismatch ReplayMismatch ReplayMismatchError"),
          texts=(("sdc", "mismatch"), "silent data corruption")),
+    _program(RERUN_CORRECT, NUMERIC, CONFIRM, "Megatron-LM got the same NaN or spike on two GPUs", "M", checkpoints_back=1,
+         texts=(("correct result", "possible application error"),), survivable=True),
     _program("numeric", NUMERIC, CONFIRM,
          "the loss or a gradient became NaN or infinite",
          exceptions=_names("FloatingPointError"), checkpoints_back=1,
@@ -557,7 +560,7 @@ TIER_3 = (
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
                 "inf in gradient", ("nan/inf", "loss"), ("inf/nan", "loss"), "nan or inf", "inf or nan", "nan and/or inf",
                 "returned in `training_step` is nan", "unexpected result nan", "not positive-definite",
-                "ill-conditioned", "possible application error", "either `inf`, `nan`",
+                "ill-conditioned", "either `inf`, `nan`",
                 "cannot convert float infinity", "cannot convert float nan"), survivable=True),
     _program("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
          texts=("unspecified launch failure", "cudnn_status_internal_error", "cudnn_status_execution_failed",

@@ -143,8 +143,8 @@ class RoundPart(Protocol):
     def stop_by(self) -> float | None:
         """Return the monotonic time by which the workers must be gone; None if they get the usual grace."""
 
-    def break_off(self, reason: str) -> None:
-        """Have all nodes end this round; return at once."""
+    def break_off(self, reason: str, failed: bool = False) -> None:
+        """Have all nodes end this round; return at once. failed: as workers of this node have failed."""
 
     def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw the claim. If all nodes claim it, the round ends as STALLED."""

@@ -110,8 +110,8 @@ class EtcdRound:
             return now
         return self._place.fence.stop_by
 
-    def break_off(self, reason: str) -> None:
-        self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED)
+    def break_off(self, reason: str, failed: bool = False) -> None:
+        self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED if failed else None)
 
     def report_stall(self, stalled: bool) -> None:
         self._participant.update(lambda node: dataclasses.replace(node, stalled=self.round if stalled else 0))

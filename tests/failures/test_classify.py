@@ -153,7 +153,7 @@ ROWS = [
      ended(16, stderr_tail="found NaN in loss\nFirst rerun: reproducible. Need to rerun on a different GPU to verify it"),
      ended(16, stderr_tail="Got rescheduled on the same GPU. Need to resume again")),
     ("rerun-differs", "hardware", "replace_node", ended(17, stderr_tail="Rank 3, node n2: Possible persistent error!!")),
-    ("rerun-unsteady", "hardware", "restart", ended(17, stderr_tail="found NaN in loss\nRank 3: Possible transient error!!")),
+    ("rerun-unsteady", "hardware", "restart", ended(17, stderr_tail="NaN in x\nRank 3, node n2: Possible transient error!!")),
     ("gpu-not-ready", "hardware", "restart",
      raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable")),
     ("gpu-driver", "code", "confirm", raised("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040)"),
@@ -183,8 +183,9 @@ ROWS = [
     ("numeric", "numeric", "confirm", raised("FloatingPointError"), raised("ValueError", "Loss is NaN"), raised("E",
      "loss is nan"),
      raised("RuntimeError", "Function 'MulBackward0' returned nan values in its 0th output."),
-     raised("RuntimeError", "The total norm for gradients is non-finite, so it cannot be clipped"),
-     ended(17, stderr_tail="Rank 3: Correct result (but possible Application error) (found Inf)!")),
+     raised("RuntimeError", "The total norm for gradients is non-finite, so it cannot be clipped")),
+    ("rerun-correct", "numeric", "confirm",
+     ended(17, stderr_tail="found Inf in loss\nRank 3: Correct result (but possible Application error) (found Inf)!")),
     ("gpu-launch", "hardware", "restart", raised("torch.AcceleratorError", "CUDA error: unspecified launch failure"),
      raised("RuntimeError", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
      raised("torch.distributed.DistBackendError", "NCCL error in: x.cpp:1, unhandled cuda error")),
@@ -609,6 +610,8 @@ def test_megatron_says_why_on_one_rank():
     for each in says_why:
         assert each.rule == "rerun-elsewhere"
         assert root_cause([silent, each]) == each
+    tries = classify(killed("SIGTERM", stopped_by_agent=True, stderr_tail="S3: possible transient error! Trying again"))
+    assert tries.rule == "stopped-by-agent"
     full = classify(raised("OSError", "[Errno 28] No space left on device", ended_ns=5))
     assert root_cause([full, silent, says_why[1]]) == full, "the checkpoint that it would have made is missing"
     assert root_cause([silent, classify(killed("SIGTERM", stopped_by_agent=True))]) == silent

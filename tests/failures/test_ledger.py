@@ -192,6 +192,14 @@ def test_megatron_compares_a_step_on_two_nodes(asked_at, hosts, stopped, decisio
     assert not verdict.decision.moves_ranks
 
 
+def test_no_node_leaves_for_a_result_that_two_gpus_have_given():
+    """The checkpoint that the script made to compare them may be the only one, so that it compares them again on that node."""
+    correct = rerun(17, "found NaN in loss\nRank 1: Correct result (but possible Application error)!", "c")
+    _, (first, second) = again(correct, 2, dataclasses.replace(RULES, members=3))
+    assert (first.decision.response.value, first.decision.checkpoints_back) == ("confirm", 1)
+    assert (second.decision.response.value, second.decision.exit_code) == ("stop", 65)
+
+
 def test_two_nodes_that_ask_megatron_for_another_gpu_are_no_bug():
     told = rerun(16, ASKED, "b") | {"c": rerun(16, ASKED, "c")["c"]}
     _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, members=3), 1)
@@ -232,6 +240,14 @@ def test_a_node_whose_link_went_down_is_to_blame_for_lost_peers(of_a, of_b, deci
     assert (verdict.decision.response.value, verdict.host) == (decision, host)
     assert said in verdict.decision.reason
     assert not (host == "hb" and verdict.decision.moves_ranks), "the link stays with the node"
+
+
+def test_a_link_is_not_to_blame_for_a_hang_of_workers_on_one_node():
+    alone = dataclasses.replace(RULES, members=1)
+    for how in (PEER, HUNG):
+        _, verdict = judge({"a": report("ha", **how, **AWAY, rank=1)}, Ledger(), alone, 1)
+        assert verdict.decision.response.value != "replace_node"
+        assert "went down" not in verdict.decision.reason
 
 
 def test_a_link_that_flaps_again_without_progress_costs_the_node():

@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,22 +83,41 @@ def test_a_device_that_has_vanished_is_down(tmp_path):
 
 
 def test_what_happened_long_before_a_failure_is_forgotten(tmp_path):
-    """Each look leaves out the oldest: a link that went down 20 minutes ago did not cause this failure."""
+    """A look leaves out what is too old: a link that went down 20 minutes ago did not cause this failure."""
     host = Host(tmp_path)
     history = LinkHistory({}, "", tmp_path)
     assert history.went_down(0.0) == LinksDown()
+    began = time.monotonic()
     history.round_started()
     assert history.went_down(60.0) == LinksDown()
     host.write("net/eth0/carrier_down_count", "2")
     seen = []
-    for _ in range(5):
-        history.look()
+    for after_s in (300, 600, 900, 901, 901, 1210, 1211):
+        history.look(began + after_s)
         seen.append(history.went_down(60.0).names)
-    assert seen == [("eth0",)] * 3 + [()] * 2
+    assert seen == [("eth0",)] * 5 + [()] * 2, "two looks after a failure forget nothing"
     assert history.next_look_s() > 60
     host.write("net/eth0/carrier_down_count", "3")
     history.round_started()
     assert history.went_down(60.0) == LinksDown(), "it was in an earlier round"
+
+
+NO_THREADS = """
+import os, resource
+from elastic_ext.failures.links import LinkHistory
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.geteuid() == 0:
+    os.setuid(65534)  # the limit is not root's
+history = LinkHistory({})
+history.round_started()
+print(history.went_down(0.0).names)
+"""
+
+
+@pytest.mark.seam
+def test_a_host_without_a_thread_to_spare_goes_on():
+    done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("()\n", "")
 
 
 # Its workers have an interface of their own, which NCCL would use. Where it loses its carrier, another host is the first to fail.

@@ -266,7 +266,8 @@ print(f"at {attempt} {rank}", flush=True)
 if attempt == 0 and rank == 1:
     logging.warning("First rerun: unexpected result is reproducible. Need to rerun on a different GPU to verify correctness")
 if attempt == 1 and rank == 1:
-    logging.error("Second rerun: unexpected result is not reproducible on a different GPU. Possible persistent error!")
+    logging.error("Second rerun: unexpected result is not reproducible on a different GPU")
+    logging.error("Rank 1, node n, device 0, iteration 7: Possible persistent error!!")
 if attempt < 2:
     open("said", "w" if rank == 1 else "r").close()
     if rank == 1:

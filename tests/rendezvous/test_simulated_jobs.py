@@ -738,6 +738,16 @@ def test_all_leave_with_the_code_of_the_node_that_closes_the_job(error):
         assert stopped.value.verdict.keeps_ledger == away
 
 
+@pytest.mark.parametrize(("failed", "kind"), [(False, EndKind.BROKEN), (True, EndKind.FAILED)])
+def test_a_node_that_leaves_has_no_failed_workers(failed, kind):
+    """Else a node whose link went down would report a failure, and there was none."""
+    few = Few("ab")
+    few.nodes["a"].part.break_off("a leaves", failed)
+    few.until_broken()
+    few.world.until(lambda: few.nodes["b"].part.over() is not None)
+    assert few.nodes["b"].part.over().kind is kind
+
+
 def test_a_job_that_is_done_cannot_be_closed():
     few = Few("ab")
     for node in few.nodes.values():

@@ -44,6 +44,7 @@ class Look:
         evidence: arguments of Evidence.
         truth: what such a failure is, if that differs from the cause's.
         missed: NCCL on two other nodes names the node with the cause, as a peer that does not answer.
+        of_writer: one rank meets it, each time after its first step, as rank 0 does that saves and logs.
     """
 
     share: float
@@ -51,6 +52,7 @@ class Look:
     shows: Shows = Shows.EXIT
     truth: Truth | None = None
     missed: bool = False
+    of_writer: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ CAUSES: Mapping[str, Cause] = {
                 _raised(
                     "requests.exceptions.ConnectionError", "HTTPConnectionPool(host='metrics', port=80): Max retries exceeded"
                 ),
+                of_writer=True,
             ),
             Look(0.3, _raised("ConnectionRefusedError", "[Errno 111] Connection refused")),
         ),
@@ -207,6 +210,7 @@ CAUSES: Mapping[str, Cause] = {
             Look(
                 0.6,
                 _raised("botocore.exceptions.ClientError", "An error occurred (SlowDown) when calling the PutObject operation"),
+                of_writer=True,
             ),
             Look(0.4, _raised("OSError", "[Errno 107] Transport endpoint is not connected: '/data/checkpoints'")),
         ),

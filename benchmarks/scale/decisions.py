@@ -243,7 +243,7 @@ class _Alone:
         any_rank = self._numbers or (self.truth is Truth.CODE and not self._way.same)  # any rank may see a wrong number
         place = (self.BAD, 56 if self._has_rank == self.BAD else 64) if self.truth is Truth.NODE else (self._has_rank, 56)
         host, rank = (f"n{20 + number}", 160 + 8 * number) if any_rank else place
-        early = self._at_start or (self._way.away_s > 0 and number > 0)
+        early = self._at_start or (self._way.away_s > 0 and number > 0 and not self._look.of_writer)
         resumed_at = (self._step // 1000) * 1000
         moment = Moment(0 if early else self._step - resumed_at, resumed_at, number > 0, self._step or None, resumed_at)
         verdict = self._leader.judge(self._look, Place((host,), ("n40", "n41"), rank), moment)

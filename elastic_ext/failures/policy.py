@@ -46,8 +46,8 @@ from elastic_ext.failures.rules import (
 )
 
 NO_LIMIT = -1
-# Waits before the second and the third try, before the first step: what is down may be back in two minutes, and a bug is not.
-# Seconds at backoff=1, by rule; longer by up to half, at random.
+# Waits before the second and the third try: what is down may be back in two minutes, and a bug is not. After the first step the
+# second try waits for nothing. Seconds at backoff=1, by rule; longer by up to half, at random.
 SPREAD_S = {
     **dict.fromkeys((NO_EVIDENCE, SERVICE), (30.0, 90.0)),
     **dict.fromkeys(
@@ -212,7 +212,6 @@ class _Outcome:
     reason: str
     rule: str
     exit_code: int = EX_FAILED
-    suspect: bool = False  # the node has failed too often for chance, but perhaps only its rank does
 
 
 def decide(
@@ -257,7 +256,7 @@ def decide(
         max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART else 0,
         max(
             backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
-            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged or outcome.rule == SAME_NODE else 0.0,
+            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged else 0.0,
         ),
         cold,
         moves_ranks=moves_ranks,
@@ -273,9 +272,10 @@ def _asked(outcome: _Outcome, past: Sequence[Precedent]) -> int:
 
 def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent]) -> float:
     """Return the seconds to wait so that the tries of what may be an outage are spread over time."""
-    waits = SPREAD_S.get(diagnosis.rule, ()) if diagnosis.evidence.first_step_done is False else ()
-    tries = sum(earlier.same_fingerprint and earlier.progress is not True for earlier in past)
-    return waits[min(tries, len(waits) - 1)] if waits else 0.0
+    waits, early = SPREAD_S.get(diagnosis.rule, ()), diagnosis.evidence.first_step_done is False
+    stuck = (False, None) if early else (False,)
+    tries = sum(earlier.same_fingerprint and earlier.progress in stuck for earlier in past)
+    return waits[min(tries, len(waits) - 1)] if waits and (early or tries) else 0.0
 
 
 def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
@@ -317,14 +317,15 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     may_be_code = outcome.response is Response.CONFIRM or unknown_at_start
     if (may_be_code and not only_here and confirmed) or _as_code_does(diagnosis, same):
         return _repeated(outcome, diagnosis, same)
-    one_more = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or diagnosis.rule == MOUNT
-    if only_here and nodes.one_may_leave and one_more:
+    of_node = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or any(each.moved for each in same)
+    if only_here and nodes.one_may_leave and of_node:
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {diagnosis.evidence.node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
         at_one_step = (diagnosis.evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same)
         bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
-        away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE) and not bug
+        later = (NETWORK_RULE,) if diagnosis.evidence.first_step_done else ()  # before it, a host's name may be wrong
+        away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE, *later) and not bug
         exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
@@ -340,7 +341,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     reason, missing = f"{outcome.reason}; {too_often}", _unproven(diagnosis, past, nodes)
     if not missing:
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, BAD_NODE, EX_NODE)
-    return replace(outcome, suspect=True, reason=f"{reason}, but {missing}")
+    return replace(outcome, reason=f"{reason}, but {missing}")
 
 
 def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:
@@ -370,18 +371,24 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) ->
 
     same: the same failures without progress since.
 
-    Invariant: no node leaves for a failure whose cause is elsewhere. The node that reports it lives, and the first of several to
-    do so is often the leader's. Before the first step, an ill mount counts only from the third time on: it may be an outage.
+    Before the first step, an ill mount counts only from the third time on: it may be an outage.
     """
-    node, rule = diagnosis.evidence.node, diagnosis.rule
-    if node is None or nodes.only_one or diagnosis.evidence.cut:  # for a cut, see `_in_all_cuts`
-        return False
-    if diagnosis.evidence.shared or rule in OF_SCRIPT or rule in ELSEWHERE:
-        return False
-    outage = diagnosis.evidence.first_step_done is False and rule in SPREAD_S and rule != NO_EVIDENCE
-    if outage and rule != MOUNT:
-        return False
-    return len(same) >= (MAX_SAME_FAILURES - 1 if outage else 1) and all(earlier.node == node for earlier in same)
+    may_be_outage = diagnosis.rule == MOUNT and diagnosis.evidence.first_step_done is False
+    often = len(same) >= (MAX_SAME_FAILURES - 1 if may_be_outage else 1)
+    return often and _place_counts(diagnosis, nodes) and all(earlier.node == diagnosis.evidence.node for earlier in same)
+
+
+def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
+    """Return whether a node may be to blame for such a failure if it comes back there alone.
+
+    Invariant: no node leaves for a failure whose cause is elsewhere. The node that reports it lives, and the first of several to
+    do so is often the leader's.
+    """
+    evidence, rule = diagnosis.evidence, diagnosis.rule
+    several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_in_all_cuts`
+    outage = evidence.first_step_done is False and rule in SPREAD_S and rule not in (NO_EVIDENCE, MOUNT)
+    known = evidence.node is not None and not nodes.only_one and not several
+    return known and not outage and rule not in OF_SCRIPT and rule not in ELSEWHERE
 
 
 def _as_code_does(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:
@@ -400,14 +407,13 @@ def _as_code_does(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:
 def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     """Return whether the next try should show what the failure follows: the node, which is bad then, or the rank, as a bug does.
 
-    If the ranks stay, a failure that comes back shows neither, and a node that is well may have to leave. Nothing else may change
-    with them: not the checkpoint, nor the way the workers start.
+    If the ranks stay, a failure that comes back shows neither, and a node that is well has to leave: rank 0 alone writes
+    checkpoints and logs, so it meets each outage of their servers. Nothing else may change with them: not the checkpoint, nor the
+    way the workers start.
     """
-    evidence = diagnosis.evidence
-    of_rank = evidence.node is not None and evidence.rank >= 0 and diagnosis.rule not in OF_SCRIPT
-    several = evidence.cut or evidence.shared or (nodes.members or nodes.running or 0) < 2
-    either = of_a_node(diagnosis) or outcome.response is Response.CONFIRM or outcome.suspect
-    return of_rank and either and not several and not diagnosis.checkpoints_back
+    of_rank = diagnosis.evidence.rank >= 0 and not diagnosis.evidence.link_failed and outcome.kind != PREEMPTION
+    another = (nodes.members or nodes.running or 0) > 1
+    return of_rank and another and _place_counts(diagnosis, nodes) and not diagnosis.checkpoints_back
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:

@@ -458,12 +458,12 @@ STALE = {"type_": "OSError", "message": "[Errno 116] Stale file handle: '/data'"
 @pytest.mark.parametrize(
     ("hosts", "ranks", "rules", "moves"),
     [
-        ("aaa", (7, 7, 7), "ill ill ill", "001"),  # some rank is the first to use an ill storage: does it fail elsewhere?
-        ("aaaa", (7, 7, 7, 9), "ill ill ill bad", "0010"),  # no: another one fails on this node
-        ("aaaa", (7, 8, 9, 11), "ill ill ill bad", "0010"),  # perhaps no other node uses it
-        ("aaab", (7, 7, 7, 7), "ill ill ill ill", "0010"),
-        ("aaaba", (7, 7, 7, 7, 7), "ill ill ill ill ill", "00100"),
-        ("abc", (7, 8, 9), "ill ill ill", "000"),
+        ("aaa", (7, 7, 7), "ill ill ill", "111"),  # some rank is the first to use an ill storage: does it fail elsewhere?
+        ("aaaa", (7, 7, 7, 9), "ill ill ill bad", "1110"),  # no: another one fails on this node
+        ("aaa", (7, 8, 9), "ill ill bad", "110"),  # perhaps no other node uses it
+        ("aaab", (7, 7, 7, 7), "ill ill ill ill", "1111"),
+        ("aaaba", (7, 7, 7, 7, 7), "ill ill ill ill ill", "11111"),
+        ("abc", (7, 8, 9), "ill ill ill", "111"),
     ],
 )
 def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(hosts, ranks, rules, moves):
@@ -478,6 +478,34 @@ def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(ho
     names = {"ill": "file-system-ill", "bad": "bad-node"}
     assert [each.rule for each in found] == [names[each] for each in rules.split()]
     assert "".join(str(int(each.moves_ranks)) for each in found) == moves
+
+
+@pytest.mark.parametrize(
+    ("failure", "exit_code"),
+    [
+        ({"type_": "requests.exceptions.ConnectionError", "message": "HTTPConnectionPool(host='metrics', port=80)"}, 75),
+        ({"type_": "ConnectionRefusedError", "message": "[Errno 111] Connection refused"}, 75),
+        ({"type_": "botocore.exceptions.ClientError", "message": "An error occurred (SlowDown) when calling PutObject"}, 75),
+        (STALE, 75),
+        ({"type_": "RuntimeError", "message": "the queue is empty"}, 1),
+        ({"exit_code": 1}, 1),
+        ({"signal": "SIGKILL"}, 1),
+    ],
+)
+def test_no_node_leaves_for_what_only_rank_0_meets(failure, exit_code):
+    """It meets it wherever it runs, after its first step. What one node causes makes that one leave, whichever ranks it has."""
+
+    def decisions(of_rank):
+        ledger, first, found = Ledger(), "ha", []
+        for number in range(3):
+            told = {"ha": report(first if of_rank else "ha", rank=0 if of_rank or not number else 8, step=5, **failure)}
+            ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=5, min_nodes=4), number)
+            first = {"ha": "hb", "hb": "hc"}.get(first, "ha") if verdict.decision.moves_ranks else first
+            found.append((verdict.decision.response.value, verdict.decision.exit_code))
+        return found
+
+    assert decisions(of_rank=True) == [("restart", None), ("restart", None), ("stop", exit_code)]
+    assert decisions(of_rank=False)[:2] == [("restart", None), ("replace_node", 69)]
 
 
 def test_a_bug_on_a_node_with_an_ill_mount_is_not_of_the_mount():

@@ -77,7 +77,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (KEY, (Precedent(True, None, "n2"),) * 2, None, "stop", "code", "repeated", 65),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
-        (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 1),
+        (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 75),
         (NETWORK, (Precedent(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
         (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
         (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 69),
@@ -104,7 +104,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (PEERS, (SAME_HERE,) * 2, (2, 2), "stop", "network", "ceiling", 75),
         (PEERS, (SAME_HERE, SAME_THERE), (3, 2), "stop", "network", "ceiling", 75),
         (STALE, (SAME_HERE,), (3, 2), "restart", "storage", "file-system-ill", None),
-        (STALE, (SAME_HERE,) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
+        (STALE, (replace(SAME_HERE, moved=True),) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
         (STALE_LATER, (SAME_HERE,), (3, 2), "replace_node", "storage", "same-node", 69),
         (of("ConnectionError", first_step_done=False), (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 1),
         (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
@@ -128,6 +128,9 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (OWN, (Precedent(True, False, None),) * 2, None, "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,) * 2, (1, 1), "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,), (3, 2), "replace_node", "unknown", "same-node", 69),
+        (OWN, (replace(SAME_HERE, moved=True), SAME_HERE), (3, 2), "replace_node", "unknown", "same-node", 69),  # on other ranks
+        (of(signal="SIGABRT"), (replace(SAME_HERE, moved=True), SAME_HERE), (3, 2), "replace_node", "crash", "same-node", 69),
+        (of(signal="SIGABRT"), (SAME_HERE,) * 2, (3, 2), "stop", "crash", "ceiling", 1),
         (OWN, (SAME_HERE,), (2, 2), "restart", "unknown", "no-evidence", None),
         (OWN, (Precedent(False, False, "n2"),), None, "restart", "unknown", "no-evidence", None),
         # failures in a row without progress, of which none is the same as another
@@ -201,12 +204,21 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
         (of("torch.OutOfMemoryError"), (3, 2), True),  # rank 0 needs the most, wherever it is
         (of(signal="SIGABRT"), (3, 2), True),
         (of(hang=True, hang_blame=(1, 0)), (3, 2), True),
-        (of(hang=True, hang_blame=(2, 0)), (3, 2), False),  # all wait: the rank says nothing
+        (of(hang=True, hang_blame=(2, 0)), (3, 2), True),
+        (NETWORK, (3, 2), True),  # rank 0 logs to a server, and saves: it meets their outages, wherever it is
+        (of("RuntimeError", "the queue is empty"), (3, 2), True),
+        (of(exit_code=1), (3, 2), True),
+        (of(signal="SIGKILL"), (3, 2), True),
+        (SILENT, (3, 2), True),
+        (STALE, (3, 2), True),
+        (STALE_LATER, (3, 2), True),
+        (of("ConnectionError", first_step_done=False), (3, 2), False),  # an outage: no node leaves for it before the first step
+        (PEERS_LATER, (3, 2), False),  # the node that reports it lives
+        (of(hang=True, links=("eth1",), link_failed=True), (3, 2), False),  # its link stays with the node
         (SEGV, (1, 1), False),
         (SEGV, None, False),
         (of(signal="SIGSEGV", node=None), (3, 2), False),
         (KEY, (3, 2), False),  # a script raises it wherever it runs
-        (NETWORK, (3, 2), False),
         (CUT, (3, 2), False),
         (NAN, (3, 2), False),  # an older checkpoint is the thing to try
         (of(signal="SIGSEGV", warm=True, first_step_done=False), (3, 2), False),  # a cold start is
@@ -315,8 +327,14 @@ def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one(
         (PEERS, (), 0, 0),
         (PEERS, (SAME_HERE,), 90, 135),
         (STALE, (SAME_HERE,), 90, 135),
-        (STALE_LATER, (SAME_HERE,), 0, 0),
+        (STALE_LATER, (), 0, 0),
+        (STALE_LATER, (SAME_THERE,), 90, 135),
+        (STALE_LATER, (SAME_HERE,), 0, 0),  # its node leaves
+        (NETWORK, (SAME_THERE,), 90, 135),
+        (NETWORK, (Precedent(True, None, "n2"),), 0, 0),  # it may have trained for a week since
         (OWN_LATER, (), 0, 0),
+        (OWN_LATER, (SAME_THERE,), 90, 135),
+        (KEY, (SAME_HERE,), 0, 0),
         (SILENT, (), 30, 45),
         (of("FloatingPointError", first_step_done=False), (), 0, 0),
         (OWN, (SAME_THERE,) * 2, 0, 0),  # the job ends

@@ -11,13 +11,15 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import EndingWorkers
+from elastic_ext.workers.reaper import reaper
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRACER_WAIT_S = 0.02
+TRACKERS_S = 1.0  # for resource trackers to end after all others of their groups: they need milliseconds
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,9 @@ class WorkerProcesses:
         # Also signal the groups of dead workers: what a worker started must not outlive it. Their leaders are zombies until torch
         # reaps them. A worker that succeeded unasked left its processes behind on purpose.
         ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.stop_sent_ns is None}
-        self._signal([rank for rank in self._pidfds if rank not in ended_well], signal.SIGKILL)
+        groups = [rank for rank in self._pidfds if rank not in ended_well]
+        self._kill_all_but_trackers(groups)
+        self._signal(groups, signal.SIGKILL)
         self._await_all(max(grace_s, 1.0))
         self.stopped = True
         for local_rank in self.running:
@@ -197,7 +202,26 @@ class WorkerProcesses:
         self._only_cut_short |= past.keys() - self._stop_sent_ns.keys()
         self._signal([rank for rank in past if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
 
-    def _signal(self, local_ranks: Iterable[int], sig: signal.Signals) -> None:
+    def _kill_all_but_trackers(self, local_ranks: Collection[int]) -> None:
+        """Where a worker has resource trackers, kill the rest of its group, and wait for them: see `reaper.is_tracker`."""
+        members = list(_members({self.pids[rank] for rank in local_ranks})) if self._own_groups else []
+        try:
+            trackers = [each for each in members if reaper.is_tracker(each.pid)]
+            if not trackers:
+                return
+            self._signal([rank for rank in local_ranks if rank not in self.exits], signal.SIGKILL, whole_group=False)
+            for each in members:
+                if each not in trackers:
+                    each.kill()
+            deadline = time.monotonic() + TRACKERS_S
+            for each in trackers:
+                while not each.wait(left := max(0.0, deadline - time.monotonic())) and left:
+                    pass
+        finally:
+            for each in members:
+                each.close()
+
+    def _signal(self, local_ranks: Iterable[int], sig: signal.Signals, whole_group: bool = True) -> None:
         for local_rank in list(local_ranks):
             if local_rank not in self.exits:
                 # Its connections close before its exit can be seen, so the failure of another worker may be known before its own.
@@ -206,7 +230,7 @@ class WorkerProcesses:
                 self._stop_sent_ns.setdefault(local_rank, time.monotonic_ns())
                 self._sent.setdefault(local_rank, set()).add(sig)
             try:
-                if self._own_groups:
+                if self._own_groups and whole_group:
                     os.killpg(self.pids[local_rank], sig)
                 else:
                     pidfds.send(self._pidfds[local_rank], self.pids[local_rank], sig)
@@ -214,6 +238,18 @@ class WorkerProcesses:
                 pass  # it has just ended
             except PermissionError as error:
                 logger.warning("cannot send %s to worker %s (pid %s): %s", sig.name, local_rank, self.pids[local_rank], error)
+
+
+def _members(groups: Collection[int]) -> Iterator[reaper.ExactProcess]:
+    """Open the processes of these groups, without their leaders. The caller closes them."""
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with suppress(ProcessLookupError):  # it has just ended
+            if pid not in groups and os.getpgid(pid) in groups:
+                process = reaper.ExactProcess(pid)
+                if os.getpgid(pid) in groups:  # still, so it is the one that was opened
+                    yield process
+                else:
+                    process.close()
 
 
 def _exitcode(pidfd: int, pid: int) -> tuple[bool, int | None]:

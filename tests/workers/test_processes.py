@@ -141,6 +141,29 @@ def test_what_a_worker_started_does_not_outlive_it(start, begin, end, code):
     workers.close()
 
 
+SHARES = (
+    "import os, signal; from multiprocessing.shared_memory import SharedMemory; made = [SharedMemory(create=True, size=64) for _ "
+    "in range(200)]; {}; print('up', flush=True); print(*(each.name for each in made), flush=True); {}"
+)
+DEAF_FORK = "os.fork() or (signal.signal(signal.SIGTERM, signal.SIG_IGN), signal.pause())"
+
+
+@pytest.mark.parametrize("others", ["pass", DEAF_FORK], ids=["alone", "deaf child"])
+@pytest.mark.parametrize("end", ["signal.pause()", "os.kill(os.getpid(), 9)"], ids=["told", "killed"])
+def test_shared_memory_of_killed_workers_is_gone(start, others, end):
+    """multiprocessing's resource tracker unlinks it, once all that hold its pipe have ended. It needs the time for that."""
+    children = [start(SHARES.format(others, end)) for _ in range(3)]
+    names = [name for child in children for name in child.stdout.readline().decode().split()]
+    assert len(names) == 600
+    workers = WorkerProcesses({rank: child.pid for rank, child in enumerate(children)}, own_groups=True)
+    if end != "signal.pause()":
+        while workers.running:
+            workers.wait(None)
+    stop(workers)
+    assert [name for name in names if os.path.exists(f"/dev/shm/{name}")] == []
+    workers.close()
+
+
 def test_a_signal_from_somebody_else_is_not_ours(start):
     """Told to end with SIGTERM, killed by the kernel's out-of-memory killer: that is a cause."""
     child = start(ON_TERM.format("os.kill(os.getpid(), 9)"))

@@ -16,8 +16,8 @@ The reaper inherits the agent's listening socket for links and never uses it: wh
 the two lives (`rendezvous.links`).
 
 The agent's death is also an event: its pidfd becomes readable. After a death or `end`, the reaper kills everything that carries
-the token, including grandchildren in any session or group, and removes RUN_DIR. After a death, once nothing of the node runs
-anymore, it revokes the lease, so that the other nodes continue at once.
+the token, including grandchildren in any session or group, but resource trackers (see `is_tracker`), and removes RUN_DIR. After a
+death, once nothing of the node runs anymore, it revokes the lease, so that the other nodes continue at once.
 A reaper of another version exits with code 1 before it reads a line.
 """
 
@@ -119,6 +119,21 @@ class ExactProcess:
             self.pidfd = -1
 
 
+def is_tracker(pid: int) -> bool:
+    """Return whether a process unlinks what killed processes leave in /dev/shm, once all that hold its pipe have ended.
+
+    It ends by then. Killed before, it would leave their shared memory: that fills the memory restart by restart, and a program
+    that gives it the same name again fails.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:
+        return False
+    # multiprocessing's, with joblib's copy of it; and that of torch's sharing strategy "file_system"
+    return b"resource_tracker import main" in command or b"torch_shm_manager" in command
+
+
 def _process(pid: int) -> "ExactProcess | None":
     try:
         return ExactProcess(pid)
@@ -202,7 +217,7 @@ def _kill_all(token: bytes, workers: dict[int, ExactProcess], empty_searches: in
 
 
 def kill_marked(token: bytes) -> "set[int]":
-    """Kill each process with the token in its environment; return their pids.
+    """Kill each process with the token in its environment but resource trackers; return their pids.
 
     Each is opened before its environment is read, so the kill cannot hit another process with the same pid.
     """
@@ -213,7 +228,7 @@ def kill_marked(token: bytes) -> "set[int]":
         try:
             with open(f"/proc/{name}/environ", "rb") as environ:
                 marked = token in environ.read()  # empty for a zombie
-            if marked and process.kill():
+            if marked and not is_tracker(int(name)) and process.kill():
                 killed.add(int(name))
                 process.wait(1.0)
         except OSError:

@@ -56,6 +56,11 @@ SPREAD_S = {
 }
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
+# Before the first step, these stop a job that has never done one. Where its script has passed this point before, a node may lack
+# a file or a package, or the last try has left something behind.
+STARTED_BEFORE = frozenset(
+    {"code-always", "argparse", "access-refused-at-start", "arguments-at-start", "files-at-start", "usage-exit"}
+)
 REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE = "repeated", "same-node", "ceiling", "in-a-row", "bad-node"
 _BY_HISTORY = (REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE)
 # Below it, chance does not explain how often a node has failed: in a job of 2,048 nodes twice in 6 failures, of 64 nodes three
@@ -235,7 +240,9 @@ def decide(
     of_table = _from_table(diagnosis, past)
     outcome = _apply_history(of_table, diagnosis, past, nodes)
     blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past)
-    if blamed and outcome.rule in _BY_HISTORY:  # the checkpoint comes before the code and the node
+    if (
+        blamed and outcome.rule in _BY_HISTORY
+    ):  # the checkpoint comes before the code, and before a node whose ranks have not moved
         outcome = of_table
     if budget.left:
         outcome = _retry_cold(outcome, diagnosis, past)
@@ -243,7 +250,7 @@ def decide(
     action = ACTIONS[outcome.response]
     charged = outcome.response in _CHARGED
     cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
-    moves_ranks = charged and not cold and not blamed and _moves_ranks(outcome, diagnosis, nodes)
+    moves_ranks = charged and not blamed and _moves_ranks(outcome, diagnosis, nodes)
     more = [text for text, holds in ((GONE_BACK, blamed and action is Action.RESTART), (MOVED, moves_ranks)) if holds]
     return Decision(
         action,
@@ -286,7 +293,12 @@ def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
         Response.REPLACE_NODE: EX_NODE,
     }.get(response, EX_FAILED)
     outcome = _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
-    return _charged_without_progress(outcome, past) if diagnosis.rule == TRY_AGAIN else outcome
+    if diagnosis.rule == TRY_AGAIN:
+        return _charged_without_progress(outcome, past)
+    if diagnosis.rule in STARTED_BEFORE and any(earlier.first_step_done for earlier in past):
+        reason = f"{outcome.reason}; but this job has done steps, so its node or what the last try left may be to blame"
+        return replace(outcome, response=Response.CONFIRM, reason=reason)
+    return outcome
 
 
 def _charged_without_progress(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
@@ -317,7 +329,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     may_be_code = outcome.response is Response.CONFIRM or unknown_at_start
     if (may_be_code and not only_here and confirmed) or _as_code_does(diagnosis, same):
         return _repeated(outcome, diagnosis, same)
-    of_node = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or any(each.moved for each in same)
+    of_node = outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES or any(map(_has_moved, same))
     if only_here and nodes.one_may_leave and of_node:
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {diagnosis.evidence.node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
@@ -326,7 +338,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
         later = (NETWORK_RULE,) if diagnosis.evidence.first_step_done else ()  # before it, a host's name may be wrong
         away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE, *later) and not bug
-        exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
+        bad_node = outcome.kind == HARDWARE or (only_here and any(map(_has_moved, same)))
+        exit_code = EX_TRY_AGAIN if away else EX_NODE if bad_node else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
@@ -465,7 +478,12 @@ def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     weak = not of_a_node(diagnosis)
     since_repair = (each for each in past if each.of_nodes and not each.cut and not each.before_repair)
     here = (each for each in since_repair if each.node == diagnosis.evidence.node)
-    return any(each.maybe_outage == weak and each.moved and not (each.same_rank or each.rank_here) for each in here)
+    return any(each.maybe_outage == weak and _has_moved(each) for each in here)
+
+
+def _has_moved(earlier: Precedent) -> bool:
+    """Return whether the ranks of its node have moved since."""
+    return earlier.moved and not (earlier.same_rank or earlier.rank_here)
 
 
 def _of_several(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
@@ -533,15 +551,13 @@ def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence
     Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another.
     """
     outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind in (CASCADE, DATA) or diagnosis.rule in _NOT_OF_A_CHECKPOINT
-    outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM")
+    outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM") or diagnosis.rule in STARTED_BEFORE
     if outside or diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
         return False
-    same = [
-        each.same_checkpoint
-        for each in past
-        if each.same_fingerprint and each.first_step_done is False and each.progress is not True
-    ]
-    return sum(same) == 1 and all(same)  # not if it happened with another one, too, or if none was there to try
+    same = [each for each in past if each.same_fingerprint and each.first_step_done is False and each.progress is not True]
+    if outcome.rule == SAME_NODE and any(map(_has_moved, same)):
+        return False
+    return len(same) == 1 and same[0].same_checkpoint  # not if it happened with another one, too, or if none was there to try
 
 
 def _confirmed(same: Sequence[Precedent]) -> bool:

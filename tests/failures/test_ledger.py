@@ -508,6 +508,35 @@ def test_no_node_leaves_for_what_only_rank_0_meets(failure, exit_code):
     assert decisions(of_rank=False)[:2] == [("restart", None), ("replace_node", 69)]
 
 
+MISSING = {"type_": "FileNotFoundError", "message": "[Errno 2] No such file or directory: '/data/train.idx'"}
+
+
+@pytest.mark.parametrize(
+    "failure", [MISSING, {"type_": "ModuleNotFoundError", "message": "No module named 'apex'"}, {"exit_code": 127}]
+)
+@pytest.mark.parametrize(
+    ("places", "ends"),
+    [
+        ([("hd", 8), ("hd", 0)], ("replace_node", 69)),  # a spare that lacks it
+        ([("hd", 8), ("ha", 8)], ("stop", 65)),  # it is the rank's
+        ([("hd", 0, 8), ("hd", 0, 8)], ("stop", 65)),  # it is everyone's
+    ],
+)
+def test_a_job_that_has_trained_is_not_stopped_at_once_by_what_one_node_lacks(failure, places, ends):
+    four = dataclasses.replace(RULES, nodes=4, min_nodes=3, members=4)
+    ledger, _ = judge({"a": report("ha", signal="SIGKILL", step=70, resumed_at=0)}, Ledger(), four, 1)
+    found = []
+    for number, (host, *ranks) in enumerate(places):
+        of_hosts = zip((host, "hb"), ranks, strict=False)
+        told = {at: report(at, **failure, rank=rank, first_step_done=False, resumed_at=60, step=0) for at, rank in of_hosts}
+        told = {at: dataclasses.replace(each, resumed_from="step_60") for at, each in told.items()}
+        ledger, verdict = judge(told, ledger, four, 2 + number)
+        found.append((verdict.decision.response.value, verdict.decision.exit_code))
+        assert verdict.decision.checkpoints_back == 0
+        assert verdict.decision.moves_ranks == (number == 0 and len(ranks) == 1)
+    assert found == [("confirm", None), ends]
+
+
 def test_a_bug_on_a_node_with_an_ill_mount_is_not_of_the_mount():
     failures = STALE, STALE, STALE, {"type_": "KeyError", "message": "'x'"}
     assert with_progress("aaaa", 64, failures=failures)[-1] == "arguments"

@@ -45,7 +45,7 @@ PEERS, PEERS_LATER = (
     for done in (False, True)
 )
 STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
-OTHER = Precedent(False, False, "n2")
+OTHER, TRAINED = Precedent(False, False, "n2"), Precedent(False, False, "n2", first_step_done=True)
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
 
@@ -75,6 +75,10 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         # progress not known: one try more
         (KEY, (Precedent(True, None, "n2"),), None, "confirm", "code", "arguments", None),
         (KEY, (Precedent(True, None, "n2"),) * 2, None, "stop", "code", "repeated", 65),
+        (of("KeyError", first_step_done=False), (), None, "stop", "code", "arguments-at-start", 65),
+        (of("KeyError", first_step_done=False), (OTHER,), None, "stop", "code", "arguments-at-start", 65),
+        (of("KeyError", first_step_done=False), (TRAINED,), None, "confirm", "code", "arguments-at-start", None),
+        (of("KeyError", first_step_done=False), (TRAINED, SAME_THERE), None, "stop", "code", "repeated", 65),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
         (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 75),
@@ -94,6 +98,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (SEGV, (SAME_HERE,), (3, 2), "replace_node", "crash", "same-node", 69),
         (SEGV, (SAME_HERE,), (2, 2), "confirm", "crash", "crash", None),
         (SEGV, (SAME_HERE,) * 2, (2, 2), "stop", "crash", "ceiling", 1),
+        (SEGV, (replace(SAME_HERE, moved=True),) * 2, (2, 2), "stop", "crash", "ceiling", 69),
         (SEGV, (SAME_HERE, SAME_THERE), (3, 2), "stop", "code", "repeated", 65),
         (NETWORK, (SAME_HERE,), (3, 2), "replace_node", "network", "same-node", 69),
         # an outage at the start, or the mount of one node: only the third time shows which
@@ -221,7 +226,7 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
         (KEY, (3, 2), False),  # a script raises it wherever it runs
         (CUT, (3, 2), False),
         (NAN, (3, 2), False),  # an older checkpoint is the thing to try
-        (of(signal="SIGSEGV", warm=True, first_step_done=False), (3, 2), False),  # a cold start is
+        (of(signal="SIGSEGV", warm=True, first_step_done=False), (3, 2), True),
         (of("NameError"), (3, 2), False),
         (of(exit_code=75), (3, 2), False),
     ],

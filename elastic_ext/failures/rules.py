@@ -476,6 +476,11 @@ _CUT_SHORT: tuple[Text, ...] = (
     "pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file",
     "error while deserializing header", "pickle data was truncated", "storage has wrong byte size",
 )  # fmt: skip
+# Of compiled code (Triton, Inductor, extensions of torch), hubs and indexes of data: all ranks fill them at the first start.
+_CACHES = (
+    "/.triton/", "/torchinductor_", "/torch_extensions/", "/.cache/", ".incomplete", "/index-cache/", "_idx.npy", "_index.npy",
+)  # fmt: skip
+_NOT_AS_EXPECTED = ("no such file or directory", "failed to open local file", "file exists", "directory not empty")
 _AT_START = "before the first optimizer step: it would recur on every try"
 
 TIER_3 = (
@@ -501,6 +506,8 @@ TIER_3 = (
          texts=(("dataloader worker", "exited unexpectedly"), ("dataloader worker", "killed by signal: bus error"),
                 ("shared memory", "no space left"), ("/dev/shm", "no space left"), "unable to allocate shared memory",
                 "error while creating shared memory segment", "insufficient shared memory")),
+    _program("shared-memory-left", HOST_MEMORY, RESTART, "an earlier process on this host has left its shared memory",
+         texts=("reused local directory", ("file exists: '/0", "'"), ("file exists: '/psm_", "'"))),
     _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot", ("pytorchstreamwriter", "failed writing"),
                 ("unexpected pos", "vs"), "disk is full", "basic_ios::clear"), errnos=frozenset({errno.ENOSPC, errno.EDQUOT})),
@@ -536,7 +543,7 @@ TIER_3 = (
                 "[cuda]: out of memory", "'out of memory'", "resource_exhausted", "unable to find a valid cudnn algorithm")),
     _program("host-limit", HOST_MEMORY, CONFIRM, "a limit of the host is reached: open files, threads or locked memory (ulimit)",
          texts=("too many open files", "can't start new thread", "resource temporarily unavailable", "memlock",
-                "received 0 items of ancdata",
+                "received 0 items of ancdata", "unable to open shared memory object",
                 ("ibv_", "cannot allocate memory")),
          errnos=frozenset({errno.EMFILE, errno.ENFILE}), survivable=True),
     _program("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
@@ -576,6 +583,9 @@ TIER_3 = (
                 "exclusive-thread device already in use"), survivable=True),
     _program("gpu-driver", CODE, CONFIRM, "the GPU's driver does not fit this build of torch or CUDA",
          texts=("driver on your system is too old", "driver version is insufficient", "error 803"), survivable=True),
+    _program("gpu-missing", HARDWARE, CONFIRM, "the host shows fewer GPUs than the script needs",
+         texts=("no gpus found", "no supported gpu backend found", "but your machine only has", "no available device found",
+                ("setup doesn't support", "gpu"), "invalid device id"), survivable=True),
     _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
@@ -596,6 +606,7 @@ TIER_3 = (
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
                 "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error",
+                "ei0002", "ei0006",  # HCCL: no notification, or no connection, from a peer in time
                 "nccl communicator was aborted", "c10::distbackenderror")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection, survivable=True),
@@ -606,6 +617,10 @@ TIER_3 = (
          texts=("name or service not known", "temporary failure in name resolution", "address already in use",
                 "connection refused", "connection timed out", "no route to host", "network is unreachable", "socket timeout",
                 "cannot assign requested address"), survivable=True),
+    _program("cache-race", STORAGE, CONFIRM,
+         "processes that fill a cache at the same time may find its files incomplete, and the next try finds them whole",
+         texts=("mmap length is greater than file size",
+                *((what, cache) for what in _NOT_AS_EXPECTED for cache in _CACHES)), survivable=True),
     _program("data-broken", DATA, CONFIRM, "a file of the data cannot be read",
          exceptions=_names("UnidentifiedImageError BadGzipFile BadZipFile ArrowInvalid LZMAError ZstdError InvalidDataError "
                            "zlib.error tarfile.ReadError DECORDError TiffFileError LibsndfileError DecompressionBombError"),

@@ -49,7 +49,7 @@ CACHED_S = 1.0  # many viewers cost one read of the job in this time
 ANSWER_S = 0.2  # that the HTTP server waits for a read; the next request gets what comes later
 POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles
-OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
+OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon count as lost
 
 
 def settle_s(node_id: str, nodes: int) -> float:

@@ -79,7 +79,7 @@ def define(kind: str, name: str, help: str, labels: Sequence[str] = (), bounds: 
     if kind == COUNTER:
         name = name.removesuffix("_total")
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a metric: expected letters, digits and underscores, with no digit first")
+        raise ValueError(f"{name!r} is not a metric name: expected letters, digits and underscores, with no digit first")
     if name.startswith(RESERVED_PREFIXES):
         raise ValueError(f"{name!r}: names that begin with {' or '.join(RESERVED_PREFIXES)} are the agent's own; choose another")
     if isinstance(labels, str) or len(labels) > MAX_LABELS or len({*labels}) != len(labels):
@@ -87,7 +87,9 @@ def define(kind: str, name: str, help: str, labels: Sequence[str] = (), bounds: 
     added = {GAUGE: PER_WORKER, HISTOGRAM: ("le",)}.get(kind, ())
     for label in labels:
         if not isinstance(label, str) or not _NAME.fullmatch(label) or label.startswith("__"):
-            raise ValueError(f"{name}: {label!r} is no name of a label: letters, digits and underscores, without __ in front")
+            raise ValueError(
+                f"{name}: {label!r} is not a label name: expected letters, digits and underscores, without __ in front"
+            )
         if label in added:
             raise ValueError(f"{name}: a {kind} gets the label {label!r} from the agent; choose another")
     found = tuple(float(each) for each in bounds)

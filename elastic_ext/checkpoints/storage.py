@@ -202,7 +202,8 @@ def split_path(path: str) -> tuple[str, str]:
 
 Seen = TypeVar("Seen")
 
-# Raised by a storage that does not answer now. s3fs: EBUSY for 503 SlowDown, EREMOTEIO for 500. We: EIO for what is no OSError.
+# Errors of a storage that does not answer now. s3fs raises EBUSY for 503 SlowDown and EREMOTEIO for 500; we raise EIO where a
+# client's error is not an OSError.
 _IO = (errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE)
 _NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 

@@ -321,7 +321,7 @@ class Keyspace:
 
 
 def _by_kind(operations: Iterable[Message]) -> tuple[list[Message], list[Message], list[Message], list[Message]]:
-    """Return the puts, the deletes, the reads, and what is none of them."""
+    """Return the puts, the deletes, the reads, and all others."""
     kinds: dict[str, list[Message]] = {"request_put": [], "request_delete_range": [], "request_range": [], "": []}
     for operation in operations:
         kind = operation.WhichOneof("request")

@@ -14,7 +14,6 @@ from elastic_ext.failures import cuts, policy, replicas
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
-from elastic_ext.failures.exceptions import of_exit
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     MAX_STACKS,
@@ -256,7 +255,7 @@ def _of_rerun(cause: Diagnosis, report: Report, earlier: Sequence[PastFailure], 
 
     The checkpoint that the script made for that is refused: from there it would compare the results again, and leave again.
     """
-    asked = next((past.node for past in reversed(earlier) if past.fingerprint.startswith(of_exit(RERUN, ""))), None)
+    asked = next((past.node for past in reversed(earlier) if past.rule == RERUN), None)
     at = [id_ for id_, host in hosts.items() if host == asked != report.host]
     refused = report.resumed_at - 1 if report.resumed_at else None
     if len(at) == 1:

@@ -44,6 +44,7 @@ class PastFailure(Traits):
     # step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None
     gone_back_to: int | None = None
     rank: Rank = -1  # of the worker; -1: unknown
+    rule: str = ""  # of its diagnosis; "": unknown
 
     @property
     def step(self) -> int | None:
@@ -65,6 +66,7 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
         warm=evidence.warm,
         cut=evidence.cut,
         rank=evidence.rank,
+        rule=diagnosis.rule,
     )
 
 

@@ -1,6 +1,6 @@
 """Which links of this host went down: InfiniBand and RoCE ports, and the interfaces that workers use. Linux counts that.
 
-A link that flaps, or stays down, breaks the collectives of all nodes, and whoever reports first is rarely the host with the link.
+A link that flaps or stays down breaks the collectives of all nodes, and the host that reports it first is rarely the one with it.
 NCCL's own words for it ("Got async event : port error") go to stdout, and only if NCCL_DEBUG is set.
 """
 

@@ -285,7 +285,8 @@ def _agent_got(*signals: str) -> Condition:
 
 def says_why_all_leave(tail: str) -> bool:
     """Return whether a worker has logged why all ranks of the job are about to leave. tail: the end of its stderr."""
-    return any(contains(SearchText(tail), texts) for texts in _RERUN_TEXTS.values())
+    text = SearchText(tail)
+    return any(contains(text, texts) for texts in _RERUN_TEXTS.values())
 
 
 def _left_with(code: int) -> Condition:

@@ -126,7 +126,7 @@ def look_up(address: str) -> HostName:
 
 
 def resolved(name: str) -> list[str]:
-    """Return the addresses of a name, or of an address itself; none if there are none."""
+    """Return the addresses of a name, or of an address itself; () if it has none."""
     try:
         return list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError):

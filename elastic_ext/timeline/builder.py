@@ -275,7 +275,7 @@ class Ends:
         return None, None, HANG if event.name == "hang" else model.MEMBERSHIP, goes_on, reason
 
     def _and_others(self, members: Sequence[int]) -> str:
-        """Return words for more nodes of which the same is true; "" if there are none."""
+        """Return words for the other nodes of which the same is true; "" without any."""
         nodes = list(dict.fromkeys(self._job.agents[each].node for each in members))
         more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
         return f"; likewise {', '.join(nodes[:3])}{more}" if nodes else ""

@@ -169,6 +169,7 @@ ASKED = "found NaN in local forward loss calculation. Need to rerun on a differe
 DIFFERS = "Second rerun: result is not reproducible on a different GPU. Rank 1, node c, device 0: Possible persistent error!!"
 
 
+@pytest.mark.parametrize("logged", ["", 'Traceback (most recent call last):\n  File "t.py", line 3, in f\nKeyError: 1\n'])
 @pytest.mark.parametrize(
     ("asked_at", "hosts", "stopped", "decision", "node"),
     [
@@ -178,12 +179,13 @@ DIFFERS = "Second rerun: result is not reproducible on a different GPU. Rank 1, 
         (None, "abc", "", "restart", ""),
     ],
 )
-def test_megatron_compares_a_step_on_two_nodes(asked_at, hosts, stopped, decision, node):
+def test_megatron_compares_a_step_on_two_nodes(asked_at, hosts, stopped, decision, node, logged):
     """The ranks move once. A result that differs there speaks against the first node, and what was saved for it is refused."""
     rules = dataclasses.replace(RULES, members=3)
     ledger = Ledger()
     if asked_at is not None:
-        ledger, verdict = judge(rerun(16, ASKED, asked_at, resumed_at=40), ledger, rules, 1)
+        ledger, verdict = judge(rerun(16, logged + ASKED, asked_at, resumed_at=40), ledger, rules, 1)
+        ledger = decode_ledger(encode_ledger(ledger))
         asked = verdict.decision
         assert (asked.response.value, asked.moves_ranks, asked.checkpoints_back, verdict.node) == ("restart", True, 0, asked_at)
     rules = dataclasses.replace(rules, hosts={host: host for host in stopped})

@@ -40,7 +40,7 @@ _DIGITS = re.compile(r"[0-9]+")
 _WORD = re.compile(r"[^\W\d_]+")
 _SUFFIX = re.compile(r"(\.(pt|pth|bin|ckpt|tar|pkl|safetensors))+$")
 
-# 2024-05-01, 20240501, 2024_05_01T12-30-00. Digits after `step` are never taken for one.
+# 2024-05-01, 20240501, 2024_05_01T12-30-00. Digits after `step` never count as a date.
 _DATE = re.compile(
     r"(?<![0-9])(?:19|20)[0-9]{2}([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12][0-9]|3[01])"
     r"(?:[-_T+ ]*(?:[01][0-9]|2[0-3])[-_:.h]?[0-5][0-9](?:[-_:.m]?[0-5][0-9](?:\+[0-9]{2})?)?)?(?![0-9])"

@@ -100,6 +100,7 @@ _UNANSWERED = _raised(
     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
     "Last error:\nNET/IB: Got completion from peer 10.0.0.2<54862> with status=12 opcode=0 len=0 vendor err 129",
 )
+_FLAP = {"links": ("mlx5_0 port 1",)}  # it is up again by the time of the report
 _HANG: dict[str, Any] = {"signal": "SIGKILL", "hang": True, "hang_reason": "rank 0 waits in all_reduce; no worker makes progress"}
 _GONE: dict[str, Any] = {}
 
@@ -158,12 +159,16 @@ CAUSES: Mapping[str, Cause] = {
     "illegal access of code": Cause(Truth.CODE, (Look(0.5, {**_ILLEGAL, "xids": (31,)}), Look(0.5, _killed("SIGSEGV")))),
     "core dump": Cause(Truth.CODE, (Look(0.7, _killed("SIGSEGV")), Look(0.3, _killed("SIGABRT")))),
     "network": Cause(Truth.PASSES, (Look(0.6, _REMOTE), _hang(0.4, blame=False)), several=True, outage=True),
+    # That in half of them the link goes down, as Linux counts, is assumed. NCCL's last error ("port error") shows it in some.
     "nic": Cause(
         Truth.NODE,
         (
-            Look(0.35, _REMOTE),
-            Look(0.35, _UNANSWERED, missed=True),
-            _hang(0.3, blame=False),
+            Look(0.175, _REMOTE),
+            Look(0.175, {**_REMOTE, **_FLAP}),
+            Look(0.175, _UNANSWERED, missed=True),
+            Look(0.175, {**_UNANSWERED, **_FLAP}, missed=True),
+            _hang(0.15, blame=False),
+            Look(0.15, {**_hang(1.0, blame=False).evidence, **_FLAP}, Shows.HANG),
         ),
     ),
     "hang": Cause(Truth.PASSES, (_hang(1.0, blame=False),)),

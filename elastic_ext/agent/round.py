@@ -38,7 +38,7 @@ from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits, worker_env
 from elastic_ext.workers.logs import WorkerLogs
-from elastic_ext.workers.processes import HasStopBy, WorkerProcesses
+from elastic_ext.workers.processes import HasStopBy, WorkerProcesses, build_locks, remove_build_locks
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
 from elastic_ext.workers.stderr.tails import StderrTails
 
@@ -144,7 +144,10 @@ class RunningRound:
             if show_stacks and (limit is None or limit.stop_by() is None):  # dumping takes time
                 self._stacks += show_stragglers(self.workers, local_ranks, grace_s)
 
+        rows = self.workers.read_progress()
+        locks = build_locks(pid for each, pid in self.workers.running_pids().items() if not (rows and rows[each].steps))
         self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending, limit=limit)
+        remove_build_locks(locks)
 
     def examine_hung(self) -> Mapping[int, Stuck]:
         """Find out where each worker hangs, while it still runs. Return those that the others wait for, by local rank."""

@@ -314,12 +314,18 @@ class Stuck:
         phase = f", in phase {self.phase}" if self.phase else ""
         waits = ", waits for other ranks" if waits_for_others(self.stack) else ""
         waits += f", in {self.collective}" if self.collective else ""
+        waits += LOCKED if _BATON in _innermost(self.stack) else ""
         return (
             f"rank {self.rank} made no progress for {self.quiet_s:.3g} s, {self.steps} steps after its start{phase}; "
             f"{self.condition}{waits}"
         )
 
 
+_BATON = "/torch/utils/file_baton.py"
+LOCKED = (
+    ", waits for the build of a C++ extension by another process: if none builds it, one was killed, and the file `lock` in its "
+    "directory under TORCH_EXTENSIONS_DIR has to be removed"
+)
 # The innermost Python frame of a rank that waits for others: part of its path, and the function ("": any function).
 _WAITING = (
     ("/torch/distributed/", ""),
@@ -341,10 +347,15 @@ _STORING = tuple(
 
 def waits_for_others(stack: str) -> bool:
     """Return whether the main thread waits in a collective. stack: in faulthandler's format, with the main thread last."""
-    frame = next((line for line in threads(stack)[-1].splitlines() if line.lstrip().startswith("File ")), "")
+    frame = _innermost(stack)
     if any(path in frame for path in _STORING):
         return False
     return any(path in frame and frame.endswith(function) for path, function in _WAITING)
+
+
+def _innermost(stack: str) -> str:
+    """Return the line of the main thread's innermost frame; "" without one."""
+    return next((line for line in threads(stack)[-1].splitlines() if line.lstrip().startswith("File ")), "")
 
 
 def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:

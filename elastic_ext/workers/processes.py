@@ -240,6 +240,33 @@ class WorkerProcesses:
                 logger.warning("cannot send %s to worker %s (pid %s): %s", sig.name, local_rank, self.pids[local_rank], error)
 
 
+def build_locks(pids: Iterable[int]) -> dict[str, os.stat_result]:
+    """Return the lock files of builds of C++ extensions that these processes hold, by path.
+
+    Up to torch 2.13, `torch.utils.cpp_extension` locks a build by a file that exists: one that is killed does not remove it, and
+    each later build waits for it without end (pytorch/pytorch#189245).
+    """
+    found = {}
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):  # it has just closed that
+                    path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                    if path.endswith("/lock") and os.path.exists(f"{os.path.dirname(path)}/build.ninja"):
+                        found[path] = os.stat(f"/proc/{pid}/fd/{descriptor}")
+    return found
+
+
+def remove_build_locks(held: Mapping[str, os.stat_result]) -> None:
+    """Remove these lock files, now that their holders have ended, unless another process holds one by now."""
+    for path, then in held.items():
+        with suppress(OSError):  # its holder removed it
+            now = os.stat(path)
+            if (now.st_dev, now.st_ino, now.st_ctime_ns) == (then.st_dev, then.st_ino, then.st_ctime_ns):
+                os.unlink(path)
+                logger.info("removed the lock file of a build in which a worker was stopped: %s", path)
+
+
 def _members(groups: Collection[int]) -> Iterator[reaper.ExactProcess]:
     """Open the processes of these groups, without their leaders. The caller closes them."""
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):

@@ -48,6 +48,34 @@ def refusing_job(calls: str, command: list[str], tmp_path: Path, **variables: st
     return Job(under(calls, command), tmp_path, PYTHONPATH=path, **variables)
 
 
+BUILDS = """
+import os, signal
+from torch.utils.file_baton import FileBaton
+baton, rank = FileBaton("build/lock"), int(os.environ["RANK"])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if rank == 0:
+        assert baton.try_acquire()
+        open("began", "w").close()
+        signal.pause()
+    open("began").read()
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 0:
+    assert baton.try_acquire(), "the lock of the build that was stopped is still there"
+    baton.release()
+"""
+
+
+@pytest.mark.seam
+def test_a_build_is_not_locked_by_one_that_was_stopped(tmp_path):
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "build.ninja").touch()
+    os.mkfifo(tmp_path / "began")
+    (tmp_path / "builds.py").write_text(BUILDS)
+    done = run([*AGENT, "--nproc-per-node=2", "--max-restarts=1", "builds.py"], tmp_path)
+    assert done.returncode == 0, done.all
+    assert "the lock file of a build" in done.err
+
+
 @pytest.mark.full
 @with_a_filter
 def test_a_job_restarts_where_system_calls_are_refused(tmp_path):

@@ -202,6 +202,13 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     return Stuck(rank, steps, 0, 70.0, "", state, "asleep", stack)
 
 
+def test_a_lock_that_a_killed_build_may_have_left_is_named():
+    assert (
+        "TORCH_EXTENSIONS_DIR" in stuck(0, stack=WAITING.replace("distributed/distributed_c10d.py", "utils/file_baton.py")).reason
+    )
+    assert "TORCH_EXTENSIONS_DIR" not in stuck(0).reason
+
+
 @pytest.mark.parametrize(
     ("all_", "behind"),
     [

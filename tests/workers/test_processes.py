@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.processes import WorkerProcesses
+from elastic_ext.workers.processes import WorkerProcesses, build_locks, remove_build_locks
 from tests.jobs import wait_gone
 from tests.until import until
 
@@ -161,6 +161,29 @@ def test_shared_memory_of_killed_workers_is_gone(start, others, end):
             workers.wait(None)
     stop(workers)
     assert [name for name in names if os.path.exists(f"/dev/shm/{name}")] == []
+    workers.close()
+
+
+BUILDS = (
+    "import signal; from torch.utils.file_baton import FileBaton; baton = FileBaton({!r}); assert baton.try_acquire(); "
+    "print('up', flush=True); signal.pause()"
+)
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["left", "taken by another"])
+def test_a_build_that_was_stopped_locks_no_other(start, tmp_path, taken):
+    (tmp_path / "build.ninja").touch()
+    lock = tmp_path / "lock"
+    worker, other = start(BUILDS.format(str(lock))), start(SLEEPS)
+    workers = WorkerProcesses({0: worker.pid}, own_groups=True)
+    held = build_locks([worker.pid, other.pid, 2**22])
+    assert list(held) == [str(lock)]
+    stop(workers)
+    if taken:
+        lock.unlink()
+        lock.touch()
+    remove_build_locks(held)
+    assert lock.exists() == taken
     workers.close()
 
 

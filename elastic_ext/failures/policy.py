@@ -421,8 +421,7 @@ def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     """Return whether the next try should show what the failure follows: the node, which is bad then, or the rank, as a bug does.
 
     If the ranks stay, a failure that comes back shows neither, and a node that is well has to leave: rank 0 alone writes
-    checkpoints and logs, so it meets each outage of their servers. Nothing else may change with them: not the checkpoint, nor the
-    way the workers start.
+    checkpoints and logs, so it meets each outage of their servers. The checkpoint may not change with them.
     """
     of_rank = diagnosis.evidence.rank >= 0 and not diagnosis.evidence.link_failed and outcome.kind != PREEMPTION
     another = (nodes.members or nodes.running or 0) > 1

@@ -16,7 +16,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import Block
 from elastic_ext.failures import cuts
 from elastic_ext.failures.classify import Diagnosis
-from elastic_ext.hangs import detector, stacks, waits
+from elastic_ext.hangs import detector, process_stats, stacks, waits
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import own_addresses
@@ -197,8 +197,9 @@ def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: floa
     """
     rows = {each: workers.progress.read(each) for each in local_ranks} if workers.progress is not None else {}
     pids = {each: workers.processes.pids[each] for each in local_ranks}
-    armed = {pids[each]: workers.stacks_files[each] for each, row in rows.items() if row.stacks_armed}
-    found = stacks.dump_all(armed, KILLED_WAIT_S)
+    stats = process_stats.read(pids.values())
+    dumps = [each for each, row in rows.items() if pids[each] in stats and stacks.can_dump(row, stats[pids[each]])]
+    found = stacks.dump_all({pids[each]: workers.stacks_files[each] for each in dumps}, KILLED_WAIT_S)
     ending = {each: row.ends_with for each, row in rows.items() if row.ends_with}
     texts = []
     for each in sorted(local_ranks, key=lambda one: one in ending):

@@ -288,6 +288,11 @@ def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
     return dumps
 
 
+def can_dump(row: Progress, stats: ProcessStats) -> bool:
+    """Return whether this worker would dump its stacks at once: one that is stopped, or asleep in the kernel, runs no handler."""
+    return row.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
+
+
 def can_answer(row: Progress, stats: ProcessStats) -> bool:
     """Return whether this worker may be sent the signals, and would answer: it has done so before.
 

@@ -161,8 +161,7 @@ class HangWatch:
             progress, stats = self._progress.read(local_rank), sample.get(pid, ProcessStats(""))
             rates = self._rates(local_rank)
             condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
-            can_answer = progress.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
-            stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
+            stack = stacks.dump(pid, stacks_files[local_rank]) if stacks.can_dump(progress, stats) else ""
             found[local_rank] = Stuck(
                 self._new[local_rank].rank,
                 progress.steps,

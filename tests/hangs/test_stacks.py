@@ -29,7 +29,7 @@ from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.hangs.watch import HangWatch
 from elastic_ext.workers import progress_layout as layout
-from elastic_ext.workers.progress import ProgressTable
+from elastic_ext.workers.progress import Progress, ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL
 from tests import refusing
 from tests.hangs import rows
@@ -45,6 +45,14 @@ def stack(*frames: tuple[str, str], others: tuple[tuple[str, str], ...] = ()) ->
     threads = [f'Thread 0x7f (most recent call first):\n  File "{path}", line 3 in {function}\n' for path, function in others]
     lines = "".join(f'  File "{path}", line 7 in {function}\n' for path, function in (*frames, ("train.py", "<module>")))
     return "\n".join([*threads, f"Current thread 0x7e (most recent call first):\n{lines}"])
+
+
+@pytest.mark.parametrize(
+    ("armed", "state", "asked"),
+    [(True, "S", True), (True, "R", True), (True, "T", False), (True, "D", False), (False, "S", False)],
+)
+def test_a_worker_that_cannot_dump_is_not_asked(armed, state, asked):
+    assert stacks.can_dump(Progress(stacks_armed=armed), process_stats.ProcessStats(state)) == asked
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
 from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base import log_records, names
-from elastic_ext.base.printable import ranks_in_words, redacted
+from elastic_ext.base.printable import beginnings, ranks_in_words, redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
@@ -163,8 +163,6 @@ class RunningRound:
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
         """Return this node's report on its failure, for the verdict of the job."""
-        share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
-        stacks = "\n".join(text[:share] for text in self._stacks)
         reach = (self.hangs.reach if self.hangs is not None else None) or reach_by(diagnosis)
         collectives = self.hangs.collectives if self.hangs is not None else ()
         rows = self.workers.read_progress()
@@ -173,7 +171,7 @@ class RunningRound:
             node,
             diagnosis,
             self.resume.step,
-            stacks,
+            beginnings(self._stacks, MAX_STACKS),
             redacted(self.resume.checkpoint.path),
             reach,
             copied_at,

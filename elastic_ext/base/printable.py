@@ -7,7 +7,7 @@ passes text to torch to print, cleans it itself. Standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 # user:password@ in a URL. An access key's secret may hold unescaped slashes. The bounds keep the search linear.
@@ -69,6 +69,18 @@ def cut(text: str, most: int) -> str:
         return text
     whole = text[:most].rpartition(" ")[0].rstrip(" .,;:(") if " " in text[most // 2 : most] else text[: most - 1]
     return f"{whole}…"
+
+
+def beginnings(texts: Sequence[str], most: int, least: int = 0) -> str:
+    """Join the beginnings of texts, in equal shares of `most` characters; what a short one leaves goes to the longer ones.
+
+    least: characters of each; if they are too many, the last texts are left out.
+    """
+    left, shares = most - max(0, len(texts) - 1), [0] * len(texts)
+    for done, number in enumerate(sorted(range(len(texts)), key=lambda each: len(texts[each]))):
+        shares[number] = min(len(texts[number]), max(least, left // (len(texts) - done)))
+        left -= shares[number]
+    return "\n".join(text[:share] for text, share in zip(texts, shares, strict=True))[:most]
 
 
 def redacted(text: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.collectives import compared
 from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
+from elastic_ext.base.printable import beginnings
 from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import cuts, policy, replicas
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
@@ -108,7 +109,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     charged = budget.charged + decision.charged
     of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.may_be_of_a_node(cause.diagnosis) else 0
     now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks)
-    stacks = _shared([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks])
+    stacks = beginnings([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks], MAX_STACKS, LEAST_STACKS)
     verdict = JobVerdict(
         decision,
         round_,
@@ -191,12 +192,6 @@ def _apart(reports: Mapping[str, Report], lost: Sequence[Lost]) -> str:
     """
     found = [each for report in reports.values() for each in report.collectives]
     return compared(found, {rank for report in reports.values() for rank in report.ranks} if not lost else ())
-
-
-def _shared(stacks: Sequence[str]) -> str:
-    """Return the beginnings of the stacks of all nodes; of many nodes, those of the first."""
-    share = max(MAX_STACKS // max(1, len(stacks)) - 1, LEAST_STACKS)
-    return "\n".join(each[:share] for each in stacks)[:MAX_STACKS]
 
 
 def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:

@@ -15,7 +15,7 @@ import torch
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import Block, cut, masked, ranks_in_words, redacted, shown, shown_block
+from elastic_ext.base.printable import Block, beginnings, cut, masked, ranks_in_words, redacted, shown, shown_block
 from elastic_ext.checkpoints.directory.marks import quarantine
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
@@ -25,6 +25,20 @@ ESCAPES = "\x1b]0;title\x07\x9b2J\u202e"
 FORGED = "elastic_ext: stop: forged"
 HOSTILE = f"{ESCAPES}\n{FORGED}\r{FORGED}"
 PLANTED = "hunter2/planted+secret"
+
+
+@pytest.mark.parametrize(
+    ("texts", "least", "joined"),
+    [
+        ([], 0, ""),
+        (["abc"], 0, "abc"),
+        (["abcdefghijklmnop"], 0, "abcdefghijkl"),
+        (["abcdefgh", "x", "ABCDEFGH"], 0, "abcd\nx\nABCDE"),  # the short one leaves the others its share
+        (["abcdefgh"] * 5, 5, "abcde\nabcde\n"),
+    ],
+)
+def test_texts_share_the_room_for_them(texts, least, joined):
+    assert beginnings(texts, 12, least) == joined
 
 
 def line_of(level: str, text: str, node: str = "n2") -> str:

@@ -28,6 +28,7 @@ from elastic_ext.base.torch_private import Start
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures.host import HostProbe
+from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -169,10 +170,10 @@ class WarmStarts(Companion):
         if self._pool is not None and any(progress.has_torch for progress in workers.read_progress()):
             self._pool.workers_import_torch = True
 
-    def skip_next_round(self, reason: str) -> None:
+    def skip_next_round(self) -> None:
         """Make the workers of the next round start the usual way."""
         if self._pool is not None:
-            self._pool.skip_next_round(reason)
+            self._pool.skip_next_round("the last round failed before its first step")
 
     def close(self) -> None:
         if self._pool is not None:
@@ -266,6 +267,7 @@ class JobCompanions:
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
         self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)
+        handler.on_verdict = self._heard
         self.flight_recorder: FlightRecorder | None = None  # None without NCCL, or if hang detection is off
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
@@ -293,6 +295,12 @@ class JobCompanions:
         stragglers = [straggler(each) for each in named]
         self.observation.late(stragglers, max((each.share for each in found if each.error_us is not None), default=None))
         self.journal.late(stragglers)
+
+    def _heard(self, verdict: JobVerdict) -> None:
+        """Act on a verdict after which the job goes on. Where only other nodes have failed, the agent learns of it only here."""
+        self.observation.heard(verdict)
+        if verdict.decision.cold:  # on all nodes: a worker that starts warm fails first, and would be tried cold in its turn
+            self.warm_starts.skip_next_round()
 
     def leave(self, handler: Rendezvous, error: BaseException) -> None:
         """Leave the job to the other nodes, once this agent's end is on record. error: what ends it."""

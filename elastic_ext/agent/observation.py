@@ -359,7 +359,6 @@ class Observation(Companion):
         self._lateness = LatenessMetrics()
         metrics.registry.register(self.verdicts)
         metrics.registry.register(self._lateness)
-        handler.on_verdict = self._heard
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
         if (lease_until := handler.observe_etcd(etcd)) is not None:
@@ -437,7 +436,7 @@ class Observation(Companion):
         self._metrics.failed(here.kind)
         self._count(verdict)
 
-    def _heard(self, verdict: JobVerdict) -> None:
+    def heard(self, verdict: JobVerdict) -> None:
         """Log and count a verdict after which the job goes on, if only other nodes have failed."""
         if verdict.round != self._decided and not verdict.ends_job:
             own = self._handler.node_id

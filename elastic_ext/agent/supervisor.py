@@ -183,7 +183,7 @@ class Supervisor(TorchAgent):
         if decision.charged:
             self.charge_restart()
         if decision.cold:
-            self._companions.warm_starts.skip_next_round("the last round failed before its first step")
+            self._companions.warm_starts.skip_next_round()
         self._metrics.enter(families.BACKOFF)
         _wait(decision.delay_s, self._companions.wakeup)
 

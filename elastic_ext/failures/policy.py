@@ -69,6 +69,7 @@ CHANCE = 0.01
 GONE_BACK = "it happened twice after loading the same checkpoint: the one before it is tried, if there is one"
 MOVED = "its ranks move to another node, to show whether they fail or the node"
 ONE_MORE_TRY = "one more try shows whether it happens again"  # said only while it is to come
+LEAST_NODES = 4  # of a job in which chance seldom chooses the same one twice
 LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
@@ -248,6 +249,7 @@ def decide(
         outcome = _retry_cold(outcome, diagnosis, past)
     outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
     action = ACTIONS[outcome.response]
+    waits = outcome.rule == SAME_NODE and diagnosis.evidence.first_step_done is False  # perhaps it was only the first to see it
     charged = outcome.response in _CHARGED
     cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
     moves_ranks = charged and not blamed and _moves_ranks(outcome, diagnosis, nodes)
@@ -263,7 +265,7 @@ def decide(
         max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART else 0,
         max(
             backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
-            _spread_s(diagnosis, past) * backoff.base_s * (1 + jitter / 2) if charged else 0.0,
+            _spread_s(diagnosis, past, nodes) * backoff.base_s * (1 + jitter / 2) if charged or waits else 0.0,
         ),
         cold,
         moves_ranks=moves_ranks,
@@ -277,9 +279,11 @@ def _asked(outcome: _Outcome, past: Sequence[Precedent]) -> int:
     return 1 + sum(earlier.same_fingerprint and earlier.progress is False for earlier in past)
 
 
-def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent]) -> float:
+def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> float:
     """Return the seconds to wait so that the tries of what may be an outage are spread over time."""
     waits, early = SPREAD_S.get(diagnosis.rule, ()), diagnosis.evidence.first_step_done is False
+    if nodes.only_one and diagnosis.rule in PEERS:
+        return 0.0  # nothing outside this host can mend that
     stuck = (False, None) if early else (False,)
     tries = sum(earlier.same_fingerprint and earlier.progress in stuck for earlier in past)
     return waits[min(tries, len(waits) - 1)] if waits and (early or tries) else 0.0
@@ -295,7 +299,8 @@ def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
     outcome = _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
     if diagnosis.rule == TRY_AGAIN:
         return _charged_without_progress(outcome, past)
-    if diagnosis.rule in STARTED_BEFORE and any(earlier.first_step_done for earlier in past):
+    early = diagnosis.evidence.first_step_done is False
+    if early and diagnosis.rule in STARTED_BEFORE and any(earlier.first_step_done for earlier in past):
         reason = f"{outcome.reason}; but this job has done steps, so its node or what the last try left may be to blame"
         return replace(outcome, response=Response.CONFIRM, reason=reason)
     return outcome
@@ -325,7 +330,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     surely_stuck = sum(earlier.progress is False for earlier in same)
     unknown_at_start = diagnosis.evidence.first_step_done is False and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
-    only_here = _only_here(diagnosis, same, nodes)
+    only_here = _only_here(diagnosis, same, past, nodes)
     may_be_code = outcome.response is Response.CONFIRM or unknown_at_start
     if (may_be_code and not only_here and confirmed) or _as_code_does(diagnosis, same):
         return _repeated(outcome, diagnosis, same)
@@ -336,10 +341,9 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
         at_one_step = (diagnosis.evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same)
         bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
-        later = (NETWORK_RULE,) if diagnosis.evidence.first_step_done else ()  # before it, a host's name may be wrong
-        away = diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE, *later) and not bug
-        bad_node = outcome.kind == HARDWARE or (only_here and any(map(_has_moved, same)))
-        exit_code = EX_TRY_AGAIN if away else EX_NODE if bad_node else EX_FAILED
+        worked = diagnosis.rule == NETWORK_RULE and diagnosis.evidence.first_step_done and not at_one_step  # so the name is right
+        away = (worked or diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE)) and not bug
+        exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
@@ -379,16 +383,22 @@ def _repeated(outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent]
     return _Outcome(Response.STOP, kind, reason, REPEATED, EX_FAILED if diagnosis.rule == HANG_RULE else EX_CODE)
 
 
-def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], nodes: Nodes) -> bool:
+def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], past: Sequence[Precedent], nodes: Nodes) -> bool:
     """Return whether the same failure has happened on this node alone, so that the node is to blame and not the code.
 
     same: the same failures without progress since.
 
     Before the first step, an ill mount counts only from the third time on: it may be an outage.
     """
-    may_be_outage = diagnosis.rule == MOUNT and diagnosis.evidence.first_step_done is False
+    node, may_be_outage = diagnosis.evidence.node, diagnosis.rule == MOUNT and diagnosis.evidence.first_step_done is False
     often = len(same) >= (MAX_SAME_FAILURES - 1 if may_be_outage else 1)
-    return often and _place_counts(diagnosis, nodes) and all(earlier.node == diagnosis.evidence.node for earlier in same)
+    wherever = any(each.same_fingerprint and each.same_rank and each.node not in (node, None) for each in past)
+    # Of a bug on all nodes one may be the first by chance, twice, and where none may leave it is one in the end.
+    by_chance = diagnosis.rule in STARTED_BEFORE and (
+        (nodes.members or nodes.running or 0) < LEAST_NODES or not nodes.one_may_leave
+    )
+    here = all(earlier.node == node for earlier in same) and not wherever and not by_chance
+    return often and here and _place_counts(diagnosis, nodes)
 
 
 def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
@@ -554,8 +564,6 @@ def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence
     if outside or diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
         return False
     same = [each for each in past if each.same_fingerprint and each.first_step_done is False and each.progress is not True]
-    if outcome.rule == SAME_NODE and any(map(_has_moved, same)):
-        return False
     return len(same) == 1 and same[0].same_checkpoint  # not if it happened with another one, too, or if none was there to try
 
 

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -204,7 +204,7 @@ class WorkerProcesses:
 
     def _kill_all_but_trackers(self, local_ranks: Collection[int]) -> None:
         """Where a worker has resource trackers, kill the rest of its group, and wait for them: see `reaper.is_tracker`."""
-        members = list(_members({self.pids[rank] for rank in local_ranks})) if self._own_groups else []
+        members = _members({self.pids[rank] for rank in local_ranks}) if self._own_groups else []
         try:
             trackers = [each for each in members if reaper.is_tracker(each.pid)]
             if not trackers:
@@ -267,16 +267,24 @@ def remove_build_locks(held: Mapping[str, os.stat_result]) -> None:
                 logger.info("removed the lock file of a build in which a worker was stopped: %s", path)
 
 
-def _members(groups: Collection[int]) -> Iterator[reaper.ExactProcess]:
-    """Open the processes of these groups, without their leaders. The caller closes them."""
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with suppress(ProcessLookupError):  # it has just ended
+def _members(groups: Collection[int]) -> list[reaper.ExactProcess]:
+    """Open the processes of these groups, without their leaders. The caller closes them.
+
+    Without descriptors, some are missing: the groups are killed all the same.
+    """
+    found: list[reaper.ExactProcess] = []
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError as error:
+        logger.warning("cannot list processes, so shared memory of killed workers may stay in /dev/shm: %s", error)
+        return found
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):  # it has just ended, or is not ours
             if pid not in groups and os.getpgid(pid) in groups:
-                process = reaper.ExactProcess(pid)
-                if os.getpgid(pid) in groups:  # still, so it is the one that was opened
-                    yield process
-                else:
-                    process.close()
+                found.append(reaper.ExactProcess(pid))
+                if os.getpgid(pid) not in groups:  # it may be another one than the one that was opened
+                    found.pop().close()
+    return found
 
 
 def _exitcode(pidfd: int, pid: int) -> tuple[bool, int | None]:

@@ -145,8 +145,7 @@ ROWS = [
     ("child-crash", "crash", "confirm",
      raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Segmentation fault."),
      raised("ProcessExitedException", "process 1 terminated with signal SIGABRT")),
-    ("host-limit", "host_memory", "confirm", raised("OSError", "[Errno 24] x"), raised("RuntimeError", "can't start new thread"),
-     raised("RuntimeError", "unable to open shared memory object </torch_16550_87> in read-write mode")),
+    ("host-limit", "host_memory", "confirm", raised("OSError", "[Errno 24] x"), raised("RuntimeError", "can't start new thread")),
     ("link-down", "hardware", "replace_node", ended(1, links=("mlx5_0 port 1",), link_away=True, link_failed=True, node="n1")),
     ("link-flap", "hardware", "restart", ended(1, links=("mlx5_0 port 1", "mlx5_1 port 1"), link_failed=True, node="n1")),
     ("replay-mismatch", "hardware", "replace_node", raised("x.SDCReplayMismatch", "m")),
@@ -164,7 +163,7 @@ ROWS = [
      *(raised("ValueError", text, first_step_done=False) for text in (
          "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
          "You requested gpu: [0, 1]\n But your machine only has: [0]", "No supported gpu backend found!",
-         "Your setup doesn't support bf16/gpu.")), raised("AssertionError", "Invalid device id", first_step_done=False)),
+         "Your setup doesn't support bf16/gpu."))),
     ("cache-race", "storage", "confirm", raised("ValueError", "mmap length is greater than file size", first_step_done=False),
      raised("FileNotFoundError", "[Errno 2] No such file or directory: '/root/.triton/cache/A/k.ttir'", first_step_done=False),
      raised("torch._inductor.exc.InductorError", "FileNotFoundError: [Errno 2] No such file or directory: "

@@ -510,6 +510,15 @@ def test_no_node_leaves_for_what_only_rank_0_meets(failure, exit_code):
     assert decisions(of_rank=False)[:2] == [("restart", None), ("replace_node", 69)]
 
 
+def test_a_rank_that_has_failed_elsewhere_costs_no_node():
+    """Rank 0 alternates between two nodes, and each time it gets to another step."""
+    ledger = Ledger()
+    for number, (host, step) in enumerate((("ha", 16), ("hb", 13), ("ha", 14))):
+        told = {"a": report(host, "RuntimeError", "the queue is empty", rank=0, step=step, resumed_at=0)}
+        ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=5, min_nodes=4), number)
+    assert verdict.decision.response is Response.RESTART
+
+
 MISSING = {"type_": "FileNotFoundError", "message": "[Errno 2] No such file or directory: '/data/train.idx'"}
 
 
@@ -525,7 +534,7 @@ MISSING = {"type_": "FileNotFoundError", "message": "[Errno 2] No such file or d
     ],
 )
 def test_a_job_that_has_trained_is_not_stopped_at_once_by_what_one_node_lacks(failure, places, ends):
-    four = dataclasses.replace(RULES, nodes=4, min_nodes=3, members=4)
+    four = dataclasses.replace(RULES, nodes=5, min_nodes=4, members=4)
     ledger, _ = judge({"a": report("ha", signal="SIGKILL", step=70, resumed_at=0)}, Ledger(), four, 1)
     found = []
     for number, (host, *ranks) in enumerate(places):

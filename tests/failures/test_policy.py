@@ -79,9 +79,16 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of("KeyError", first_step_done=False), (OTHER,), None, "stop", "code", "arguments-at-start", 65),
         (of("KeyError", first_step_done=False), (TRAINED,), None, "confirm", "code", "arguments-at-start", None),
         (of("KeyError", first_step_done=False), (TRAINED, SAME_THERE), None, "stop", "code", "repeated", 65),
+        (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (5, 4), "replace_node", "code", "same-node", 69),
+        (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (3, 2), "stop", "code", "repeated", 65),  # by chance
+        (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (5, 5), "stop", "code", "repeated", 65),
+        (of("NameError"), (TRAINED,), None, "stop", "code", "code-always", 65),
+        (of(exit_code=127), (TRAINED,), None, "stop", "code", "usage-exit", 65),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
         (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 75),
+        (NETWORK, (replace(SAME_THERE, same_step=False),) * 2, None, "stop", "network", "ceiling", 75),
+        (of("ConnectionError", step=100), (replace(SAME_THERE, same_step=True),) * 2, None, "stop", "network", "ceiling", 1),
         (NETWORK, (Precedent(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
         (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
         (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 69),
@@ -98,7 +105,6 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (SEGV, (SAME_HERE,), (3, 2), "replace_node", "crash", "same-node", 69),
         (SEGV, (SAME_HERE,), (2, 2), "confirm", "crash", "crash", None),
         (SEGV, (SAME_HERE,) * 2, (2, 2), "stop", "crash", "ceiling", 1),
-        (SEGV, (replace(SAME_HERE, moved=True),) * 2, (2, 2), "stop", "crash", "ceiling", 69),
         (SEGV, (SAME_HERE, SAME_THERE), (3, 2), "stop", "code", "repeated", 65),
         (NETWORK, (SAME_HERE,), (3, 2), "replace_node", "network", "same-node", 69),
         # an outage at the start, or the mount of one node: only the third time shows which
@@ -335,6 +341,7 @@ def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one(
         (STALE_LATER, (), 0, 0),
         (STALE_LATER, (SAME_THERE,), 90, 135),
         (STALE_LATER, (SAME_HERE,), 0, 0),  # its node leaves
+        (OWN, (SAME_HERE,), 90, 135),  # too, but perhaps it was only the first to see an outage
         (NETWORK, (SAME_THERE,), 90, 135),
         (NETWORK, (Precedent(True, None, "n2"),), 0, 0),  # it may have trained for a week since
         (OWN_LATER, (), 0, 0),

@@ -127,11 +127,12 @@ def is_tracker(pid: int) -> bool:
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read()
+            program, *arguments = file.read().split(b"\0")
     except OSError:
         return False
     # multiprocessing's, with joblib's copy of it; and that of torch's sharing strategy "file_system"
-    return b"resource_tracker import main" in command or b"torch_shm_manager" in command
+    ours = any(each.startswith(b"from ") and b"resource_tracker import main" in each for each in arguments)
+    return ours or os.path.basename(program) == b"torch_shm_manager"
 
 
 def _process(pid: int) -> "ExactProcess | None":

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,33 @@ def test_a_node_joins_once_its_workers_are_warm(tmp_path):
             with Job(command, tmp_path, **VERBOSE) as second:
                 assert [job.finish().returncode for job in (first, second)] == [0, 0], first.err + second.err
                 assert [each["warm"] for each in of_attempt(second.out, 1)] == [True]
+
+
+FAILS_AT_START = """
+import json, os, signal
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt:
+    undefined_name
+import torch
+print("up", json.dumps({"attempt": attempt, "pid": os.getpid()}), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.seam
+def test_a_cold_start_is_one_of_all_nodes(tmp_path):
+    """Else the other node's warm worker fails first, and is tried cold in its turn: a bug would restart without end."""
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS_AT_START)
+    with EmbeddedServer() as store, ExitStack() as stack:
+        where = [*store.options, f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=1"]
+        command = [*AGENT, *where, "--max-restarts=9", str(script)]
+        both = [stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **VERBOSE)) for name in "ab"]
+        for job in both:
+            job.wait_for(*ready(1))
+        os.kill(of_attempt(both[0].out, 0)[0]["pid"], signal.SIGKILL)
+        assert [job.finish().returncode for job in both] == [65, 65]
+    assert ["without a warm standby: the last round failed before its first step" in job.err for job in both] == [True, True]
 
 
 @pytest.mark.seam

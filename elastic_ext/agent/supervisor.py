@@ -3,8 +3,6 @@
 A worker dies -> evidence -> classify -> verdict of the job -> restart in a new round, or stop with the reason.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

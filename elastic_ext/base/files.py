@@ -2,8 +2,6 @@
 names, read in bounded time and space, for any kind of file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

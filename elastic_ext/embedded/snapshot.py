@@ -3,8 +3,6 @@
 The format is that of `own_etcd.saved_keys`, and so is the rule when it is removed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -4,8 +4,6 @@ keeper   {"say": "ready", "endpoints": ..., "ca": ..., "cert": ..., "key": ...} 
 keeper   {"say": "silent", "text": ...}                 the hosts for which all wait
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@
 costs a process that ends again (`launch.begin`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import ipaddress
 import re

@@ -1,7 +1,5 @@
 """`--rdzv-endpoint=job:`, from the agent's options to an etcd that serves; and the same for `elastic-ext`, which starts none."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile

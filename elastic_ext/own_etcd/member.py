@@ -2,8 +2,6 @@
 an end by itself. For the keeper's one thread.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import logging

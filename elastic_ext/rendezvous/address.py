@@ -1,7 +1,5 @@
 """The address by which other nodes reach this one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
@@ -76,7 +74,7 @@ def own_interface(address: str) -> str:
         return ""
 
 
-def _entries(pointer: ctypes._Pointer[_Entry]) -> Iterator[tuple[Address, int]]:
+def _entries(pointer: "ctypes._Pointer[_Entry]") -> Iterator[tuple[Address, int]]:
     while pointer:
         entry = pointer.contents
         if entry.address and entry.flags & _IFF_UP:

@@ -3,8 +3,6 @@
 For `elastic-ext drain`, and for an agent whose `slow_node` is `replace`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -56,8 +56,6 @@ The first node of a new job deletes what an ended job left under its run id (`Jo
 Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 ROOT = "/elastic_ext/"

@@ -16,8 +16,6 @@ A running round goes on meanwhile: a node acts on the header that it remembers, 
 members time to come back (`Outage.returning_until`) before it breaks the round.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Names that become parts of keys: of a job, and of a host; and what tells machines of one name apart. Standard library only."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

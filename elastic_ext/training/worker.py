@@ -4,8 +4,6 @@
 in shared memory.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -5,8 +5,6 @@ an interpreter may have been built against old headers. Only for children that t
 process can have their pids.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import logging

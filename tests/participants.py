@@ -21,11 +21,13 @@ class NoFence:
 def place_of(participant: Participant) -> Place:
     """Return the node's place in the job; it waits for no round longer than a moment."""
     changed = threading.Condition()
-    return Place(None, Settings(), "127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, None, None, changed)
+    return Place(
+        None, Settings(), None, "127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, None, None, changed
+    )
 
 
 def part_of(participant: Participant, joined: tuple[Header, Assignment] | None = None) -> EtcdRound:
     """Return the node's part in a round that it has joined; by default that in which it is."""
     joined = joined or participant.joined
     assert joined is not None
-    return EtcdRound(place_of(participant), *joined, 1, None)
+    return EtcdRound(place_of(participant), *joined, 1)

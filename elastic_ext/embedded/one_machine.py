@@ -268,10 +268,13 @@ class OneMachine(contract.Base):
         return False
 
     def judge(self, report: Report) -> JobVerdict:
-        circumstances = judging.circumstances(self.settings, self._max_restarts, nodes=1, min_nodes=1)
         window_s = self.settings.budget_window or 0
-        if window_s:
-            circumstances = replace(circumstances, charges=self._file.charges())
+        circumstances = replace(
+            judging.circumstances(self.settings, self._max_restarts),
+            nodes=1,
+            min_nodes=1,
+            charges=self._file.charges() if window_s else None,
+        )
         ledger, verdict = judgement.judge({self.node_id: report}, self._file.ledger, circumstances, self.round)
         charged = verdict.decision.charged
         self._file.judged(ledger, window_s if charged else 0, refunded=ledger.charged == charged)

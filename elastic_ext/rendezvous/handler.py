@@ -18,7 +18,7 @@ from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
-from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
+from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import contract, drains, job_status, run_id
 from elastic_ext.rendezvous.drain_requests import RunningJob
 from elastic_ext.rendezvous.drains import Admission, DrainRequest
@@ -69,9 +69,9 @@ class EtcdRendezvous(contract.Base):
     ) -> None:
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
-        self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
+        policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
-        self._place = place = take_place(params, settings, self._policy, on_event, on_wait, own_store is not None)
+        self._place = place = take_place(params, settings, policy, on_event, on_wait, own_store is not None)
         context = place.participant.context
         self.address, self.host, self.node_id = place.address, context.config.host, context.config.node_id
         self._own_store = own_store
@@ -80,7 +80,7 @@ class EtcdRendezvous(contract.Base):
         self._goodput = EtcdGoodput(context.client, context.keys, self.host, self._position)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self.part = EtcdRound(place, Header(), None, self._workers, self._judge_alone)
+        self.part = EtcdRound(place, Header(), None, self._workers)
         self._timed_out = self._left = False
 
     @property
@@ -91,7 +91,7 @@ class EtcdRendezvous(contract.Base):
 
     def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         self._workers, self._role = spec.local_world_size, spec.role
-        self._policy.max_restarts = max_restarts
+        self._place.policy.max_restarts = max_restarts
 
     def trains_without_us(self) -> bool:
         context = self._place.participant.context
@@ -141,10 +141,7 @@ class EtcdRendezvous(contract.Base):
         return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
     def _part(self, header: Header, assignment: Assignment) -> EtcdRound:
-        return EtcdRound(self._place, header, assignment, self._workers, self._judge_alone, self.part.continues)
-
-    def _judge_alone(self, report: Report, round_: int, left_behind: bool) -> JobVerdict:
-        return self._policy.judge_alone(self.node_id, report, round_, left_behind)
+        return EtcdRound(self._place, header, assignment, self._workers, self.part.continues)
 
     def _node(self, port: int, cut: int) -> Node:
         return Node(

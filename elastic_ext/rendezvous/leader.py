@@ -20,7 +20,7 @@ from elastic_ext.failures import replicas
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
-from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
+from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports
 from elastic_ext.rendezvous.own_records import OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
@@ -62,7 +62,7 @@ class Leader:
         header: HeaderRecord,
         created: int,
         outage: Outage,
-        policy: LeaderPolicy,
+        policy: AgentPolicy,
         restore: Callable[[], None],
     ) -> None:
         """created: create revision of this node's key. restore: writes lost records of the job again."""

@@ -31,7 +31,7 @@ from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import LateJoins
-from elastic_ext.rendezvous.judging import LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Assignment, Header, RecordReader, State
@@ -71,6 +71,7 @@ class Place:
 
     params: RendezvousParameters
     settings: Settings
+    policy: AgentPolicy
     address: str  # the address by which the other nodes reach this one
     patience: Patience
     participant: Participant
@@ -203,7 +204,7 @@ def _decoded(text: str) -> JobVerdict | None:
 def take_place(
     params: RendezvousParameters,
     settings: Settings,
-    policy: LeaderPolicy,
+    policy: AgentPolicy,
     on_event: Callable[[], None],
     on_wait: Callable[[], None],
     own_store: bool,
@@ -244,7 +245,7 @@ def take_place(
     links = Links(job, node_id, listen_at(address), records, fence.give_up)
     late_joins = LateJoins(client, keys, host, settings.max_rejoins, settings.refuse_node)
     stores = StoreConnector(changed)
-    return Place(params, settings, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
+    return Place(params, settings, policy, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
 
 
 def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:

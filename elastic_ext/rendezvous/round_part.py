@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
-JudgeAlone = Callable[[Report, int, bool], JobVerdict]  # of a report, a round, and whether the job has gone on without this node
-
 
 def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
     """Return how a round has ended according to the newest header; None if it runs.
@@ -56,14 +54,12 @@ class EtcdRound:
         header: Header,
         assignment: Assignment | None,
         workers: int,
-        judge_alone: JudgeAlone,
         continues: bool = False,
     ) -> None:
         """
         Args:
             header: of the round, when it was sealed.
             workers: number of them on this node.
-            judge_alone: for a node that does not get the job's verdict.
             continues: the last verdict, on an earlier round, lets the job go on.
         """
         self.round = header.round
@@ -71,7 +67,7 @@ class EtcdRound:
         self.continues = continues  # by the last verdict, on this round or an earlier one
         self.server: TCPStore | None = None  # the round's store, on the node of rank 0
         self._place, self._participant = place, place.participant
-        self._workers, self._judge_alone = workers, judge_alone
+        self._workers = workers
 
     def workers(self) -> list[Worker]:
         header, assignment = self.header, self._assigned
@@ -159,7 +155,8 @@ class EtcdRound:
         verdict = self._await_verdict()
         if verdict is None:
             logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
-            verdict = self._judge_alone(report, self.round, self._participant.header.round > self.round)
+            left_behind = self._participant.header.round > self.round
+            verdict = self._place.policy.judge_alone(self._place.node_id, report, self.round, left_behind)
         self.continues = not verdict.ends_job
         return verdict
 

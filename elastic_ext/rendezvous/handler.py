@@ -5,13 +5,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed import PrefixStore
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
 
 from elastic_ext.base import names
 from elastic_ext.base.contracts import LeaseRevocation
@@ -62,7 +57,7 @@ class EtcdRendezvous(contract.Base):
 
     def __init__(
         self,
-        params: RendezvousParameters,
+        params: rendezvous.RendezvousParameters,
         settings: Settings,
         newest_checkpoint: Callable[[], str | None] = lambda: None,
         own_store: OwnStore | None = None,
@@ -103,7 +98,7 @@ class EtcdRendezvous(contract.Base):
         header = context.reader.header(found) if found is not None else None
         return header is not None and header.state is State.RUNNING
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait for the next round; see `Place.await_round` for the exceptions."""
         contract.warn_other_agent(self)
         try:
@@ -111,11 +106,11 @@ class EtcdRendezvous(contract.Base):
                 while (info := self._next_round()) is None:
                     pass
                 return info
-        except RendezvousTimeoutError:
+        except rendezvous.RendezvousTimeoutError:
             self._timed_out = True  # others may wait for longer, and more may come
             raise
 
-    def _next_round(self) -> RendezvousInfo | None:
+    def _next_round(self) -> rendezvous.RendezvousInfo | None:
         """Wait for the next round; return None if it was over before this node entered it."""
         place, participant = self._place, self._place.participant
         cut = self.round if place.fence.closed else 0
@@ -137,8 +132,8 @@ class EtcdRendezvous(contract.Base):
         place.links.follow(assignment.neighbors, participant.registration.created)
         place.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
         place.late_joins.entered(header.round, participant.tasks)
-        address = RendezvousStoreInfo(header.address, header.port)
-        return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
+        address = rendezvous.RendezvousStoreInfo(header.address, header.port)
+        return rendezvous.RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
     def _part(self, header: Header, assignment: Assignment) -> EtcdRound:
         return EtcdRound(self._place, header, assignment, self._workers, self.part.continues)

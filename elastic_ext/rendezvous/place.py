@@ -9,12 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous
 
 from elastic_ext.base import names
 from elastic_ext.base.contracts import LeaseRevocation
@@ -69,7 +64,7 @@ class InterruptibleCondition(threading.Condition):
 class Place:
     """What a node has in a job for as long as it takes part."""
 
-    params: RendezvousParameters
+    params: rendezvous.RendezvousParameters
     settings: Settings
     policy: AgentPolicy
     address: str  # the address by which the other nodes reach this one
@@ -140,16 +135,16 @@ class Place:
                     raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
                 self.raise_failure(started=after > 0)
                 if header.ended:
-                    over = JobDone if header.state is State.DONE else RendezvousClosedError
+                    over = JobDone if header.state is State.DONE else rendezvous.RendezvousClosedError
                     raise over(f"the job {participant.context.config.run_id} is over: {shown(header.reason)}")
                 if self._is_spare(header, after):
                     deadline = time.monotonic() + self.patience.timeout_s
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.tasks.etcd_full}" if participant.tasks.etcd_full is not None else ""
-                    raise RendezvousTimeoutError(f"{self.patience.over}{why}")
+                    raise rendezvous.RendezvousTimeoutError(f"{self.patience.over}{why}")
                 if silence.is_over(self.alive_until(), time.monotonic()):
-                    raise RendezvousTimeoutError(self.patience.store_lost)
+                    raise rendezvous.RendezvousTimeoutError(self.patience.store_lost)
                 self.changed.wait(left)
 
     def _heed(self, header: Header, on_news: Callable[[JobVerdict], None] | None) -> None:
@@ -181,7 +176,7 @@ class Place:
             raise UsageError(str(failure))
         if isinstance(failure, HostRefused):
             raise NodeRefused(str(failure))
-        raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
+        raise rendezvous.RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
 
     def leave(self) -> None:
         """Leave the job to the other nodes."""
@@ -202,7 +197,7 @@ def _decoded(text: str) -> JobVerdict | None:
 
 
 def take_place(
-    params: RendezvousParameters,
+    params: rendezvous.RendezvousParameters,
     settings: Settings,
     policy: AgentPolicy,
     on_event: Callable[[], None],

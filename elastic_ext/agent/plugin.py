@@ -144,10 +144,10 @@ def _create(
     with usage_errors_exit():
         check_host()
         from elastic_ext.base import settings
-        from elastic_ext.rendezvous import run_id
+        from elastic_ext.rendezvous.address import own_name
 
         known = settings.read(params.config, os.environ)
-        log_records.set_node(run_id.host_name(known))
+        log_records.set_node(own_name(known))
         begin(known)
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private

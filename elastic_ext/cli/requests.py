@@ -13,13 +13,11 @@ from elastic_ext.etcd.errors import AuthError, ConfigError, EtcdError, Unavailab
 from elastic_ext.etcd.values import Delete, Deleted, KeyValue, Put, unchanged
 from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable
-from elastic_ext.rendezvous.drain_requests import RunningJob
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import nodes_in
-from elastic_ext.rendezvous.job_status import NoSuchJob
-from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob
+from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 from elastic_ext.rendezvous.tasks import LostRace
 
@@ -162,7 +160,7 @@ class _Job(RunningJob):
 
     def _lift(self, host: str) -> str:
         forgiven = "; its failures so far no longer count against it (bad-node)" if self._give_back(host) else ""
-        deleted = self.client.txn([], [Delete(self.keys.refusal(run_ids.checked(host)))]).responses[0]
+        deleted = self.client.txn([], [Delete(self.keys.refusal(checked(host)))]).responses[0]
         if isinstance(deleted, Deleted) and deleted.deleted:
             return f"{host} may come back{forgiven}"
         return f"{host} was neither to leave nor refused{forgiven or ': nothing to undo'}"
@@ -267,7 +265,7 @@ def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
     Raises UsageError: etcd refuses, or the records are of another version.
     """
     deadline = time.monotonic() + timeout_s
-    keys = JobKeys(run_ids.checked(run_id))
+    keys = JobKeys(checked(run_id))
     try:
         requested = _ask_save(client, keys, deadline)
         return requested if isinstance(requested, SaveOutcome) else _await_save(client, keys, requested, deadline)

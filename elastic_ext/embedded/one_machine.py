@@ -27,11 +27,11 @@ from elastic_ext.etcd.values import Delete
 from elastic_ext.failures import judgement, replicas
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
-from elastic_ext.rendezvous import contract, judging, run_id
-from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous import contract, judging
+from elastic_ext.rendezvous.address import check_own, checked_address, host_of, own_address, own_name
 from elastic_ext.rendezvous.drains import Admission, Answer
 from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
 from elastic_ext.rendezvous.rounds import STALLED
@@ -218,13 +218,13 @@ class OneMachine(contract.Base):
 
     def __init__(self, params: rendezvous.RendezvousParameters, settings: Settings) -> None:
         """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
-        run_id.checked(params.run_id)
+        checked(params.run_id)
         if params.local_addr:
-            run_id.checked_address(params.local_addr)
+            checked_address(params.local_addr)
         self.address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, self.address)
         super().__init__(params, settings)
-        self.host = self.node_id = run_id.host_name(settings)
+        self.host = self.node_id = own_name(settings)
         names.ask(self.address)
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)

@@ -16,7 +16,7 @@ from elastic_ext.own_etcd import certificates, folder, job
 from elastic_ext.own_etcd.attachment import Access, Attachment
 from elastic_ext.own_etcd.endpoint import Plan, early_options, is_job, make_plan
 from elastic_ext.rendezvous.address import address_towards, chosen
-from elastic_ext.rendezvous.run_id import checked_given
+from elastic_ext.rendezvous.keys import checked_given
 
 _begun: dict[tuple[str, str], Attachment] = {}  # by endpoint and run id; see `begin_early`
 

@@ -14,11 +14,11 @@ from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.rendezvous import contract, drains, job_status, run_id
-from elastic_ext.rendezvous.drain_requests import RunningJob
+from elastic_ext.rendezvous import contract, drains, job_status
+from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.drains import Admission, DrainRequest
 from elastic_ext.rendezvous.header_record import closed
-from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.job_status import JobStatus, RunningJob
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.place import take_place
 from elastic_ext.rendezvous.round_part import EtcdRound
@@ -152,7 +152,7 @@ class EtcdRendezvous(contract.Base):
             link_port=self._place.links.port if self.reaper_runs() else 0,
             silent=self._place.stores.silent(self.round),
             hosts_store=self._own_store is not None and self._own_store.hosted_here,
-            machine=run_id.machine(),
+            machine=machine(),
         )
 
     # While this node is in the job.

@@ -20,13 +20,14 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
-from elastic_ext.rendezvous import drains, run_id
-from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
 from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.judging import AgentPolicy
+from elastic_ext.rendezvous.keys import checked, checked_given
 from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Assignment, Header, RecordReader, State
@@ -216,22 +217,22 @@ def take_place(
         NoAnswer: etcd does not answer.
     """
     # A job on the embedded store has it for itself, where no other job could share its state.
-    check = run_id.checked_given if params.backend == ETCD else run_id.checked
+    check = checked_given if params.backend == ETCD else checked
     on_one_host = own_store and "," not in params.endpoint
     job, patience = check(params.run_id), Patience.of(params, silent_s(settings, os.environ, on_one_host))
     wait_s = min(torch_number(params.config, "read_timeout", START_S), patience.timeout_s)
     client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
-    run_id.checked_address(address)
+    checked_address(address)
     check_own(params.local_addr, address)
     names.ask(address)
     changed, dispatcher = InterruptibleCondition(on_wait), Dispatcher()
     notify = functools.partial(_notify, changed, on_event)
-    host = run_id.host_name(settings)
+    host = own_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     rejoin = rejoin_s(settings, os.environ)
     limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
-    loopback = run_id.network() if params.max_nodes > 1 and is_loopback(address) else ""
+    loopback = network() if params.max_nodes > 1 and is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)
     registration, keys = participant.registration, participant.context.keys

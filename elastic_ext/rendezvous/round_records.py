@@ -82,7 +82,7 @@ class Node:
     drained: Count = 0
     drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1  # step of that checkpoint; -1: unknown
     hosts_store: bool = False  # the job's store is on its host, and would go with it
-    machine: str = ""  # see `run_id.machine`
+    machine: str = ""  # see `address.machine`
     hashed_in: Count = 0  # the round of `hashed`, what its workers have hashed of their replicas; 0: nothing
     hashed: tuple[Hashed, ...] = ()
 

@@ -377,15 +377,12 @@ class NodeRecords:
         while (item := self._watch.get(timeout_s=0)) is not None:
             if isinstance(item, Snapshot):
                 self.nodes, self.joined = {}, {}
-                for kv in item.kvs:
-                    self._put(kv, now)
-            elif isinstance(item, Batch):
-                for event in item.events:
-                    if event.kind == "put":
-                        self._put(event.kv, now)
-                    elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
-                        self.nodes.pop(id_, None)
-                        self._known.pop(id_, None)
+            for event in item.events:
+                if event.kind == "put":
+                    self._put(event.kv, now)
+                elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
+                    self.nodes.pop(id_, None)
+                    self._known.pop(id_, None)
 
     def _put(self, kv: KeyValue, now: float) -> None:
         """Take in a node's record, or what somebody else has put there: that is no node."""

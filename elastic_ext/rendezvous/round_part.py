@@ -11,7 +11,7 @@ from torch.distributed.elastic.agent.server.api import Worker
 
 from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
-from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
+from elastic_ext.etcd import EtcdError
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
 from elastic_ext.failures.replicas import Hashed
@@ -226,8 +226,7 @@ class EtcdExchange:
                 again_s = timeout_s
                 try:
                     while (item := watch.get(timeout_s=0)) is not None:
-                        for kv in _written(item):
-                            found[kv.key] = kv.text
+                        found |= {event.kv.key: event.kv.text for event in item.events if event.kind == "put"}
                 except EtcdError:  # the snapshot could not be read; the next `get` tries again
                     again_s = RETRY_S
                 if all(key in found for key in keys):
@@ -273,7 +272,3 @@ class EtcdExchange:
             raise RoundOver(f"the job has moved on to round {header.round}")
         if (why := self._over()) is not None:
             raise RoundOver(why.reason)
-
-
-def _written(item: Snapshot | Batch) -> list[KeyValue]:
-    return list(item.kvs) if isinstance(item, Snapshot) else [event.kv for event in item.events if event.kind == "put"]

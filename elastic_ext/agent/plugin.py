@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
     from elastic_ext.base.settings import Settings
-    from elastic_ext.own_etcd.attachment import Attachment
+    from elastic_ext.own_etcd.launch import Attachment
 
 
 def ext_c10d() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -2,7 +2,7 @@
 
     python -m elastic_ext.own_etcd.keeper < job    (see `job`; it writes a line once agents can come in)
 
-An agent starts it and comes in (`attachment`). Further agents of the host come in to the same one, also an agent that is started
+An agent starts it and comes in (`launch`). Further agents of the host come in to the same one, also an agent that is started
 again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be
 called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `decisions` says when.
 """

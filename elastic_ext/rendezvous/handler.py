@@ -32,7 +32,7 @@ REPLACE_TIMEOUT_S = 5.0  # for the header to stop changing
 
 
 class OwnStore(Protocol):
-    """A store that the job has brought: its etcd (`own_etcd.attachment`), or the embedded one (`embedded.hosting`)."""
+    """A store that the job has brought: its etcd (`own_etcd.launch`), or the embedded one (`embedded.hosting`)."""
 
     @property
     def hosted_here(self) -> bool:

@@ -9,7 +9,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
@@ -22,6 +22,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
+from elastic_ext.etcd import CallObserver
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Delete
 from elastic_ext.failures import judgement, replicas
@@ -35,9 +36,6 @@ from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
 from elastic_ext.rendezvous.rounds import STALLED
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd import CallObserver
 
 logger = logging.getLogger(__name__)
 

@@ -3,14 +3,12 @@
 `rendezvous.handler` and `embedded.one_machine` implement it, on top of torch's own RendezvousHandler.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
@@ -18,7 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from elastic_ext.base.contracts import Exchange, LeaseRevocation
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
-from elastic_ext.base.settings import Settings, torch_number
+from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import CallObserver
 from elastic_ext.failures import slurm
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
@@ -26,9 +25,6 @@ from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd import CallObserver
 
 __all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd", "RoundPart"]
 
@@ -47,11 +43,6 @@ class Patience:
     max_nodes: int
     # For the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
     silent_s: float = math.inf
-
-    @classmethod
-    def of(cls, params: RendezvousParameters, silent_s: float) -> Patience:
-        timeout_s = torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
-        return cls(timeout_s, params.min_nodes, params.max_nodes, silent_s)
 
     @property
     def over(self) -> str:

@@ -23,7 +23,7 @@ from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
 from elastic_ext.rendezvous.connect import connect
-from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, Silence, rejoin_s, silent_s
+from elastic_ext.rendezvous.contract import ETCD, JOIN_TIMEOUT_S, JobDone, Patience, Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.judging import AgentPolicy
@@ -219,8 +219,9 @@ def take_place(
     # A job on the embedded store has it for itself, where no other job could share its state.
     check = checked_given if params.backend == ETCD else checked
     on_one_host = own_store and "," not in params.endpoint
-    job, patience = check(params.run_id), Patience.of(params, silent_s(settings, os.environ, on_one_host))
-    wait_s = min(torch_number(params.config, "read_timeout", START_S), patience.timeout_s)
+    job, timeout_s = check(params.run_id), torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
+    patience = Patience(timeout_s, params.min_nodes, params.max_nodes, silent_s(settings, os.environ, on_one_host))
+    wait_s = min(torch_number(params.config, "read_timeout", START_S), timeout_s)
     client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
     checked_address(address)

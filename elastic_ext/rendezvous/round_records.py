@@ -2,26 +2,22 @@
 
 A record of another schema is refused. A schema may gain a field that has a default: older records lack it, and older versions
 ignore it. Anybody may have written a record: the reader logs each unreadable one once, and the job goes on. The caller decides
-what replaces it: an unreadable node is no node, an unreadable header changes nothing. Standard library only.
+what replaces it: an unreadable node is no node, an unreadable header changes nothing.
 """
-
-from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, Port, RecordError, Within, is_name
+from elastic_ext.etcd import KeyValue
 from elastic_ext.failures.ledger import JobVerdict, Ledger, decode_ledger, decode_verdict
 from elastic_ext.failures.replicas import Hashed
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd import KeyValue
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,8 @@ class Keeper:
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step; etcd ignores them, too
             signal.signal(each, signal.SIG_IGN)
         try:
-            self._begin()
+            self._begin_member()
+            self._house.connect()  # loads gRPC while etcd starts
             while not (life := self._look()).ends:
                 self._wait(life)
             logger.info("ends: %s", life.reason)
@@ -74,10 +75,6 @@ class Keeper:
     def _signal(self) -> None:
         self._signalled = self._signalled or time.monotonic()
         self.wake()
-
-    def _begin(self) -> None:
-        self._begin_member()
-        self._house.connect()  # loads gRPC while etcd starts
 
     def _begin_member(self) -> None:
         job, runner = self._job, self._runner

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.rendezvous.contract import Patience
 from elastic_ext.rendezvous.participant import Participant
-from elastic_ext.rendezvous.place import Place
+from elastic_ext.rendezvous.place import Patience, Place
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Header
 

@@ -15,9 +15,9 @@ from elastic_ext.etcd import EtcdError
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
 from elastic_ext.failures.replicas import Hashed
-from elastic_ext.rendezvous.contract import EndKind, RoundEnd, Silence
+from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
-from elastic_ext.rendezvous.place import Place
+from elastic_ext.rendezvous.place import Place, Silence
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 

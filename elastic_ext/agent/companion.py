@@ -5,6 +5,8 @@ them at the same three moments of a round and knows nothing else about them. Som
 descriptor to wait for, evidence of a failure); the code that needs that calls them by name.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import time

@@ -1,5 +1,7 @@
 """The parts that work beside the workers as long as the agent runs: opened before the first round, closed after the last."""
 
+from __future__ import annotations
+
 import logging
 import math
 import os

@@ -6,6 +6,8 @@ change, and a program that calls `elastic_launch` still gets its ChildFailedErro
 The verdict file and Kubernetes' termination message hold the verdict of the job as JSON, as `failures.ledger` defines it.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import json

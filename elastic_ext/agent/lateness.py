@@ -6,6 +6,8 @@ its time, through the same store, and not by the start of the round: two clocks 
 start says nothing of its own error.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import queue

@@ -4,6 +4,8 @@ The user's commands about this node are run by a shell, so that they may be what
 HealthCheckProgram, a prolog, `dcgmi diag -r 1`.
 """
 
+from __future__ import annotations
+
 import copy
 import errno
 import logging

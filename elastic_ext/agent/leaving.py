@@ -7,6 +7,8 @@ supports that, else after the next checkpoint that the script publishes. `plan_s
 The leader does the rest of a drain; see `rendezvous.drains`.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import queue

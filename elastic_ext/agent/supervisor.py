@@ -3,6 +3,8 @@
 A worker dies -> evidence -> classify -> verdict of the job -> restart in a new round, or stop with the reason.
 """
 
+from __future__ import annotations
+
 import errno
 import logging
 import os

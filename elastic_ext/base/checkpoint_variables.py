@@ -14,6 +14,8 @@ Version 1: variables may be added, but never change their meaning. With `checkpo
     ELASTIC_EXT_MEMORY_MB_S      how many megabytes of them this worker may send to that node per second; 0 or absent: no limit
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

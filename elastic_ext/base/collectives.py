@@ -4,6 +4,8 @@ A worker describes its own to its agent (`workers.bootstrap.recorder`), agents p
 the failure compares them. Pure, standard library only.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -2,6 +2,8 @@
 implements and `checkpoints.choice` uses; and the lease to revoke, which the rendezvous names and the reaper revokes.
 """
 
+from __future__ import annotations
+
 from typing import Protocol, TypedDict
 
 

@@ -1,5 +1,7 @@
 """The errors of this package. A message is one line: what was seen, what was expected, and what to do."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

@@ -2,6 +2,8 @@
 names, read in bounded time and space, for any kind of file.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl

@@ -1,5 +1,7 @@
 """Signals that end this process, held back while it does what must not be skipped."""
 
+from __future__ import annotations
+
 import signal
 import threading
 from collections.abc import Iterator

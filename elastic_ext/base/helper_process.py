@@ -10,6 +10,8 @@ agent    {"say": "leaves"}                              its last word
 helper   {"say": "stays", "text": ...}                  it goes on without the agent; else it closes the socket when all is gone
 """
 
+from __future__ import annotations
+
 import atexit
 import collections
 import errno

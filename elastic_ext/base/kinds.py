@@ -1,5 +1,7 @@
 """The vocabulary of a diagnosis: the kinds of failure, and the responses of a rule. Standard library only."""
 
+from __future__ import annotations
+
 from enum import Enum
 from typing import Annotated
 

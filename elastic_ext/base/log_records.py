@@ -6,6 +6,8 @@ The arguments of records (names of files and nodes, reasons, exception messages)
 sequences, line breaks that forge records, or credentials in a URL.
 """
 
+from __future__ import annotations
+
 import copy
 import logging
 import numbers

@@ -11,6 +11,8 @@ Invariant: no round waits for a name server, where glibc itself asks them (not n
 addresses, not names. Standard library only.
 """
 
+from __future__ import annotations
+
 import ctypes
 import ipaddress
 import logging

@@ -4,6 +4,8 @@
 passes text to torch to print, cleans it itself. Standard library only.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby

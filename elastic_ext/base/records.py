@@ -7,6 +7,8 @@ ranges. It ignores unknown fields, so that a field can be added within a schema.
 A field's key in JSON is its name, or the name given by `stored_as`. Standard library only.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import types

@@ -22,6 +22,8 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
 A TCPStore has no authentication: anyone who can reach its port can write to it. Readers must survive any value.
 """
 
+from __future__ import annotations
+
 import atexit
 import threading
 import time

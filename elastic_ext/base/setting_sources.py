@@ -2,6 +2,8 @@
 (`ELASTIC_EXT_<KEY>`), the TOML file that `ELASTIC_EXT_CONFIG` names. Standard library only.
 """
 
+from __future__ import annotations
+
 import difflib
 import functools
 import importlib.util

@@ -3,6 +3,8 @@
 `setting_sources` reads them and parses their values.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -17,6 +17,8 @@ multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _
     process. Replaced while the workers of a round start, for warm standbys.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import signal

@@ -6,6 +6,8 @@ and receive to one node, by broadcast to several. A received piece is stored at 
 directory until the load ends. Copies in memory that other nodes or another number of ranks have made are loaded in the same way.
 """
 
+from __future__ import annotations
+
 import errno
 import io
 import logging

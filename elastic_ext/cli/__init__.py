@@ -1,5 +1,7 @@
 """The commands of `elastic-ext`, one module for each, and how they print lines, errors, and the findings of checks."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -4,6 +4,8 @@ The checks run in parallel, each in a thread with a deadline. Each is independen
 (`doctor_probe.py`) examines torch and foreign plug-ins, which may hang, crash or print.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import io

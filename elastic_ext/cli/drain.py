@@ -1,5 +1,7 @@
 """`elastic-ext drain`: an operator takes a node out of a running job without losing work."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os

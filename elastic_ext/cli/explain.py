@@ -1,5 +1,7 @@
 """`elastic-ext explain`: explains a failure from a file with evidence or from the records of a job in etcd."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """How a command reaches a job: a client of its etcd or store, and its status, from there or from any of its agents."""
 
+from __future__ import annotations
+
 import argparse
 import base64
 import contextlib

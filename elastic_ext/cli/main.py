@@ -1,5 +1,7 @@
 """`elastic-ext`: the commands beside torchrun. It imports neither torch nor an agent, so it starts fast and anywhere."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

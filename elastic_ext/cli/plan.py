@@ -1,5 +1,7 @@
 """`elastic-ext plan`: what a job can expect before it runs, and what to set."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from argparse import SUPPRESS

@@ -3,6 +3,8 @@
 A child process (`preflight_probe.py`) measures, because a device or a disk may hang.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -1,5 +1,7 @@
 """What a command asks of a running job: that a node leave (`drains` decides), that it save now. Knows nothing of torch."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

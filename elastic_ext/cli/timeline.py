@@ -1,5 +1,7 @@
 """`elastic-ext timeline`: draws the life of a job, from the events of its agents or from its status."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time

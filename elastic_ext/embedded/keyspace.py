@@ -4,6 +4,8 @@ Requests and answers are messages of `etcd.messages`. Every change has a revisio
 that knows an earlier store, which is lost with all it held, finds its revisions in the future, or compacted, and reads again.
 """
 
+from __future__ import annotations
+
 import itertools
 import operator
 import secrets

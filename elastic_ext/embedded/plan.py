@@ -1,5 +1,7 @@
 """The orders of an embedded store at its start, and where the agents of its host find it. Standard library only."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict, dataclass
 

@@ -6,6 +6,8 @@ It listens where `--rdzv-endpoint` says, and for the agents of its host on a Uni
 lock: one store for each port of a network namespace. `decide` says when it ends.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import errno

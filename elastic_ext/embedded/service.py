@@ -1,5 +1,7 @@
 """Serves a `Keyspace` over gRPC, with the calls of `etcd.messages`. Everything runs on one event loop: no locks."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools

@@ -3,6 +3,8 @@
 The format is that of `own_etcd.saved_keys`, and so is the rule when it is removed.
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import contextlib

@@ -1,5 +1,7 @@
 """The addresses of etcd, one gRPC channel for each, and the choice of the one to use now."""
 
+from __future__ import annotations
+
 import copy
 import logging
 import math

@@ -3,6 +3,8 @@
 A message is one line: what was seen, what was expected, what to do. No message ever holds a password or a token.
 """
 
+from __future__ import annotations
+
 import enum
 import re
 from dataclasses import dataclass

@@ -7,6 +7,8 @@ The classes are built at run time in a descriptor pool of our own: generated cod
 versions, and the default pool refuses a second `auth.proto` (aetcd, pyetcd and etcd3 itself would clash with ours).
 """
 
+from __future__ import annotations
+
 import functools
 import types
 from typing import Any, TypeAlias

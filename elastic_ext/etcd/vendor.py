@@ -5,6 +5,8 @@ the process. So this module imports etcd3 with `etcd3.etcdrpc` replaced by our o
 a user's own `import etcd3` gets the same as without us.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import importlib

@@ -4,6 +4,8 @@ A new event or field is one more row here; the tables of the reference and the J
 fields that it does not know: SCHEMA grows only when something is removed or means something else. Pure, standard library only.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone

@@ -4,6 +4,8 @@ If the workers fail again before their first step, the recovery goes on. Metrics
 Pure.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 

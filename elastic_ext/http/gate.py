@@ -9,6 +9,8 @@ send wrong ones as fast as they like: the checks take a bounded share of a core,
 fewest wrong ones comes first. A password that was right once never waits again.
 """
 
+from __future__ import annotations
+
 import hmac
 import importlib
 import ipaddress

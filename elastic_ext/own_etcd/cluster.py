@@ -1,5 +1,7 @@
 """What the keeper of a host knows of the cluster and of the other hosts, and what it reports to them. For one thread."""
 
+from __future__ import annotations
+
 import json
 import logging
 import time

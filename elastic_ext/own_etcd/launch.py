@@ -6,6 +6,8 @@ keeper   {"say": "ready", "endpoints": ..., "ca": ..., "cert": ..., "key": ...} 
 keeper   {"say": "silent", "text": ...}                 the hosts for which all wait
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import os

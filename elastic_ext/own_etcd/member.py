@@ -2,6 +2,8 @@
 an end by itself. For the keeper's one thread.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
 import ctypes
 import logging

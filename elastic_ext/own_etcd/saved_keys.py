@@ -7,6 +7,8 @@ Which file is newest is found by counting, not by clocks: a file holds how many 
 time that a record has left is another matter: that is measured by the clock, and a wrong one only shortens or prolongs it.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import json

@@ -1,5 +1,7 @@
 """One job before it runs: the failures to expect, where its time will go, what to set, and what limits it. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

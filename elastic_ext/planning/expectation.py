@@ -8,6 +8,8 @@ With T between two saves that do not stall training, w = 0 and one class, this i
 order of it, as published.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

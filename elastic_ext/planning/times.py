@@ -5,6 +5,8 @@ published figures for what only a cluster shows; and the limits that the product
 them. Each constant names its source. What has none is an argument.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Sequence

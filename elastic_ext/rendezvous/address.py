@@ -1,5 +1,7 @@
 """The name and the address by which other nodes know this one, and what tells machines of one name apart."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import fcntl
@@ -77,7 +79,7 @@ def own_interface(address: str) -> str:
         return ""
 
 
-def _entries(pointer: "ctypes._Pointer[_Entry]") -> Iterator[tuple[Address, int]]:
+def _entries(pointer: ctypes._Pointer[_Entry]) -> Iterator[tuple[Address, int]]:
     while pointer:
         entry = pointer.contents
         if entry.address and entry.flags & _IFF_UP:

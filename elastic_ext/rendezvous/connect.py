@@ -1,5 +1,7 @@
 """Connects to etcd with the user's settings and checks that it works. Knows nothing of torch."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time

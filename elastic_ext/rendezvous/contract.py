@@ -3,6 +3,8 @@
 `rendezvous.handler` and `embedded.one_machine` implement it, on top of torch's own RendezvousHandler.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -8,6 +8,8 @@ ends, and no later round has the node, which leaves when it sees this.
 Invariant: a node is released only while at least min_nodes others are there; else it stays, and so does the drain (`held`).
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -32,6 +32,8 @@ knows from its last look that all nodes are in trouble, unless it was certainly 
 Not covered: all members of the round are cut off from etcd while a node outside it is not. Spares are not in the round's store.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time

@@ -1,5 +1,7 @@
 """`ext_etcd`: torch's rendezvous interface over a `Participant` on etcd v3. The loss of no single host ends the job."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from typing import Protocol

@@ -3,6 +3,8 @@
 Invariant: a node never goes from a header to an older one of the same job, so a round that is over stays over.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence

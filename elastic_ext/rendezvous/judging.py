@@ -1,5 +1,7 @@
 """How an agent judges a failure for the job: other nodes' records, the rules from its settings, and its answers to the leader."""
 
+from __future__ import annotations
+
 import logging
 import random
 import time

@@ -54,6 +54,8 @@ The first node of a new job deletes what an ended job left under its run id (`Jo
 `round_records.SCHEMA`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 from elastic_ext.base.errors import UsageError

@@ -6,6 +6,8 @@ Invariant: each of its writes compares its own key and the header that it acted 
 changes nothing.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import logging

@@ -1,5 +1,7 @@
 """A node's own records in etcd: its membership in the job, its assignment to a round, its offer; and the watches on them."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import math

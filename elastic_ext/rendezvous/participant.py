@@ -12,6 +12,8 @@ A participant consists of parts, each for one subject:
 `keys` lists all keys. A node costs a fixed number of operations per round; only the leader reads all nodes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import threading

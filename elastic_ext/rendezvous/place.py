@@ -1,5 +1,7 @@
 """A node's place in a job, from the agent's start until it leaves: what outlives a round, and the waits of the main thread."""
 
+from __future__ import annotations
+
 import functools
 import logging
 import math

@@ -4,6 +4,8 @@ Wire protocol, version 1: lines of text. The connecting agent sends a `Hello` as
 nothing is sent, except BYE by an agent that ends the link on purpose.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

@@ -1,5 +1,7 @@
 """A node's part in one round on etcd, from the round's seal until its end."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import threading

@@ -5,6 +5,8 @@ ignore it. Anybody may have written a record: the reader logs each unreadable on
 what replaces it: an unreadable node is no node, an unreadable header changes nothing.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Callable, Iterable

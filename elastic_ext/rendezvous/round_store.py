@@ -1,5 +1,7 @@
 """The store of a round, which the node of rank 0 serves: the server, connections to it, and the states of nodes in it."""
 
+from __future__ import annotations
+
 import ipaddress
 import logging
 import socket

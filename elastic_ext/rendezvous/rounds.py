@@ -15,6 +15,8 @@ written again. A leader that knows of such an outage gives missing members time 
 counts them as lost.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,6 +3,8 @@
 The agent of rank 0 adds the records up, and the others read its sum: else each of n agents would have n records to read.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable

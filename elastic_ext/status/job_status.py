@@ -1,5 +1,7 @@
 """Builds the status of a whole job from the records of a rendezvous and the reports of its nodes. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,6 +4,8 @@ Every time in it is an age in seconds by one clock: that of the reader. Reports 
 ever compared; a report's ages grow by as long as the reader has seen it unchanged.
 """
 
+from __future__ import annotations
+
 import json
 from collections import deque
 from dataclasses import dataclass, replace

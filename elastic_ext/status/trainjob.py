@@ -9,6 +9,8 @@ A post replaces the whole status: what it leaves out is unknown from then on. So
 process of a job should post.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import math

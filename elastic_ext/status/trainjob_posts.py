@@ -8,6 +8,8 @@ With http.client, because one request in half a minute needs no library, and bec
 would show the token, nor a proxy's variable.
 """
 
+from __future__ import annotations
+
 import http.client
 import json
 import logging

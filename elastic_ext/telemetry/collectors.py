@@ -1,5 +1,7 @@
 """Metrics of what an agent learns from others: verdicts, hangs and stragglers of the job, calls of etcd."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterable

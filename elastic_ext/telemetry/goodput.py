@@ -5,6 +5,8 @@ their next step, progress report or change of phase. What is not settled yet is 
 the settled seconds and the unsettled ones together are the time since the start, whenever one looks.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,6 +7,8 @@ prometheus_client makes the families. Its `MultiProcessCollector.merge` is not u
 scrape, a negative size in a file can make it read for ever, and the files of ended processes would stay.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os

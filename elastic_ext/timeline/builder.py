@@ -4,6 +4,8 @@ Between two events an agent is in the state that the first of them began. Some e
 hang, and of the stop before a verdict.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

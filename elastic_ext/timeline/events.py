@@ -4,6 +4,8 @@ The clocks of machines differ, so no time of one is compared with a time of anot
 it comes right after an agreement of all its nodes, so it is the same moment on each. Within an agent the monotonic clock counts.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """A timeline as plain values, and times for people. Times are seconds since the beginning of the timeline. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone

@@ -1,5 +1,7 @@
 """How a job keeps its global batch when its number of ranks changes: other micro-steps per optimizer step."""
 
+from __future__ import annotations
+
 import logging
 import os
 import sys

@@ -6,6 +6,8 @@
 The agent's `checkpoint_dir` is the Trainer's `output_dir`, a local path, because the Trainer does not read URLs.
 """
 
+from __future__ import annotations
+
 import time
 from typing import TYPE_CHECKING, Protocol
 

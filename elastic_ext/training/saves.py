@@ -15,6 +15,8 @@ collectives of that step, and rank 0 starts those after it has written the numbe
 request is pending, each boundary waits for the device. Without a request, a boundary costs one read of a word of memory.
 """
 
+from __future__ import annotations
+
 import functools
 import logging
 import os

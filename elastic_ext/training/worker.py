@@ -4,6 +4,8 @@
 in shared memory.
 """
 
+from __future__ import annotations
+
 import logging
 import mmap
 import os

@@ -4,6 +4,8 @@ Its workers keep the limit that the user has set: rank 0's agent holds a connect
 very high limit could harm a worker. select(2) takes no descriptor above 1,023, and some programs loop over all possible ones.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import resource

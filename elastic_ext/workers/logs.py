@@ -4,6 +4,8 @@ In every version of torch, `reify` is the public hook in which a plug-in sees th
 torch's own LogsSpecs sets TORCHELASTIC_ERROR_FILE in it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json

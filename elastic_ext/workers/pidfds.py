@@ -5,6 +5,8 @@ an interpreter may have been built against old headers. Only for children that t
 process can have their pids.
 """
 
+from __future__ import annotations
+
 import errno
 import functools
 import logging

@@ -4,6 +4,8 @@ Reading costs the training nothing: it takes no message and no lock. A worker wr
 (`worker_env.wake`) when it has changed a part of the table that the agent waits for.
 """
 
+from __future__ import annotations
+
 import errno
 import logging
 import mmap

@@ -11,6 +11,8 @@ setting, without credentials}. Its modification time, by the clock of the storag
 setting, the run begins again.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os

@@ -4,6 +4,8 @@ like some.
 `ordering` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

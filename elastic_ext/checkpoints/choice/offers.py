@@ -12,6 +12,8 @@ exchange can make the nodes load another of the job's checkpoints, but never a f
 A copy in memory is whole if each part is on some node. Its workers send each other the parts that they need.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass

@@ -12,6 +12,8 @@ that holds the state of an optimizer is the one that training resumes from. If t
 `checkpoint_pattern`.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,5 +1,7 @@
 """The agent's side of copying: runs the program `replicate`, passes orders to it, and tracks what is not copied yet."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os

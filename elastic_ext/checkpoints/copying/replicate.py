@@ -37,6 +37,8 @@ Exit code: 0: everything is copied, after `finish`; UNFINISHED: other nodes' fil
 the program died.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import logging

@@ -6,6 +6,8 @@ marker before it commits or prunes. If it is paused between that check and the w
 generation, which counts as older than all of its successor's (`formats/manifest.py`).
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import re

@@ -4,6 +4,8 @@ A mark is a small file beside the checkpoints, `.elastic_ext/quarantine/NAME.jso
 process that can read the checkpoints sees it, in any run. It holds the JSON of a `Mark`. A mark never removes data.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from dataclasses import asdict, dataclass

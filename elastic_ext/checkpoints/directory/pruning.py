@@ -4,6 +4,8 @@ The last copy is never removed, nor what a job would resume from. A directory ke
 The local tier also keeps each checkpoint that is newer than all complete ones in the remote directory.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 

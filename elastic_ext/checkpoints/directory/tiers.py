@@ -9,6 +9,8 @@ matter which agent of a round has it, or whether the nodes changed their order. 
 on the disk of some node (`newest_loadable`). A rank that needs a file of another node gets it over the network.
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import hashlib

@@ -5,6 +5,8 @@ whole, so a file that an earlier attempt sent is not sent again. The bytes are h
 manifest; a file that already exists is read back. Without a manifest only sizes are compared.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 

@@ -24,6 +24,8 @@ because a checkpoint is data and unpickling runs code (`single_files.peek` runs 
 and does not raise for a damaged checkpoint.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol

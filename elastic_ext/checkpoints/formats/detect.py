@@ -7,6 +7,8 @@ zip archive (a torch.save file, or one tensor in torch.distributed.checkpoint), 
 `.metadata`. A format without checksums cannot reveal a flipped bit; the notes of the result say so.
 """
 
+from __future__ import annotations
+
 import enum
 import functools
 import io

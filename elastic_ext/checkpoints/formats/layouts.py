@@ -6,6 +6,8 @@ tool the parts are checked in the same way: files of torch.save and of safetenso
 JSON, and files of which each rank wrote its own.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -9,6 +9,8 @@ successor has started, it writes to its own directories and damages nothing. Its
 at any step.
 """
 
+from __future__ import annotations
+
 import json
 import operator
 import re

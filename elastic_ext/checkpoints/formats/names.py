@@ -3,6 +3,8 @@
 A family is all checkpoints whose names come from one line of code, so that only their steps and epochs differ.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import re

@@ -6,6 +6,8 @@ and so is what a rank needs of it: a rank reads the bytes of their overlaps, fro
 (`local_tier.PieceExchange`).
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os

@@ -9,6 +9,8 @@ Every rank knows from the reports of all ranks which parts are sent. What could 
 so that no rank waits for another in vain.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -6,6 +6,8 @@ on the cost hold besides, so that a failure loses a few steps however rare it is
 timings of all ranks.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import statistics

@@ -13,6 +13,8 @@ load puts them together. As in torch.distributed.checkpoint, these are all that 
 own local part. Gradients of single ranks stay with them.
 """
 
+from __future__ import annotations
+
 import errno
 import math
 import mmap

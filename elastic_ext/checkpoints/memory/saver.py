@@ -1,5 +1,7 @@
 """Copies the state of one rank to memory, step after step: when a copy is due, into which buffer, and how all ranks commit it."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time

@@ -6,6 +6,8 @@ read the checkpoints of another, including an older version after a downgrade. N
 which one rank's is kept for all: all ranks would get that part.
 """
 
+from __future__ import annotations
+
 import copyreg
 import io
 import pickle

@@ -1,5 +1,7 @@
 """Select the checkpoint to load, check it for damage, and load it on all ranks or on none. All ranks get the same answer."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

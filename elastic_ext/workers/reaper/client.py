@@ -1,5 +1,7 @@
 """The agent's side of the reaper: starts it, sends it each round's workers and ends it. `reaper.py` defines the protocol."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os

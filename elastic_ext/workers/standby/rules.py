@@ -4,6 +4,8 @@ No script may behave differently in a standby than after a cold start. Two cases
 already imported module, and an import may have read a variable that the script sets before it imports the module itself.
 """
 
+from __future__ import annotations
+
 import ast
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -31,6 +31,8 @@ for 3 s it took 290 MB of memory, and a write to a full /dev/shm (64 MB in a Doc
 /dev/stderr` truncates it, with what others have written. And after the agent's end no process reads it.
 """
 
+from __future__ import annotations
+
 import errno
 import itertools
 import logging

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.rendezvous.contract import Patience
 from elastic_ext.rendezvous.participant import Participant
-from elastic_ext.rendezvous.place import Place
+from elastic_ext.rendezvous.place import Patience, Place
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Header
 
@@ -21,11 +20,13 @@ class NoFence:
 def place_of(participant: Participant) -> Place:
     """Return the node's place in the job; it waits for no round longer than a moment."""
     changed = threading.Condition()
-    return Place(None, Settings(), "127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, None, None, changed)
+    return Place(
+        None, Settings(), None, "127.0.0.1", Patience(0.0, 1, 1), participant, None, NoFence(), None, None, None, changed
+    )
 
 
 def part_of(participant: Participant, joined: tuple[Header, Assignment] | None = None) -> EtcdRound:
     """Return the node's part in a round that it has joined; by default that in which it is."""
     joined = joined or participant.joined
     assert joined is not None
-    return EtcdRound(place_of(participant), *joined, 1, None)
+    return EtcdRound(place_of(participant), *joined, 1)

@@ -29,7 +29,7 @@ from elastic_ext.etcd.errors import classify, short_text
 from elastic_ext.etcd.lease import plan
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Key
-from elastic_ext.rendezvous.judging import AgentPolicy, LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_part import EtcdRound
@@ -482,7 +482,7 @@ class Node:
     """
 
     def __init__(
-        self, world: World, name: str, limits: Limits, ttl_s: int = 10, policy: LeaderPolicy | None = None, **more: Any
+        self, world: World, name: str, limits: Limits, ttl_s: int = 10, policy: AgentPolicy | None = None, **more: Any
     ) -> None:
         """more: of its NodeConfig."""
         self.world, self.name = world, name

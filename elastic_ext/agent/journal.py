@@ -32,8 +32,8 @@ from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryTrace
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
+from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
-from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.status.status_records import Straggler
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
@@ -58,7 +58,7 @@ class Journal(Companion):
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
         """metrics: count recoveries, too."""
-        source = Source(handler.get_run_id(), host_name(settings), os.getpid())
+        source = Source(handler.get_run_id(), own_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent
         self.warm = 0  # workers of this round that were warm standbys; set before their start is reported
         self.clean = False  # whether the job has ended well

@@ -27,9 +27,9 @@ from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
+from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
-from elastic_ext.rendezvous.run_id import machine
 from elastic_ext.status.status_records import Straggler
 from elastic_ext.workers import worker_env
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
     from elastic_ext.base.settings import Settings
-    from elastic_ext.own_etcd.attachment import Attachment
+    from elastic_ext.own_etcd.launch import Attachment
 
 
 def ext_c10d() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -144,10 +144,10 @@ def _create(
     with usage_errors_exit():
         check_host()
         from elastic_ext.base import settings
-        from elastic_ext.rendezvous import run_id
+        from elastic_ext.rendezvous.address import own_name
 
         known = settings.read(params.config, os.environ)
-        log_records.set_node(run_id.host_name(known))
+        log_records.set_node(own_name(known))
         begin(known)
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private

@@ -30,8 +30,8 @@ from elastic_ext.events.recovery import MEMBERSHIP
 from elastic_ext.failures import slurm, user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
-from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, gpu_uuids, gpus_by_local_rank
 from elastic_ext.workers import limits
@@ -296,7 +296,7 @@ def _metrics(
         version=elastic_ext.__version__,
         torch=torch.__version__,
         run_id=handler.get_run_id(),
-        node=host_name(settings),
+        node=own_name(settings),
         gpus=GpuQuery(lambda: gpus_by_local_rank(workers, gpu_uuids(), os.environ)).answer,
         progress=lambda: round_.workers.rows() if (round_ := running()) is not None else [],
     )

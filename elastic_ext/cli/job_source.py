@@ -18,14 +18,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
+from elastic_ext.etcd import EtcdClient
 from elastic_ext.status import job_status, status_records
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd import EtcdClient
 
 logger = logging.getLogger(__name__)
 

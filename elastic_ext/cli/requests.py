@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted
 from elastic_ext.base.records import RecordError
-from elastic_ext.etcd import Batch, EtcdClient, Snapshot
+from elastic_ext.etcd import EtcdClient, Event, Snapshot
 from elastic_ext.etcd.errors import AuthError, ConfigError, EtcdError, Unavailable, UnsupportedVersion
-from elastic_ext.etcd.values import Delete, Deleted, KeyValue, Put, unchanged
+from elastic_ext.etcd.values import Delete, Deleted, Put, unchanged
 from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.connect import Unreachable
-from elastic_ext.rendezvous.drain_requests import RunningJob
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import nodes_in
-from elastic_ext.rendezvous.job_status import NoSuchJob
-from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob
+from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 from elastic_ext.rendezvous.tasks import LostRace
 
@@ -164,7 +162,7 @@ class _Job(RunningJob):
 
     def _lift(self, host: str) -> str:
         forgiven = "; its failures so far no longer count against it (bad-node)" if self._give_back(host) else ""
-        deleted = self.client.txn([], [Delete(self.keys.refusal(run_ids.checked(host)))]).responses[0]
+        deleted = self.client.txn([], [Delete(self.keys.refusal(checked(host)))]).responses[0]
         if isinstance(deleted, Deleted) and deleted.deleted:
             return f"{host} may come back{forgiven}"
         return f"{host} was neither to leave nor refused{forgiven or ': nothing to undo'}"
@@ -196,8 +194,8 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
                     continue
                 if isinstance(item, Snapshot):
                     seen = replace(seen, header=None, nodes=frozenset())
-                for kind, kv in _changes(item):
-                    seen = _seen_after(job, asked, seen, kind, kv)
+                for event in item.events:
+                    seen = _seen_after(job, asked, seen, event)
                 if (over := drain_outcome(asked, seen)) is not None:
                     return over
                 if not begun and (seen.done or not seen.nodes.intersection(asked.nodes)):
@@ -220,10 +218,10 @@ def _late(asked: DrainAsked, seen: Seen, timeout_s: float) -> str:
     return f"{asked.host} has left, but the job does not run again after {timeout_s:g} s: {header.reason if header else 'gone'}"
 
 
-def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValue) -> Seen:
-    keys = job.keys
+def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, event: Event) -> Seen:
+    keys, kv = job.keys, event.kv
     if kv.key == keys.header.encode():
-        if kind == "delete":
+        if event.kind == "delete":
             return replace(seen, header=None)
         header = job.reader.header(kv)
         if header is None:  # unreadable: it changes nothing, the leader writes the one before it again
@@ -232,7 +230,7 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, kind: str, kv: KeyValu
         return replace(seen, header=header, done=done or seen.done)
     if kv.key.startswith(keys.nodes.encode()):
         id_ = kv.key[len(keys.nodes.encode()) :].decode(errors="replace")
-        known = kind == "put" and bool(nodes_in([kv], keys, job.reader))
+        known = event.kind == "put" and bool(nodes_in([kv], keys, job.reader))
         return replace(seen, nodes=seen.nodes | {id_} if known else seen.nodes - {id_})
     return seen
 
@@ -269,7 +267,7 @@ def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
     Raises UsageError: etcd refuses, or the records are of another version.
     """
     deadline = time.monotonic() + timeout_s
-    keys = JobKeys(run_ids.checked(run_id))
+    keys = JobKeys(checked(run_id))
     try:
         requested = _ask_save(client, keys, deadline)
         return requested if isinstance(requested, SaveOutcome) else _await_save(client, keys, requested, deadline)
@@ -304,12 +302,12 @@ def _await_save(client: EtcdClient, keys: JobKeys, requested: Header, deadline: 
             if isinstance(item, Snapshot):
                 header = None
             # One by one: a node's report of its save comes before the end of the round.
-            for kind, kv in _changes(item):
-                nodes: dict[str, Node] = {}
+            for event in item.events if item is not None else ():
+                nodes, kv = dict[str, Node](), event.kv
                 if kv.key == keys.header.encode():
                     # An unreadable header changes nothing: the job's leader writes the previous one again.
-                    header = (reader.header(kv) or header or requested) if kind == "put" else None
-                elif kv.key.startswith(keys.nodes.encode()) and kind == "put":
+                    header = (reader.header(kv) or header or requested) if event.kind == "put" else None
+                elif kv.key.startswith(keys.nodes.encode()) and event.kind == "put":
                     nodes = nodes_in([kv], keys, reader)
                 now = requested if isinstance(item, Snapshot) else header
                 if (over := save_outcome(requested, now, nodes.values())) is not None:
@@ -317,11 +315,3 @@ def _await_save(client: EtcdClient, keys: JobKeys, requested: Header, deadline: 
             if (over := save_outcome(requested, header, [])) is not None:
                 return over
     return SaveOutcome(None, "the save did not complete in time; the job may still complete it")
-
-
-def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:
-    """Yield the change to each key, "put" or "delete"; keys of a snapshot count as put."""
-    if isinstance(item, Snapshot):
-        yield from (("put", kv) for kv in item.kvs)
-    elif item is not None:
-        yield from ((event.kind, event.kv) for event in item.events)

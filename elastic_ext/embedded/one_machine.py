@@ -9,7 +9,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
@@ -22,22 +22,20 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
+from elastic_ext.etcd import CallObserver
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Delete
 from elastic_ext.failures import judgement, replicas
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
-from elastic_ext.rendezvous import contract, judging, run_id
-from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous import contract, judging
+from elastic_ext.rendezvous.address import check_own, checked_address, host_of, own_address, own_name
 from elastic_ext.rendezvous.drains import Admission, Answer
 from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
 from elastic_ext.rendezvous.rounds import STALLED
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd import CallObserver
 
 logger = logging.getLogger(__name__)
 
@@ -218,13 +216,13 @@ class OneMachine(contract.Base):
 
     def __init__(self, params: rendezvous.RendezvousParameters, settings: Settings) -> None:
         """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
-        run_id.checked(params.run_id)
+        checked(params.run_id)
         if params.local_addr:
-            run_id.checked_address(params.local_addr)
+            checked_address(params.local_addr)
         self.address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, self.address)
         super().__init__(params, settings)
-        self.host = self.node_id = run_id.host_name(settings)
+        self.host = self.node_id = own_name(settings)
         names.ask(self.address)
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)
@@ -268,10 +266,13 @@ class OneMachine(contract.Base):
         return False
 
     def judge(self, report: Report) -> JobVerdict:
-        circumstances = judging.circumstances(self.settings, self._max_restarts, nodes=1, min_nodes=1)
         window_s = self.settings.budget_window or 0
-        if window_s:
-            circumstances = replace(circumstances, charges=self._file.charges())
+        circumstances = replace(
+            judging.circumstances(self.settings, self._max_restarts),
+            nodes=1,
+            min_nodes=1,
+            charges=self._file.charges() if window_s else None,
+        )
         ledger, verdict = judgement.judge({self.node_id: report}, self._file.ledger, circumstances, self.round)
         charged = verdict.decision.charged
         self._file.judged(ledger, window_s if charged else 0, refunded=ledger.charged == charged)

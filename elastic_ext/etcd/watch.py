@@ -477,6 +477,11 @@ class Snapshot:
     revision: int
     kvs: tuple[KeyValue, ...]
 
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Return a put for each key, for callers that take in a `Batch` the same way."""
+        return tuple(Event("put", kv) for kv in self.kvs)
+
 
 class SnapshotWatch:
     """A watch that gives a `Snapshot`, then `Batch`es of later changes; after a compaction a `Snapshot` again.

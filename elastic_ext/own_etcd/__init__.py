@@ -4,7 +4,7 @@
     job                 what a keeper is given: which host this one is, and etcd's program
     certificates        what keeps strangers out: the job's secret, and what is made from it
     folder, member      the place of its files and its locks, one running member
-    keeper, attachment  the process that runs a member, and the agent's end of it
+    keeper, launch      the process that runs a member, and the agent's end of it
     decisions           when a keeper ends; when a member is replaced: pure
     saved_keys          what outlives the job, in a file
 

@@ -12,21 +12,20 @@ import hashlib
 import importlib.util
 import ipaddress
 import os
+import secrets
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable
+from elastic_ext.own_etcd import folder
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-import secrets
-import stat
-
-from elastic_ext.base.printable import printable
-from elastic_ext.own_etcd import folder
 
 LEAST_BYTES = 16  # 128 bits, if they are random
 MAX_BYTES = 1 << 16

@@ -67,15 +67,10 @@ class Cluster:
         self.silent = None if live else self.silent or time.monotonic()
 
     def _take(self, prefix: str, item: Snapshot | Batch) -> None:
-        found: dict[str, bytes | None] = {}
         if isinstance(item, Snapshot):
             self._forget(prefix)
-            found = {kv.key.decode(errors="replace"): kv.value for kv in item.kvs}
-        else:
-            for event in item.events:
-                found[event.kv.key.decode(errors="replace")] = event.kv.value if event.kind == "put" else None
-        for key, value in found.items():
-            self._note(key, value)
+        for event in item.events:
+            self._note(event.kv.key.decode(errors="replace"), event.kv.value if event.kind == "put" else None)
 
     def _forget(self, prefix: str) -> None:
         if prefix == keys.HOSTS:

@@ -1,4 +1,4 @@
-"""What `--rdzv-endpoint=job:...` asks for: the hosts of the members and their ports. Pure; standard library only.
+"""What `--rdzv-endpoint=job:...` asks for: the hosts of the members and their ports. Pure.
 
 `early_options` reads torchrun's options before torch can. It guesses: only torch knows which options take a value. A wrong guess
 costs a process that ends again (`launch.begin`).
@@ -7,19 +7,18 @@ costs a process that ends again (`launch.begin`).
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
+from elastic_ext.rendezvous.address import is_loopback
 
 PREFIX = "job:"
 MEMBERS = 3  # a majority outlives the loss of any one; more would only cost writes
 # Ports that no kernel gives out by itself (ip_local_port_range begins at 32768): two for each job, by its run id.
 FIRST_PORT, PORT_PAIRS = 20000, 6000
-LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 _HOST = re.compile(r"\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)", re.ASCII)
 _EXAMPLE = "expected job: under Slurm, or job:host1,host2,host3[:port]"
@@ -68,14 +67,6 @@ def is_job(endpoint: str) -> bool:
 
 def url(host: str, port: int) -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this name or address means another machine on each machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host in LOOPBACK_NAMES
 
 
 def make_plan(endpoint: str, run_id: str, listed: Sequence[str]) -> Plan:

@@ -22,7 +22,8 @@ from typing import Any
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.failures import commands
-from elastic_ext.own_etcd.endpoint import Plan, is_loopback
+from elastic_ext.own_etcd.endpoint import Plan
+from elastic_ext.rendezvous.address import is_loopback, resolved
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,11 @@ def own_host(plan: Plan, environ: Mapping[str, str], fallback: str) -> Host:
     known = {environ.get("SLURMD_NODENAME", ""), platform.node(), platform.node().partition(".")[0]}
     for name in names:
         if name in known:
-            return Host(name, _routable(addresses(name)))
+            return Host(name, _routable(resolved(name)))
     for name in names:
-        if own := [each for each in addresses(name) if is_own(each)]:
+        if own := [each for each in resolved(name) if is_own(each)]:
             return Host(name, _routable(own))
-    return Host(fallback, _routable(addresses(fallback)))
-
-
-def addresses(name: str) -> list[str]:
-    """Return the numeric addresses of a name; none if it cannot be resolved."""
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return Host(fallback, _routable(resolved(fallback)))
 
 
 def is_own(address: str) -> bool:

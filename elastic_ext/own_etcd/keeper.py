@@ -2,7 +2,7 @@
 
     python -m elastic_ext.own_etcd.keeper < job    (see `job`; it writes a line once agents can come in)
 
-An agent starts it and comes in (`attachment`). Further agents of the host come in to the same one, also an agent that is started
+An agent starts it and comes in (`launch`). Further agents of the host come in to the same one, also an agent that is started
 again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be
 called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `decisions` says when.
 """
@@ -59,7 +59,8 @@ class Keeper:
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step; etcd ignores them, too
             signal.signal(each, signal.SIG_IGN)
         try:
-            self._begin()
+            self._begin_member()
+            self._house.connect()  # loads gRPC while etcd starts
             while not (life := self._look()).ends:
                 self._wait(life)
             logger.info("ends: %s", life.reason)
@@ -76,10 +77,6 @@ class Keeper:
     def _signal(self) -> None:
         self._signalled = self._signalled or time.monotonic()
         self.wake()
-
-    def _begin(self) -> None:
-        self._begin_member()
-        self._house.connect()  # loads gRPC while etcd starts
 
     def _begin_member(self) -> None:
         job, runner = self._job, self._runner

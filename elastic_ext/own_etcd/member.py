@@ -13,7 +13,6 @@ import signal
 import socket
 import ssl
 import subprocess
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -36,48 +35,6 @@ LOG_LINES, LOG_BYTES = 5, 4096  # of its log, in our error
 REMOVED = "exit code 0;"  # how `log_end` begins for a member that the others removed; a signal or an error has another code
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a member sits."""
-
-    name: str  # of the member, unique in the cluster for all time
-    host: str  # as the others know it
-    listen: str  # numeric address to listen at; "" for all
-    client_port: int
-    peer_port: int
-    data: Path  # its directory
-    token: str  # of the run: members of an earlier run of the job, on the same hosts, are another cluster's
-
-    @property
-    def client_url(self) -> str:
-        return url(self.host, self.client_port)
-
-    @property
-    def peer_url(self) -> str:
-        return url(self.host, self.peer_port)
-
-
-def command(program: Program, seat: Seat, files: CertificateFiles, initial_cluster: str, existing: bool) -> list[str]:
-    """Return etcd's command line. existing: the cluster exists, and this member was added to it. Data that is there wins."""
-    everywhere = "[::]" if os.path.exists("/proc/net/if_inet6") else "0.0.0.0"
-    listen = seat.listen or everywhere.strip("[]")
-    alone = "," not in initial_cluster
-    times = (ALONE_HEARTBEAT_MS, ALONE_ELECTION_MS) if alone else (HEARTBEAT_MS, ELECTION_MS)
-    return [
-        *(program.path, "--name", seat.name, "--data-dir", str(seat.data)),
-        *("--listen-client-urls", url(listen, seat.client_port), "--advertise-client-urls", seat.client_url),
-        *("--listen-peer-urls", url(listen, seat.peer_port), "--initial-advertise-peer-urls", seat.peer_url),
-        *("--initial-cluster", initial_cluster, "--initial-cluster-state", "existing" if existing else "new"),
-        *("--initial-cluster-token", seat.token),
-        *("--cert-file", files.cert, "--key-file", files.key, "--client-cert-auth", "--trusted-ca-file", files.ca),
-        *("--peer-cert-file", files.cert, "--peer-key-file", files.key, "--peer-client-cert-auth"),
-        *("--peer-trusted-ca-file", files.ca),
-        *(f"--heartbeat-interval={times[0]}", f"--election-timeout={times[1]}"),
-        *("--logger=zap", "--log-outputs=stderr", "--log-level=warn", "--auto-compaction-mode=periodic"),
-        *("--auto-compaction-retention=1h", *_version_options(program.version)),
-    ]
 
 
 def _version_options(version: Version) -> list[str]:
@@ -206,14 +163,37 @@ class MemberRunner:
         if job.program is None:
             raise MemberFailed("this host has no program etcd: `pip install 'elastic_ext[etcd]'`, or put etcd on PATH")
         self._last = (name, initial_cluster, existing)
-        listen = job.own.address or (job.plan.loopback and "127.0.0.1") or ""
-        seat = Seat(name, job.own.name, listen, job.plan.client_port, job.plan.peer_port, self._data, folders.run_of(job.folder))
         try:
             self._data.mkdir(mode=0o700, exist_ok=True)
-            self.running = RunningMember(command(job.program, seat, self._files, initial_cluster, existing), job.folder)
+            self.running = RunningMember(self._command(job.program, name, initial_cluster, existing), job.folder)
         except OSError as error:
             raise MemberFailed(f"etcd cannot be started: {error}") from error
         self.state = MemberState.STARTING
+
+    def _command(self, program: Program, name: str, initial_cluster: str, existing: bool) -> list[str]:
+        """Return etcd's command line. Data that is there wins.
+
+        name: of the member, unique in the cluster for all time. existing: the cluster exists, and this member was added to it.
+        """
+        plan, own, files = self._job.plan, self._job.own, self._files
+        everywhere = "::" if os.path.exists("/proc/net/if_inet6") else "0.0.0.0"
+        listen = own.address or ("127.0.0.1" if plan.loopback else everywhere)
+        alone = "," not in initial_cluster
+        times = (ALONE_HEARTBEAT_MS, ALONE_ELECTION_MS) if alone else (HEARTBEAT_MS, ELECTION_MS)
+        return [
+            *(program.path, "--name", name, "--data-dir", str(self._data)),
+            *("--listen-client-urls", url(listen, plan.client_port), "--advertise-client-urls", self.client_url),
+            *("--listen-peer-urls", url(listen, plan.peer_port), "--initial-advertise-peer-urls", self.peer_url),
+            *("--initial-cluster", initial_cluster, "--initial-cluster-state", "existing" if existing else "new"),
+            # Of the run: members of an earlier run of the job, on the same hosts, are another cluster's.
+            *("--initial-cluster-token", folders.run_of(self._job.folder)),
+            *("--cert-file", files.cert, "--key-file", files.key, "--client-cert-auth", "--trusted-ca-file", files.ca),
+            *("--peer-cert-file", files.cert, "--peer-key-file", files.key, "--peer-client-cert-auth"),
+            *("--peer-trusted-ca-file", files.ca),
+            *(f"--heartbeat-interval={times[0]}", f"--election-timeout={times[1]}"),
+            *("--logger=zap", "--log-outputs=stderr", "--log-level=warn", "--auto-compaction-mode=periodic"),
+            *("--auto-compaction-retention=1h", *_version_options(program.version)),
+        ]
 
     def note_ready(self) -> None:
         """Take its word that it serves."""

@@ -1,4 +1,4 @@
-"""The address by which other nodes reach this one."""
+"""The name and the address by which other nodes know this one, and what tells machines of one name apart."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
+from elastic_ext.base.records import MAX_NAME, is_name
+from elastic_ext.base.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +136,30 @@ def resolved(name: str) -> list[str]:
         return []
 
 
+def own_name(settings: Settings) -> str:
+    """Return this node's name in a form that fits in a key. The kernel allows any bytes in a host name."""
+    if settings.node_name is not None:
+        return settings.node_name
+    name = "".join(character if is_name(character) else "-" for character in platform.node())
+    return name[:MAX_NAME] or "localhost"
+
+
+def machine() -> str:
+    """Return what the kernel calls this boot of this machine, in most containers as well; "" if it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def network() -> str:
+    """Return a name of the network in which this process has its loopback, of this machine or of a container; "" if unknown."""
+    try:
+        return f"{machine()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
 REACH_S = 3.0
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 LOOPBACK_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "::1")
@@ -238,6 +265,13 @@ def address_towards(host: str) -> str:
     except OSError:
         return socket.getfqdn()
     return host if source.startswith("127.") or source == "::1" else source
+
+
+def checked_address(address: str) -> str:
+    """Return the address that this node gives to the others. Raises UsageError if they could not read it."""
+    if is_name(address):
+        return address
+    raise UsageError(f"--local-addr='{printable(address)[:MAX_NAME]}': expected an address or the name of a host")
 
 
 def check_own(local_addr: str | None, default: str) -> None:

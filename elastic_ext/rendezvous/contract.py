@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
@@ -18,8 +17,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from elastic_ext.base.contracts import Exchange, LeaseRevocation
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
-from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.failures import slurm
+from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
 from elastic_ext.failures.replicas import Hashed
@@ -27,87 +26,12 @@ from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
 
-if TYPE_CHECKING:
-    from elastic_ext.etcd import CallObserver
-
 __all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd", "RoundPart"]
 
 logger = logging.getLogger(__name__)
 
 ETCD, C10D = "ext_etcd", "ext_c10d"  # our backends
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a node waits for a round (`join_timeout`), and for how many nodes."""
-
-    timeout_s: float
-    min_nodes: int
-    max_nodes: int
-    # For the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
-    silent_s: float = math.inf
-
-    @classmethod
-    def of(cls, params: RendezvousParameters, silent_s: float) -> Patience:
-        timeout_s = torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
-        return cls(timeout_s, params.min_nodes, params.max_nodes, silent_s)
-
-    @property
-    def over(self) -> str:
-        """What the node says when it leaves."""
-        return (
-            f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
-            "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
-        )
-
-    @property
-    def store_lost(self) -> str:
-        """What the node says when it leaves because the job's own store is lost."""
-        return (
-            f"the job's own store has not answered for {self.silent_s:g} s since this node's lease expired (rejoin_timeout): it "
-            "is lost with its host, which cannot come back in a step of Slurm, or this node is cut off for longer than the job "
-            "waits for it, so this node leaves; start the job again unless other nodes go on"
-        )
-
-
-class Silence:
-    """For how long one wait has seen this node without a lease. The time before counts for nothing: it may have been paused."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since = math.inf
-
-    def is_over(self, alive_until: float | None, now: float) -> bool:
-        """Return whether that was the limit. alive_until: monotonic, as `now`; None: it has no lease yet."""
-        expired = alive_until is not None and alive_until <= now
-        self._since = min(self._since, now) if expired else math.inf
-        return now >= self._since + self._limit_s
-
-
-REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
-
-
-def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
-    """Return how many seconds the job waits for lost nodes; None: as long as each node waits for a round (`join_timeout`).
-
-    In a step of Slurm no agent is started again, so nobody can come but a node that was cut off.
-    """
-    if settings.rejoin_timeout is None and slurm.in_step(environ):
-        return settings.lease_ttl + REJOIN_MARGIN_S
-    return settings.rejoin_timeout
-
-
-def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) -> float:
-    """Return `Patience.silent_s`. on_one_host: the job has brought its store, on one of its hosts.
-
-    Elsewhere than in a step of Slurm that may come back, and so may a store that is not the job's. One on several hosts outlives
-    the loss of one: where it is silent this node is cut off, more likely, and the job goes on meanwhile.
-
-    Invariant: a node that is only cut off does not leave while the others wait for it; they do so from the end of its lease on.
-    """
-    rejoin = rejoin_s(settings, environ)
-    return rejoin if rejoin is not None and on_one_host and slurm.in_step(environ) else math.inf
 
 
 class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked

@@ -7,25 +7,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed import PrefixStore
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
 
 from elastic_ext.base import names
 from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient, EtcdError, Put
-from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict
-from elastic_ext.rendezvous import contract, drains, job_status, run_id
-from elastic_ext.rendezvous.drain_requests import RunningJob
+from elastic_ext.failures.ledger import decode_verdict
+from elastic_ext.rendezvous import contract, drains, job_status
+from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.drains import Admission, DrainRequest
 from elastic_ext.rendezvous.header_record import closed
-from elastic_ext.rendezvous.job_status import JobStatus
+from elastic_ext.rendezvous.job_status import JobStatus, RunningJob
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.place import take_place
 from elastic_ext.rendezvous.round_part import EtcdRound
@@ -39,7 +34,7 @@ REPLACE_TIMEOUT_S = 5.0  # for the header to stop changing
 
 
 class OwnStore(Protocol):
-    """A store that the job has brought: its etcd (`own_etcd.attachment`), or the embedded one (`embedded.hosting`)."""
+    """A store that the job has brought: its etcd (`own_etcd.launch`), or the embedded one (`embedded.hosting`)."""
 
     @property
     def hosted_here(self) -> bool:
@@ -64,16 +59,16 @@ class EtcdRendezvous(contract.Base):
 
     def __init__(
         self,
-        params: RendezvousParameters,
+        params: rendezvous.RendezvousParameters,
         settings: Settings,
         newest_checkpoint: Callable[[], str | None] = lambda: None,
         own_store: OwnStore | None = None,
     ) -> None:
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
-        self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
+        policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
-        self._place = place = take_place(params, settings, self._policy, on_event, on_wait, own_store is not None)
+        self._place = place = take_place(params, settings, policy, on_event, on_wait, own_store is not None)
         context = place.participant.context
         self.address, self.host, self.node_id = place.address, context.config.host, context.config.node_id
         self._own_store = own_store
@@ -82,7 +77,7 @@ class EtcdRendezvous(contract.Base):
         self._goodput = EtcdGoodput(context.client, context.keys, self.host, self._position)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self.part = EtcdRound(place, Header(), None, self._workers, self._judge_alone)
+        self.part = EtcdRound(place, Header(), None, self._workers)
         self._timed_out = self._left = False
 
     @property
@@ -93,7 +88,7 @@ class EtcdRendezvous(contract.Base):
 
     def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         self._workers, self._role = spec.local_world_size, spec.role
-        self._policy.max_restarts = max_restarts
+        self._place.policy.max_restarts = max_restarts
 
     def trains_without_us(self) -> bool:
         context = self._place.participant.context
@@ -105,7 +100,7 @@ class EtcdRendezvous(contract.Base):
         header = context.reader.header(found) if found is not None else None
         return header is not None and header.state is State.RUNNING
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait for the next round; see `Place.await_round` for the exceptions."""
         contract.warn_other_agent(self)
         try:
@@ -113,11 +108,11 @@ class EtcdRendezvous(contract.Base):
                 while (info := self._next_round()) is None:
                     pass
                 return info
-        except RendezvousTimeoutError:
+        except rendezvous.RendezvousTimeoutError:
             self._timed_out = True  # others may wait for longer, and more may come
             raise
 
-    def _next_round(self) -> RendezvousInfo | None:
+    def _next_round(self) -> rendezvous.RendezvousInfo | None:
         """Wait for the next round; return None if it was over before this node entered it."""
         place, participant = self._place, self._place.participant
         cut = self.round if place.fence.closed else 0
@@ -139,14 +134,11 @@ class EtcdRendezvous(contract.Base):
         place.links.follow(assignment.neighbors, participant.registration.created)
         place.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
         place.late_joins.entered(header.round, participant.tasks)
-        address = RendezvousStoreInfo(header.address, header.port)
-        return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
+        address = rendezvous.RendezvousStoreInfo(header.address, header.port)
+        return rendezvous.RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
     def _part(self, header: Header, assignment: Assignment) -> EtcdRound:
-        return EtcdRound(self._place, header, assignment, self._workers, self._judge_alone, self.part.continues)
-
-    def _judge_alone(self, report: Report, round_: int, left_behind: bool) -> JobVerdict:
-        return self._policy.judge_alone(self.node_id, report, round_, left_behind)
+        return EtcdRound(self._place, header, assignment, self._workers, self.part.continues)
 
     def _node(self, port: int, cut: int) -> Node:
         return Node(
@@ -162,7 +154,7 @@ class EtcdRendezvous(contract.Base):
             link_port=self._place.links.port if self.reaper_runs() else 0,
             silent=self._place.stores.silent(self.round),
             hosts_store=self._own_store is not None and self._own_store.hosted_here,
-            machine=run_id.machine(),
+            machine=machine(),
         )
 
     # While this node is in the job.

@@ -7,19 +7,18 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import judgement, ledger
+from elastic_ext.failures import judgement
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.judgement import Circumstances, Lost
-from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_report
+from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, decode_ledger, decode_report, encode_ledger, encode_verdict
 from elastic_ext.failures.policy import BAD_NODE, CUT_AGAIN, Backoff
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.round_records import State
@@ -27,15 +26,8 @@ from elastic_ext.rendezvous.round_records import State
 logger = logging.getLogger(__name__)
 
 
-def circumstances(
-    settings: Settings,
-    max_restarts: int,
-    *,
-    nodes: int | None = None,
-    min_nodes: int | None = None,
-    lost: tuple[Lost, ...] = (),
-) -> Circumstances:
-    """Return the current circumstances of a judgement."""
+def circumstances(settings: Settings, max_restarts: int) -> Circumstances:
+    """Return the current circumstances of a judgement, without those of the round."""
     return Circumstances(
         max_restarts,
         settings.exit_codes,
@@ -43,9 +35,6 @@ def circumstances(
         kind_limits=dict(settings.kind_limits or ()),
         backoff=Backoff(settings.backoff, settings.backoff_max),
         jitter=random.random(),
-        nodes=nodes,
-        min_nodes=min_nodes,
-        lost=lost,
     )
 
 
@@ -99,18 +88,8 @@ class Judgement:
     refused_s: int = 0
 
 
-class LeaderPolicy(Protocol):
-    """The leader's questions to its own agent, on the rendezvous thread."""
-
-    def may_grow(self, round_: int) -> bool:
-        """Return whether waiting nodes may join this running round now; False: later."""
-
-    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
-        """Return one judgement for all nodes. ledger: the job's; "": a new one. See RoundReports for one without reports."""
-
-
 class AgentPolicy:
-    """A `LeaderPolicy`, from the settings of this agent."""
+    """What an agent answers by its own settings: as the leader, on the rendezvous thread, and if it gets no verdict."""
 
     def __init__(self, settings: Settings, min_nodes: int, newest_checkpoint: Callable[[], str | None]) -> None:
         """newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`; called on the rendezvous thread."""
@@ -121,7 +100,9 @@ class AgentPolicy:
         self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when it was first asked about
 
     def may_grow(self, round_: int) -> bool:
-        """Return whether waiting nodes may join: now, or once there is a checkpoint that did not exist when they came."""
+        """Return whether waiting nodes may join this running round now; else once there is a checkpoint that did not exist when
+        they came.
+        """
         if self._settings.grow_at == "now" or self._settings.checkpoint_dir is None:
             return True
         try:
@@ -133,18 +114,23 @@ class AgentPolicy:
             self._first_seen = (round_, path)
         return path != self._first_seen[1]
 
-    def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
+    def judge(self, reports: RoundReports, ledger: str) -> Judgement:
+        """Return one judgement for all nodes. ledger: the job's; "": a new one."""
+        before, window_s = ledger_of(ledger), self._settings.budget_window or 0
         given = {id_: report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
-        lost = tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items())
-        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=lost, reaches=reports.reaches)
-        rules = replace(rules, members=reports.members, hosts={id_: drains.host_of(id_) for id_ in reports.reaches})
+        rules = replace(
+            circumstances(self._settings, self.max_restarts),
+            nodes=reports.nodes,
+            members=reports.members,
+            min_nodes=self._min_nodes,
+            lost=tuple(Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items()),
+            charges=reports.charges if window_s else None,
+            reaches=reports.reaches,
+            hosts={id_: drains.host_of(id_) for id_ in reports.reaches},
+        )
         if not given:
-            kept, left = judgement.too_few_left(ledger_of(ledger_text), rules, reports.round)
-            return Judgement(State.CLOSED, left.decision.reason, ledger.encode_verdict(left), ledger.encode_ledger(kept))
-        window_s = self._settings.budget_window or 0
-        if window_s:
-            rules = replace(rules, charges=reports.charges)
-        before = ledger_of(ledger_text)
+            kept, left = judgement.too_few_left(before, rules, reports.round)
+            return Judgement(State.CLOSED, left.decision.reason, encode_verdict(left), encode_ledger(kept))
         after, verdict = judgement.judge(given, before, rules, reports.round)
         by_name = verdict.decision.rule in (BAD_NODE, CUT_AGAIN)
         counted = by_name and verdict.host in reports.ambiguous  # over several nodes of one name
@@ -154,8 +140,8 @@ class AgentPolicy:
         return Judgement(
             State.CLOSED if verdict.ends_job else State.BROKEN,
             verdict.decision.reason,
-            ledger.encode_verdict(verdict),
-            ledger.encode_ledger(after),
+            encode_verdict(verdict),
+            encode_ledger(after),
             charged=verdict.decision.charged,
             refunded=reports.charges > 0 and after.charged == verdict.decision.charged,
             window_s=window_s,
@@ -163,15 +149,11 @@ class AgentPolicy:
             refused_s=self._settings.refuse_node,
         )
 
-    def judge_alone(self, node_id: str, report: ledger.Report, round_: int, left_behind: bool) -> ledger.JobVerdict:
+    def judge_alone(self, node_id: str, report: Report, round_: int, left_behind: bool) -> JobVerdict:
         """Return the verdict of a node that does not get the job's verdict.
 
         left_behind: the job has gone on without this node, which was lost. So its workers failed because the others' were gone.
         """
-        behind = judgement.Lost(report.host, "was cut off, and the job has gone on without it", node_id)
-        rules = replace(self._circumstances(1), lost=(behind,) if left_behind else ())
-        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), rules, round_)
-        return verdict
-
-    def _circumstances(self, nodes: int) -> judgement.Circumstances:
-        return circumstances(self._settings, self.max_restarts, nodes=nodes)
+        behind = Lost(report.host, "was cut off, and the job has gone on without it", node_id)
+        rules = replace(circumstances(self._settings, self.max_restarts), nodes=1, lost=(behind,) if left_behind else ())
+        return judgement.judge({node_id: report}, Ledger(), rules, round_)[1]

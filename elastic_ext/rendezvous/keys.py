@@ -52,22 +52,45 @@ Leases:
 
 The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records carry the version
 `round_records.SCHEMA`.
-
-Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import MAX_NAME, is_name
+
 ROOT = "/elastic_ext/"
+
+
+def checked(run_id: str) -> str:
+    """Return the run id if no other job can share its keys: those of a job `a/nodes` would lie among the nodes of job `a`.
+
+    Raises UsageError if one could, or if the run id is too long.
+    """
+    if is_name(run_id):
+        return run_id
+    seen = f"{len(run_id)} characters" if len(run_id) > MAX_NAME else f"'{printable(run_id)}'"
+    raise UsageError(f"--rdzv-id: expected 1 to {MAX_NAME} printable characters without a /, got {seen}; choose another one")
+
+
+def checked_given(run_id: str) -> str:
+    """Return the run id of a job on etcd. Raises UsageError: see `checked`; or the user has given none."""
+    if run_id in ("", "none"):
+        raise UsageError(
+            "ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own (on Kubernetes "
+            "PET_RDZV_ID from the UID of the Job or JobSet, see entrypoints/kubernetes)"
+        )
+    return checked(run_id)
 
 
 class JobKeys:
     """The keys of one job. Attributes with plural names are prefixes and end in a slash."""
 
     def __init__(self, run_id: str) -> None:
-        """run_id: must have passed `run_id.checked`; otherwise two jobs could share keys."""
+        """run_id: must have passed `checked`; otherwise two jobs could share keys."""
         self.prefix = f"{ROOT}{run_id}/"
         self.job = self.prefix + "job"
         self.header = self.prefix + "round"

@@ -22,7 +22,7 @@ from elastic_ext.failures import replicas
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
-from elastic_ext.rendezvous.judging import LeaderPolicy, RoundReports
+from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports
 from elastic_ext.rendezvous.own_records import OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
@@ -64,7 +64,7 @@ class Leader:
         header: HeaderRecord,
         created: int,
         outage: Outage,
-        policy: LeaderPolicy,
+        policy: AgentPolicy,
         restore: Callable[[], None],
     ) -> None:
         """created: create revision of this node's key. restore: writes lost records of the job again."""
@@ -379,15 +379,12 @@ class NodeRecords:
         while (item := self._watch.get(timeout_s=0)) is not None:
             if isinstance(item, Snapshot):
                 self.nodes, self.joined = {}, {}
-                for kv in item.kvs:
-                    self._put(kv, now)
-            elif isinstance(item, Batch):
-                for event in item.events:
-                    if event.kind == "put":
-                        self._put(event.kv, now)
-                    elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
-                        self.nodes.pop(id_, None)
-                        self._known.pop(id_, None)
+            for event in item.events:
+                if event.kind == "put":
+                    self._put(event.kv, now)
+                elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
+                    self.nodes.pop(id_, None)
+                    self._known.pop(id_, None)
 
     def _put(self, kv: KeyValue, now: float) -> None:
         """Take in a node's record, or what somebody else has put there: that is no node."""

@@ -44,44 +44,17 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from elastic_ext.etcd import (
-    FROM_NOW,
-    AuthError,
-    Batch,
-    ClientClosed,
-    Compare,
-    Delete,
-    EtcdClient,
-    EtcdError,
-    Get,
-    LeaseLost,
-    Put,
-    UnsupportedVersion,
-    Watch,
-    unchanged,
-)
+from elastic_ext.etcd import FROM_NOW, Batch, Compare, Delete, EtcdClient, EtcdError, Get, LeaseLost, Put, Watch, unchanged
+from elastic_ext.etcd.errors import AuthError, ClientClosed, UnsupportedVersion
 from elastic_ext.etcd.watch import Item
+from elastic_ext.rendezvous import presence
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.presence import (
-    BYE,
-    CONFIRM_S,
-    DECIDE_S,
-    ENDS,
-    MAX_LINE,
-    Hello,
-    Presence,
-    Standing,
-    decode,
-    encode,
-    in_thread,
-    keep_alive,
-    within,
-)
+from elastic_ext.rendezvous.presence import CONFIRM_S, DECIDE_S
 from elastic_ext.rendezvous.round_records import RecordReader
 
 logger = logging.getLogger(__name__)
@@ -120,7 +93,7 @@ class Watcher:
         while True:
             end, began = LinkEnd.UNREACHABLE, time.monotonic()
             try:
-                peer = peer or await in_thread(lambda: self._peers.find(node_id))
+                peer = peer or await presence.in_thread(lambda: self._peers.find(node_id))
                 if peer is not None:
                     end = await self._keep(peer)
                     suspected = time.monotonic() < lost_at + SUSPECT_S
@@ -154,7 +127,7 @@ class Watcher:
 
         lost_at: when the first link to one of them ended, monotonic.
         """
-        neighbors = await in_thread(lambda: self._peers.neighbors(dead))
+        neighbors = await presence.in_thread(lambda: self._peers.neighbors(dead))
         others = set(neighbors) - self._looked_at - self.accused - {self._node_id}
         self._looked_at |= others  # two that died may have kept a link to one
         try:
@@ -164,7 +137,7 @@ class Watcher:
 
     async def _look_at(self, node_id: str, dead: str, lost_at: float) -> None:
         try:
-            peer = await in_thread(lambda: self._peers.find(node_id))
+            peer = await presence.in_thread(lambda: self._peers.find(node_id))
             connected = await _connect(peer) if peer is not None and peer.port else LinkEnd.UNREACHABLE
             if peer is None or connected is LinkEnd.UNREACHABLE:
                 return
@@ -185,20 +158,20 @@ class Watcher:
         reader, writer = connected
         answered = False
         try:
-            writer.write(encode(Hello(self._job, self._node_id, peer.node_id)))
-            hello = decode(await reader.readline())
+            writer.write(presence.encode(presence.Hello(self._job, self._node_id, peer.node_id)))
+            hello = presence.decode(await reader.readline())
             answered = (hello.job, hello.node, hello.to) == (self._job, peer.node_id, self._node_id)
             if not answered:
                 return LinkEnd.REFUSED  # another agent has taken over the port
             logger.debug("linked to node %s", peer.node_id)
             line = await reader.readline()
             # The kernel of a dead process closes its connections: nothing is unread on them, so it does not reset them.
-            return LinkEnd.LEFT if line == BYE else LinkEnd.RESET if line else LinkEnd.LOST
-        except ENDS as error:
+            return LinkEnd.LEFT if line == presence.BYE else LinkEnd.RESET if line else LinkEnd.LOST
+        except presence.ENDS as error:
             logger.debug("the link to node %s ended: %s", peer.node_id, error)
             return LinkEnd.RESET if answered else LinkEnd.UNANSWERED
         except asyncio.CancelledError:
-            writer.write(BYE)
+            writer.write(presence.BYE)
             raise
         finally:
             writer.close()
@@ -206,12 +179,12 @@ class Watcher:
     async def _confirm(self, suspect: Peer, by: float, why: str) -> bool:
         """Take a node out of the job unless it answers. Return whether it is out. by: a monotonic time; do nothing after it."""
         removed, where = False, f"{why}, and {suspect.address}:{suspect.port} refuses connections"
-        doubted = await in_thread(lambda: self._peers.doubt(suspect, by - time.monotonic()))
+        doubted = await presence.in_thread(lambda: self._peers.doubt(suspect, by - time.monotonic()))
         if doubted is not None:
             await asyncio.sleep(CONFIRM_S)  # no event shows that no answer will come
             left_s = by - time.monotonic()
             try:
-                removed = left_s > 0 and await in_thread(lambda: self._peers.remove(suspect, doubted, left_s))
+                removed = left_s > 0 and await presence.in_thread(lambda: self._peers.remove(suspect, doubted, left_s))
             except EtcdError:
                 self.accused.add(suspect.node_id)  # it may be done
                 raise
@@ -227,9 +200,9 @@ async def _open(family: int, address: tuple[Any, ...]) -> tuple[asyncio.StreamRe
     connection, loop = socket.socket(family, socket.SOCK_STREAM), asyncio.get_running_loop()
     try:
         connection.setblocking(False)
-        keep_alive(connection)
-        await within(CONNECT_TIMEOUT_S, loop.create_task(loop.sock_connect(connection, address)))
-        return await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+        presence.keep_alive(connection)
+        await presence.within(CONNECT_TIMEOUT_S, loop.create_task(loop.sock_connect(connection, address)))
+        return await asyncio.open_connection(sock=connection, limit=presence.MAX_LINE)
     except BaseException:
         connection.close()
         raise
@@ -239,7 +212,7 @@ async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
     """Connect to a node. REFUSED only if each of its addresses refuses."""
     refused = 0
     try:
-        found = await in_thread(lambda: socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM))
+        found = await presence.in_thread(lambda: socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError):
         return LinkEnd.UNREACHABLE
     for family, _, _, _, address in found:
@@ -298,7 +271,7 @@ class Peers:
         """Watch the doubts about this node. on_item: called on the thread of the client's watches; it must return at once."""
         return Watch(self._client, self._keys.doubt(self._node_id), start_revision=FROM_NOW, callback=on_item)
 
-    def answer(self, others: Collection[str] = ()) -> Standing:
+    def answer(self, others: Collection[str] = ()) -> presence.Standing:
         """Remove the doubt about this node, if any. others: nodes to look for at the same time."""
         key, asked = self._keys.doubt(self._node_id), tuple(others)
         gets = [Get(key), *(Get(self._keys.node(each)) for each in asked)]
@@ -306,14 +279,14 @@ class Peers:
             doubt, *nodes = (each.kv for each in self._client.txn([], gets, timeout_s=CALL_TIMEOUT_S).readings)
             in_job = frozenset(node_id for node_id, kv in zip(asked, nodes, strict=True) if kv is not None)
             if doubt is None:
-                return Standing(False, in_job)
+                return presence.Standing(False, in_job)
             as_read = [unchanged(key, doubt.mod_revision)]
             if self._is_dead(doubt.value):
                 with contextlib.suppress(EtcdError):  # what matters is known
                     self._client.txn(as_read, [Delete(key)], timeout_s=CALL_TIMEOUT_S)
-                return Standing(True, in_job)
+                return presence.Standing(True, in_job)
             if self._client.txn(as_read, [Delete(key)], timeout_s=CALL_TIMEOUT_S).succeeded:
-                return Standing(False, in_job)
+                return presence.Standing(False, in_job)
 
     def doubt(self, peer: Peer, timeout_s: float) -> int | None:
         """Write the doubt whether a node lives, unless another node has; return its revision. None: the node is gone.
@@ -381,7 +354,7 @@ class Links:
             on_given_up: called on the thread of the links when the others may have declared this node dead; see Presence.
         """
         self.port: int = server.getsockname()[1]  # of the listening socket; 0: nobody must link to this node
-        self.presence = Presence(job, node_id, records.answer, on_given_up)  # the links from other nodes
+        self.presence = presence.Presence(job, node_id, records.answer, on_given_up)  # the links from other nodes
         self._server, self._records = server, records
         self._doubts: Watch | None = None
         self._answers: asyncio.Task[None] | None = None  # keeps the task alive
@@ -444,10 +417,7 @@ class Links:
         await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S) if others else None
 
     def _watch_doubts(self) -> None:
-        def take(item: Item) -> None:  # on the thread of the client's watches
-            self._call(lambda: self._on_doubt(item))
-
-        self._doubts = self._records.watch_doubts(take)
+        self._doubts = self._records.watch_doubts(lambda item: self._call(lambda: self._on_doubt(item)))
 
     def _on_doubt(self, item: Item) -> None:
         """Answer. Also when the watch has begun, since a doubt may have been missed before; when it has ended, open another."""
@@ -462,17 +432,14 @@ class Links:
             return
         if isinstance(item, Batch) and item.events[-1].kind == "delete":
             return  # answered
-        self._answers = self._spawn(self.presence.answer())
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        return self._loop.create_task(work)
+        self._answers = self._loop.create_task(self.presence.answer())
 
     def _follow(self, wanted: frozenset[str]) -> None:
         for node_id in self._watches.keys() - wanted:
             self._watches.pop(node_id).cancel()
         kept = {node_id for node_id, task in self._watches.items() if not task.done()}
         for node_id in wanted - kept - self._watcher.accused:
-            self._watches[node_id] = self._spawn(self._watcher.watch(node_id))
+            self._watches[node_id] = self._loop.create_task(self._watcher.watch(node_id))
 
 
 def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ A participant consists of parts, each for one subject:
     own_records.OwnAssignment   the node's assignment to the round
     header_record.HeaderRecord  the header of the rounds, which every node watches and acts on
     election.Election           whether the node leads; if so it has a leader.Leader
-    recovery.Recovery           writes again what etcd has lost
+    Recovery                    writes again what etcd has lost
 
 `keys` lists all keys. A node costs a fixed number of operations per round; only the leader reads all nodes.
 """
@@ -19,17 +19,17 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elastic_ext.etcd import Batch, EtcdClient, EtcdError
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, unchanged
 from elastic_ext.etcd.values import KeyValue
+from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.job_records import JobRecords
-from elastic_ext.rendezvous.judging import LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import Election, Leader
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
-from elastic_ext.rendezvous.recovery import Recovery
-from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, RecordReader, State
-from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig, NodeContext, Outage, TaskRunner
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, RecordReader, State, encode
+from elastic_ext.rendezvous.tasks import Dispatcher, LostRace, NodeConfig, NodeContext, Outage, TaskRunner
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,12 @@ class Participant:
         dispatcher: Dispatcher,
         config: NodeConfig,
         on_change: Callable[[], None],
-        policy: LeaderPolicy,
+        policy: AgentPolicy,
     ) -> None:
         """
         Args:
             dispatcher: its thread does all of this node's work.
             on_change: called on that thread when a property has changed; it must return at once.
-            policy: asked when this node leads.
         """
         self.client = client
         self._on_change = on_change
@@ -66,10 +65,12 @@ class Participant:
         outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
         self._job_records = JobRecords(context)
         self.header_record = header = HeaderRecord(
-            context, outage, self._on_header, self._on_own_assignment, self._on_lost_record
+            context, outage, self._on_header, self._on_own_assignment, lambda: self.recovery.restore_soon()
         )
         self._own_offer = OwnOffer(context, header, self.registration)
-        self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, self._on_lost_record)
+        self._assignment = OwnAssignment(
+            context, header, self.registration, self._on_joined, lambda: self.recovery.restore_soon()
+        )
 
         def lead() -> Leader:
             header.read()
@@ -209,9 +210,6 @@ class Participant:
         self._assignment.take(kv)
         self._assignment.join_if_assigned()  # its event may never come
 
-    def _on_lost_record(self) -> None:
-        self.recovery.restore_soon()
-
     def _leave(self, timeout_s: float) -> None:
         self._watches.close()
         self.election.close()
@@ -221,3 +219,120 @@ class Participant:
                 session.revoke(timeout_s=timeout_s)
             except EtcdError as error:
                 logger.warning("%s; the node's lease will expire by itself", error)
+
+
+class Recovery:
+    """One node's share in restoring what etcd has lost while the nodes of the job live. For the rendezvous thread.
+
+    Leases end when etcd is unreachable for longer than they last, and anybody may delete a key. A missing record is a state like
+    any other:
+
+        nodes/ID        its node writes it again, under a new lease if the old one is gone; the election goes by the new key
+        job             the leader writes it again, under the old lease or a new one; another node that misses it, somewhat later
+        round           the same: the node writes the header that it remembers. A header that `precedes` it was brought back by a
+                        node that had missed events, and is replaced. So the newest header that any node knows comes back.
+        assign/ID       its node writes it again, while the header is still of that round
+        last, ledger, charges, refused: lost records are forgotten
+
+    Invariant: each of these writes is conditional on the record still being missing.
+
+    A running round goes on meanwhile: a node acts on the header that it remembers, and a leader that was in the outage gives the
+    members time to come back (`Outage.returning_until`) before it breaks the round.
+    """
+
+    def __init__(
+        self,
+        context: NodeContext,
+        job_records: JobRecords,
+        header: HeaderRecord,
+        registration: Registration,
+        assignment: OwnAssignment,
+        outage: Outage,
+        leads: Callable[[], bool],
+    ) -> None:
+        """leads: returns whether this node is the leader."""
+        self._context = context
+        self._job_records = job_records
+        self._header = header
+        self._registration = registration
+        self._assignment = assignment
+        self._outage = outage
+        self._leads = leads
+
+    def restore_soon(self) -> None:
+        """Restore now on the leader, later on another node: if the leader lives, that node has only its own keys to restore."""
+        if self._leads():
+            self._context.tasks.post(self.restore)
+        else:
+            self._context.tasks.retry(self.restore)
+
+    def restore(self) -> None:
+        """Write again the job's records and this node's that are missing but known here. If none is missing, do nothing.
+
+        Raises LostRace: another node has written at the same time; the caller must try again.
+        """
+        context, header = self._context, self._header
+        if self._registration.node is None:
+            return
+        if self._assignment.joined is None:
+            self._assignment.doubtful = True
+        if self._registration.created == 0:
+            return
+        header.lease_id = self._job_records.bring_back(header.lease_id, header.job)
+        read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
+        found, assignment, own = (reading.kv for reading in read.readings)
+        header.observe(found, read.revision)
+        header.job = header.value.job  # the job has the same settings
+        if rounds.needs_restoring(header.readable(found) if found is not None else None, header.value):
+            header.write_again()
+        self._restore_assignment(assignment)
+        if own is None or own.create_revision != self._registration.created:  # written by a try whose answer was lost
+            self.write_own_key()
+
+    def _restore_assignment(self, found: KeyValue | None) -> None:
+        context, header = self._context, self._header
+        assignment = self._assignment.current
+        if assignment is None or (found is not None and context.reader.assignment(found) is not None):
+            return
+        key = context.own_assignment_key
+        same = unchanged(key, found.mod_revision if found is not None else 0)
+        put = Put(key, encode(assignment), lease_id=header.lease_id)
+        if not context.client.txn([same, header.unchanged], [put]).succeeded:
+            raise LostRace("the header changed while this node's assignment was being written again")
+
+    def write_own_key(self) -> None:
+        """Write the node's own key, which is gone or overwritten. The record names the round of its workers: nothing else may
+        know of that round.
+        """
+        node, joined = self._registration.node, self._assignment.joined
+        if node is not None and self._registration.session is not None:
+            self._registration.write_again(dataclasses.replace(node, round=joined[0].round if joined is not None else 0))
+
+    def on_own_key_deleted(self, batch: Batch) -> None:
+        """Take in events of the watch for deletes of the node's own key."""
+        if batch.revision > self._registration.created and self._registration.node is not None:
+            self._registration.deleted_at = self._context.tasks.now()
+            self.restore_soon()
+
+    def lease_lost(self) -> None:
+        """Recover from a write that failed because its lease is gone: this node's own, or that of the job's records."""
+        session = self._registration.session
+        if session is None or self._registration.node is None:
+            return
+        if self._context.client.lease_keep_alive([session.lease_id]).ttl_s.get(session.lease_id, 0) <= 0:
+            self.register_again(session)
+        elif self._registration.created:
+            self.restore()
+
+    def register_again(self, lost: LeaseSession) -> None:
+        """Register the same node under a new lease: the old lease is lost, but this process lives."""
+        registration, tasks = self._registration, self._context.tasks
+        if registration.session is not lost or registration.node is None:
+            return
+        lost.stop_renewing()
+        registration.grant()
+        if registration.created == 0:  # it was about to enter; that is retried
+            return
+        self._outage.expect_members()
+        tasks.run(self.write_own_key)  # each is retried on its own, so that this lease is not lost again
+        tasks.run(self.restore)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous
 
 from elastic_ext.base import names
 from elastic_ext.base.contracts import LeaseRevocation
@@ -26,14 +22,16 @@ from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import EtcdError, QuotaExceeded
+from elastic_ext.failures import slurm
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
-from elastic_ext.rendezvous import drains, run_id
-from elastic_ext.rendezvous.address import check_own, host_of, is_loopback, own_address
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
 from elastic_ext.rendezvous.connect import connect
-from elastic_ext.rendezvous.contract import ETCD, JobDone, Patience, Silence, rejoin_s, silent_s
+from elastic_ext.rendezvous.contract import ETCD, JOIN_TIMEOUT_S, JobDone
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import LateJoins
-from elastic_ext.rendezvous.judging import LeaderPolicy
+from elastic_ext.rendezvous.judging import AgentPolicy
+from elastic_ext.rendezvous.keys import checked, checked_given
 from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.round_records import Assignment, Header, RecordReader, State
@@ -48,6 +46,73 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 POLL_S = 1.0  # how often a waiting main thread looks for a signal that was lost
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a node waits for a round (`join_timeout`), and for how many nodes."""
+
+    timeout_s: float
+    min_nodes: int
+    max_nodes: int
+    # For the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
+    silent_s: float = math.inf
+
+    @property
+    def over(self) -> str:
+        """What the node says when it leaves."""
+        return (
+            f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
+            "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
+        )
+
+    @property
+    def store_lost(self) -> str:
+        """What the node says when it leaves because the job's own store is lost."""
+        return (
+            f"the job's own store has not answered for {self.silent_s:g} s since this node's lease expired (rejoin_timeout): it "
+            "is lost with its host, which cannot come back in a step of Slurm, or this node is cut off for longer than the job "
+            "waits for it, so this node leaves; start the job again unless other nodes go on"
+        )
+
+
+class Silence:
+    """For how long one wait has seen this node without a lease. The time before counts for nothing: it may have been paused."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since = math.inf
+
+    def is_over(self, alive_until: float | None, now: float) -> bool:
+        """Return whether that was the limit. alive_until: monotonic, as `now`; None: it has no lease yet."""
+        expired = alive_until is not None and alive_until <= now
+        self._since = min(self._since, now) if expired else math.inf
+        return now >= self._since + self._limit_s
+
+
+REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
+
+
+def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
+    """Return how many seconds the job waits for lost nodes; None: as long as each node waits for a round (`join_timeout`).
+
+    In a step of Slurm no agent is started again, so nobody can come but a node that was cut off.
+    """
+    if settings.rejoin_timeout is None and slurm.in_step(environ):
+        return settings.lease_ttl + REJOIN_MARGIN_S
+    return settings.rejoin_timeout
+
+
+def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) -> float:
+    """Return `Patience.silent_s`. on_one_host: the job has brought its store, on one of its hosts.
+
+    Elsewhere than in a step of Slurm that may come back, and so may a store that is not the job's. One on several hosts outlives
+    the loss of one: where it is silent this node is cut off, more likely, and the job goes on meanwhile.
+
+    Invariant: a node that is only cut off does not leave while the others wait for it; they do so from the end of its lease on.
+    """
+    rejoin = rejoin_s(settings, environ)
+    return rejoin if rejoin is not None and on_one_host and slurm.in_step(environ) else math.inf
 
 
 class InterruptibleCondition(threading.Condition):
@@ -71,8 +136,9 @@ class InterruptibleCondition(threading.Condition):
 class Place:
     """What a node has in a job for as long as it takes part."""
 
-    params: RendezvousParameters
+    params: rendezvous.RendezvousParameters
     settings: Settings
+    policy: AgentPolicy
     address: str  # the address by which the other nodes reach this one
     patience: Patience
     participant: Participant
@@ -141,16 +207,16 @@ class Place:
                     raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
                 self.raise_failure(started=after > 0)
                 if header.ended:
-                    over = JobDone if header.state is State.DONE else RendezvousClosedError
+                    over = JobDone if header.state is State.DONE else rendezvous.RendezvousClosedError
                     raise over(f"the job {participant.context.config.run_id} is over: {shown(header.reason)}")
                 if self._is_spare(header, after):
                     deadline = time.monotonic() + self.patience.timeout_s
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.tasks.etcd_full}" if participant.tasks.etcd_full is not None else ""
-                    raise RendezvousTimeoutError(f"{self.patience.over}{why}")
+                    raise rendezvous.RendezvousTimeoutError(f"{self.patience.over}{why}")
                 if silence.is_over(self.alive_until(), time.monotonic()):
-                    raise RendezvousTimeoutError(self.patience.store_lost)
+                    raise rendezvous.RendezvousTimeoutError(self.patience.store_lost)
                 self.changed.wait(left)
 
     def _heed(self, header: Header, on_news: Callable[[JobVerdict], None] | None) -> None:
@@ -182,7 +248,7 @@ class Place:
             raise UsageError(str(failure))
         if isinstance(failure, HostRefused):
             raise NodeRefused(str(failure))
-        raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
+        raise rendezvous.RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
 
     def leave(self) -> None:
         """Leave the job to the other nodes."""
@@ -203,9 +269,9 @@ def _decoded(text: str) -> JobVerdict | None:
 
 
 def take_place(
-    params: RendezvousParameters,
+    params: rendezvous.RendezvousParameters,
     settings: Settings,
-    policy: LeaderPolicy,
+    policy: AgentPolicy,
     on_event: Callable[[], None],
     on_wait: Callable[[], None],
     own_store: bool,
@@ -222,22 +288,23 @@ def take_place(
         NoAnswer: etcd does not answer.
     """
     # A job on the embedded store has it for itself, where no other job could share its state.
-    check = run_id.checked_given if params.backend == ETCD else run_id.checked
+    check = checked_given if params.backend == ETCD else checked
     on_one_host = own_store and "," not in params.endpoint
-    job, patience = check(params.run_id), Patience.of(params, silent_s(settings, os.environ, on_one_host))
-    wait_s = min(torch_number(params.config, "read_timeout", START_S), patience.timeout_s)
+    job, timeout_s = check(params.run_id), torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
+    patience = Patience(timeout_s, params.min_nodes, params.max_nodes, silent_s(settings, os.environ, on_one_host))
+    wait_s = min(torch_number(params.config, "read_timeout", START_S), timeout_s)
     client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
-    run_id.checked_address(address)
+    checked_address(address)
     check_own(params.local_addr, address)
     names.ask(address)
     changed, dispatcher = InterruptibleCondition(on_wait), Dispatcher()
     notify = functools.partial(_notify, changed, on_event)
-    host = run_id.host_name(settings)
+    host = own_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     rejoin = rejoin_s(settings, os.environ)
     limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
-    loopback = run_id.network() if params.max_nodes > 1 and is_loopback(address) else ""
+    loopback = network() if params.max_nodes > 1 and is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)
     registration, keys = participant.registration, participant.context.keys
@@ -246,7 +313,7 @@ def take_place(
     links = Links(job, node_id, listen_at(address), records, fence.give_up)
     late_joins = LateJoins(client, keys, host, settings.max_rejoins, settings.refuse_node)
     stores = StoreConnector(changed)
-    return Place(params, settings, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
+    return Place(params, settings, policy, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
 
 
 def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:

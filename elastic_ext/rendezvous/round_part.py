@@ -13,13 +13,13 @@ from torch.distributed.elastic.agent.server.api import Worker
 
 from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
-from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
+from elastic_ext.etcd import EtcdError
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
 from elastic_ext.failures.replicas import Hashed
-from elastic_ext.rendezvous.contract import EndKind, RoundEnd, Silence
+from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
-from elastic_ext.rendezvous.place import Place
+from elastic_ext.rendezvous.place import Place, Silence
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
-
-JudgeAlone = Callable[[Report, int, bool], JobVerdict]  # of a report, a round, and whether the job has gone on without this node
 
 
 def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
@@ -58,14 +56,12 @@ class EtcdRound:
         header: Header,
         assignment: Assignment | None,
         workers: int,
-        judge_alone: JudgeAlone,
         continues: bool = False,
     ) -> None:
         """
         Args:
             header: of the round, when it was sealed.
             workers: number of them on this node.
-            judge_alone: for a node that does not get the job's verdict.
             continues: the last verdict, on an earlier round, lets the job go on.
         """
         self.round = header.round
@@ -73,7 +69,7 @@ class EtcdRound:
         self.continues = continues  # by the last verdict, on this round or an earlier one
         self.server: TCPStore | None = None  # the round's store, on the node of rank 0
         self._place, self._participant = place, place.participant
-        self._workers, self._judge_alone = workers, judge_alone
+        self._workers = workers
 
     def workers(self) -> list[Worker]:
         header, assignment = self.header, self._assigned
@@ -161,7 +157,8 @@ class EtcdRound:
         verdict = self._await_verdict()
         if verdict is None:
             logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
-            verdict = self._judge_alone(report, self.round, self._participant.header.round > self.round)
+            left_behind = self._participant.header.round > self.round
+            verdict = self._place.policy.judge_alone(self._place.node_id, report, self.round, left_behind)
         self.continues = not verdict.ends_job
         return verdict
 
@@ -231,8 +228,7 @@ class EtcdExchange:
                 again_s = timeout_s
                 try:
                     while (item := watch.get(timeout_s=0)) is not None:
-                        for kv in _written(item):
-                            found[kv.key] = kv.text
+                        found |= {event.kv.key: event.kv.text for event in item.events if event.kind == "put"}
                 except EtcdError:  # the snapshot could not be read; the next `get` tries again
                     again_s = RETRY_S
                 if all(key in found for key in keys):
@@ -278,7 +274,3 @@ class EtcdExchange:
             raise RoundOver(f"the job has moved on to round {header.round}")
         if (why := self._over()) is not None:
             raise RoundOver(why.reason)
-
-
-def _written(item: Snapshot | Batch) -> list[KeyValue]:
-    return list(item.kvs) if isinstance(item, Snapshot) else [event.kv for event in item.events if event.kind == "put"]

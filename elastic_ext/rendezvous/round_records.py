@@ -2,7 +2,7 @@
 
 A record of another schema is refused. A schema may gain a field that has a default: older records lack it, and older versions
 ignore it. Anybody may have written a record: the reader logs each unreadable one once, and the job goes on. The caller decides
-what replaces it: an unreadable node is no node, an unreadable header changes nothing. Standard library only.
+what replaces it: an unreadable node is no node, an unreadable header changes nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, Port, RecordError, Within, is_name
-from elastic_ext.failures.ledger import JobVerdict, Ledger, decode_ledger, decode_verdict
+from elastic_ext.etcd import KeyValue
+from elastic_ext.failures.ledger import Ledger, decode_ledger, decode_verdict
 from elastic_ext.failures.replicas import Hashed
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd import KeyValue
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ class Node:
     drained: Count = 0
     drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1  # step of that checkpoint; -1: unknown
     hosts_store: bool = False  # the job's store is on its host, and would go with it
-    machine: str = ""  # see `run_id.machine`
+    machine: str = ""  # see `address.machine`
     hashed_in: Count = 0  # the round of `hashed`, what its workers have hashed of their replicas; 0: nothing
     hashed: tuple[Hashed, ...] = ()
 
@@ -217,22 +215,15 @@ class RecordReader:
         header = self._try(lambda: decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
         if header is None or not header.verdict:
             return header
-        verdict = self.verdict(header.verdict, kv.key)
-        if verdict is not None and verdict.round != header.round:
-            self._once(
-                f"{_shown(kv.key)} holds a header of round {header.round} with a verdict on round {verdict.round}",
-                kv.key,
-                kv.value,
-            )
-        return header if verdict is not None and verdict.round == header.round else None
+        verdict = self._try(lambda: decode_verdict(header.verdict), kv.key, header.verdict)
+        if verdict is None or verdict.round == header.round:
+            return header if verdict is not None else None
+        self.note_fault(f"{_shown(kv.key)} holds a header of round {header.round} with a verdict on round {verdict.round}", kv)
+        return None
 
     def ledger(self, kv: KeyValue) -> Ledger | None:
         """Read the job's ledger."""
         return self._try(lambda: decode_ledger(kv.value), kv.key, kv.value)
-
-    def verdict(self, text: str, key: bytes) -> JobVerdict | None:
-        """Decode a verdict that was read from this key."""
-        return self._try(lambda: decode_verdict(text), key, text)
 
     def id_of(self, prefix: str, key: bytes) -> str | None:
         """Return the node id or host after the prefix of a key; None for other keys, as in a job named `<this one>/nodes`."""
@@ -254,10 +245,6 @@ class RecordReader:
         """Return the readable assignments of a folder, by node id."""
         found = {id_: self.assignment(kv) for id_, kv in self.named(folder, kvs).items()}
         return {id_: assignment for id_, assignment in found.items() if assignment is not None}
-
-    def read(self, kind: type[T], text: str, key: str, schema: int) -> T | None:
-        """Read a record of another kind, with its schema."""
-        return self._try(lambda: records.read(kind, text, key, schema), key.encode(), text)
 
     def note_fault(self, text: str, kv: KeyValue) -> None:
         """Log once why a record is unreadable, for a caller that decodes the record itself."""

@@ -12,8 +12,8 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
-from elastic_ext.rendezvous.contract import Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
+from elastic_ext.rendezvous.place import Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.round_records import State
 
 

@@ -9,8 +9,8 @@ from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous.drain_requests import JobRecordsNow
 from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
+from elastic_ext.rendezvous.job_status import JobRecordsNow
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
 
 NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")

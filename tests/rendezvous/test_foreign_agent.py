@@ -145,8 +145,8 @@ def test_nodes_wait_for_a_checkpoint_whatever_the_agent(server, tmp_path, monkey
     conf = {"grow_at": "checkpoint", "checkpoint_dir": str(tmp_path)}
     handler: Any = plugin.create_etcd(RendezvousParameters("ext_etcd", server.endpoint, "job", 1, 2, **conf))
     try:
-        assert not handler._policy.may_grow(1)
+        assert not handler._place.policy.may_grow(1)
         torch.save({"step": 1}, tmp_path / "step_1.pt")
-        assert handler._policy.may_grow(1)
+        assert handler._place.policy.may_grow(1)
     finally:
         handler.leave()

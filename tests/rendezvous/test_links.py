@@ -21,8 +21,8 @@ from elastic_ext.etcd import FROM_NOW, Unavailable, Watch
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import links, presence, rounds
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.links import DEAD, Links, Peers, Standing
-from elastic_ext.rendezvous.presence import Hello, in_thread
+from elastic_ext.rendezvous.links import DEAD, Links, Peers
+from elastic_ext.rendezvous.presence import Hello, Standing, in_thread
 from elastic_ext.rendezvous.presence import encode as encode_hello
 from elastic_ext.rendezvous.round_records import Assignment, Node, RecordReader, encode
 from elastic_ext.rendezvous.round_store import listen_at

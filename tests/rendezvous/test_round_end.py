@@ -86,7 +86,7 @@ def test_nodes_wait_without_limit_for_those_that_finish_later(monkeypatch):
             participant.header = dataclasses.replace(header, state=State.DONE if len(limits) == 1000 else State.RUNNING)
 
     place = dataclasses.replace(place_of(participant), changed=Looked())
-    assert EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1, None).await_all_done()
+    assert EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1).await_all_done()
     assert set(limits) == {None}
 
 

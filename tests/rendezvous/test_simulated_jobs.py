@@ -29,7 +29,7 @@ from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
-from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, LeaderPolicy, RoundReports
+from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
@@ -56,7 +56,7 @@ class Few:
     """
 
     def __init__(
-        self, names: str = "abc", limits: Limits | None = None, joined: bool = True, policy: LeaderPolicy | None = None
+        self, names: str = "abc", limits: Limits | None = None, joined: bool = True, policy: AgentPolicy | None = None
     ) -> None:
         self.world = World(SEED)
         self.client = Client(self.world)

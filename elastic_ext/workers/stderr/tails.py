@@ -357,11 +357,6 @@ class StderrTails:
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
                 self._warn("all workers", error)
 
-    @property
-    def enabled(self) -> bool:
-        """Return whether there is a relay."""
-        return self._relay is not None
-
     def begin_round(self) -> None:
         """Forget the workers of the previous round. The console still gets what any of them writes."""
         self._console_is_slow = False

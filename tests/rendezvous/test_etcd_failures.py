@@ -24,6 +24,7 @@ from tests.rendezvous.test_etcd_jobs import GLOO, Nodes, Store, reports, seen, w
 pytestmark = pytest.mark.full
 
 KEYS = JobKeys("job")
+CLI = [sys.executable, "-m", "elastic_ext.cli"]
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(sto
 
 
 @pytest.mark.seam
-def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
+def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start, tmp_path):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""
     first = start("a", store, "1:2", "exit3:0", "exit4:1")
     first.wait_for(seen(1, 2))
@@ -86,12 +87,14 @@ def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
     assert second.finish().returncode == 1
     assert "the budget of 3 restarts" in second.err
     assert {line["attempt"] for line in reports(second)} == {3, 4}
-    explain = [sys.executable, "-m", "elastic_ext.cli", "explain", f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"]
-    told = subprocess.run(explain, capture_output=True, text=True, check=True, timeout=120).stdout
+    where, picture = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"], tmp_path / "timeline.svg"
+    told = subprocess.run([*CLI, "explain", *where], capture_output=True, text=True, check=True, timeout=120).stdout
     assert told.startswith("job job: closed, round 5\n")
     assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
     assert "rank 0 on a: rank 0 ended with exit code 3" in told
     assert "stop, exit code 1\n" in told
+    subprocess.run([*CLI, "timeline", *where, f"--output={picture}"], check=True, timeout=120)
+    assert "ended with exit code 3" in picture.read_text()
     with EtcdClient(store.endpoint) as client:
         kv = client.get(KEYS.ledger).kv
         assert kv is not None

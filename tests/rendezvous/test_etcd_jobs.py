@@ -167,6 +167,8 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, node
     assert wait_gone([pid]) == []
     second.wait_for(seen(1, 2))
     second.wait_for("lost node")
+    with EtcdClient(store.endpoint) as client:
+        assert client.get(KEYS.ledger).kv is None, "nothing is charged"
     nodes.finish("b")
 
 

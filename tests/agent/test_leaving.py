@@ -170,15 +170,19 @@ def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.full("interrupted")
-@pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT], ids=["told-again", "interrupted"])
-def test_only_the_user_ends_the_wait_for_a_save(tmp_path, last):
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (None, signal.SIGINT)],
+    ids=["told-again", "interrupted", "interrupted-at-once"],
+)
+def test_only_the_user_ends_the_wait_for_a_save(tmp_path, first, last):
     """SIGTERM comes twice from Slurm and from timeout(1), and says nothing new. SIGINT is a user who does not want to wait."""
     variables = {**PATIENT, "STOP": str(tmp_path / "stop"), "SAVE_WHEN": str(tmp_path / "go")}
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
         job.wait_for("steps", 2)
-        job.process.send_signal(signal.SIGTERM)
-        job.wait_for(r"saves \d", 2)
+        if first is not None:
+            job.process.send_signal(first)
+            job.wait_for(r"saves \d", 2)
         job.process.send_signal(last)
         if last == signal.SIGTERM:
             job.wait_for("SIGTERM again: waiting for the checkpoint")
@@ -242,15 +246,6 @@ def test_a_node_does_not_wait_for_a_save_that_is_late(tmp_path):
         done = job.finish()
     assert done.returncode == 75, done.err
     assert "checkpoint before leaving: not finished" in done.err
-
-
-@pytest.mark.full
-def test_the_users_interrupt_waits_for_no_save(tmp_path):
-    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
-        job.wait_for("steps", 2)
-        job.process.send_signal(signal.SIGINT)
-        assert job.finish().returncode == 130
-    assert not list(tmp_path.glob("saved.*"))
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, TORCHRUN, Job, wait_gone
 from tests.rendezvous.test_etcd_jobs import GLOO, Nodes, Store, reports, seen, wait_for_nodes
+from tests.telemetry.test_families import URL, scrape
 
 pytestmark = pytest.mark.full
 
@@ -64,12 +65,16 @@ def test_a_bug_that_the_others_feel_before_its_own_node_does(store, start, tmp_p
 @pytest.mark.seam
 def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(store, nodes, start):
     """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
-    for name in "ab":
-        start(name, store, "2:3")
+    good = [start(name, store, "2:3") for name in "ab"]
     nodes.wait_for('"attempt"')
     bad = start("c", store, "2:3", "segv:1", "segv:2")
     assert bad.finish().returncode == 69, bad.err
     nodes.wait_for(seen(2, 3), "ab")
+    for job in good:  # nothing has failed there, and yet they count it
+        values = scrape(job.wait_for(URL)[0][1])
+        assert (values["elastic_ext_refused_nodes"], values["elastic_ext_node_strikes"]) == (1, 0)
+        assert values["elastic_ext_max_restarts"] > values["elastic_ext_restarts_charged"] >= 1
+        assert sum(value for series, value in values.items() if 'total{decision="replace_node"' in series) == 1
     refused = start("c", store, "2:3")
     assert refused.finish().returncode == 69, refused.err
     assert "may not come back yet" in refused.err

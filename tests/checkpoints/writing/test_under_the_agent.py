@@ -28,15 +28,14 @@ def newest(directory: Path) -> int:
 
 @pytest.mark.seam
 def test_a_relative_directory_means_the_same_to_a_script_that_has_changed_its_own(tmp_path):
-    script = tmp_path / "moves.py"
-    script.write_text(
+    (tmp_path / "moves.py").write_text(
         "import os, sys, torch, torch.distributed as dist, elastic_ext\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\n"
         "dist.init_process_group('gloo')\ncheckpointer = elastic_ext.Checkpointer(model=torch.nn.Linear(1, 1))\n"
         "step = checkpointer.load().step\nprint('loaded', step, os.environ['ELASTIC_EXT_CHECKPOINT_DIR'], flush=True)\n"
         "if step == 0:\n    checkpointer.save(5, wait=True)\n    os._exit(3)\n"
     )
     conf = "checkpoint_dir=kept,local_dir=near,backoff=0"
-    done = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", str(script)], tmp_path)
+    done = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", "moves.py"], tmp_path)
     assert done.returncode == 0, done.all
     assert re.findall(r"^loaded (.*)$", done.out, re.MULTILINE) == [f"{step} {tmp_path}/kept" for step in (0, 5)]
     assert newest(tmp_path / "kept") == 5

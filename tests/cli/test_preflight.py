@@ -221,6 +221,7 @@ OF_SRUN = {
     "SLURM_JOB_ID": "1000", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1",
     "MASTER_ADDR": "n1",
 }  # fmt: skip
+SRUN_PARTY = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": str(32000 + 1002 % 768), "NODE": "1"}
 
 
 @pytest.mark.parametrize(
@@ -229,17 +230,14 @@ OF_SRUN = {
         ({}, {}),
         (OF_TORCHRUN, {"NODE": "1"}),
         ({**OF_TORCHRUN, "WORLD_SIZE": "1"}, {}),
-        (OF_SRUN, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": str(32000 + 1002 % 768), "NODE": "1"}),
+        (OF_SRUN, SRUN_PARTY),
+        ({**OF_SRUN, "MASTER_ADDR": ""}, {**SRUN_PARTY, "MASTER_ADDR": ""}),  # the hosts of the step cannot be found
         ({**OF_SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {}),
         ({"SLURM_JOB_ID": "1000", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {}),  # a batch script
     ],
 )
 def test_who_measures_together(environ, expected):
     assert preflight.party({"PATH": "", **environ}) == expected
-
-
-def test_hosts_of_a_step_that_cannot_be_found_are_no_address():
-    assert preflight.party({**OF_SRUN, "MASTER_ADDR": "", "PATH": ""})["MASTER_ADDR"] == ""
 
 
 def test_where_is_written_to(tmp_path):

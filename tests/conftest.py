@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.etcd_server import EtcdServer
+from tests.etcd_server import Certificates, EtcdServer
 from tests.s3 import S3Server
 
 TEARDOWN_TIMEOUT_S = 180
@@ -42,6 +42,12 @@ def server(tmp_path: Path) -> Iterator[EtcdServer]:
     """An etcd of the test's own, which it may kill."""
     with EtcdServer(tmp_path / "etcd") as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """For tests that change none of the files; they may add others."""
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="session")

@@ -198,6 +198,13 @@ class EtcdServer(ServerProcess):
     def etcdctl(self, *args: str) -> str:
         return etcdctl(self.endpoint, *args)
 
+    def lock(self, root: str, ann: str = "", prefix: str = "") -> None:
+        """Demand a password from now on: this one of root, and of a user ann, who may read and write below the prefix."""
+        of_ann = ("user add ann --new-user-password " + ann, "role add ann", "user grant-role ann ann")
+        of_ann = (*of_ann, f"role grant-permission ann readwrite --prefix {prefix}") if ann else ()
+        for command in (f"user add root --new-user-password {root}", "user grant-role root root", *of_ann, "auth enable"):
+            self.etcdctl(*command.split())
+
     def status(self) -> Status:
         with EtcdClient(self.endpoint) as client:
             return client.status(timeout_s=READY_S)

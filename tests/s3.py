@@ -1,36 +1,20 @@
-"""An S3 API server on a port of its own: moto's, in a process of its own, so that its CPU time and its end are not ours."""
+"""An S3 API server on a port of its own: that of the chaos suite, which nobody makes ill here."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from contextlib import ExitStack
+from pathlib import Path
 
-SERVE = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()  # until the one who started it is gone
-server.stop()
-"""
-
-# What a client needs to find it; the same for s3fs here, in a worker and in an agent.
-SECRETS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+from tests.chaos.seeded.object_store import ObjectStore
 
 
 class S3Server:
-    """`environ` for clients; `bucket()` for a new, empty bucket. Ends with the process that started it."""
+    """`environ` for clients, here, in a worker and in an agent; `bucket()` for a new, empty bucket. Ends with this process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self._process.stdout is not None
-        port = self._process.stdout.readline().strip()
-        assert port, "moto's server did not start"
-        self.environ = {**SECRETS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        self._stack = ExitStack()
+        self.environ = ObjectStore([], "127.0.0.1", Path(os.devnull), lambda path: None, self._stack).environ
         self._buckets = 0
 
     def bucket(self) -> str:
@@ -43,12 +27,4 @@ class S3Server:
         return f"s3://{name}"
 
     def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._stack.close()

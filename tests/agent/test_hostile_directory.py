@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import AGENT, Job, environment
+from tests.jobs import AGENT, Job, environment, run
 
 # Saves once to the local tier, then fails, so that the copier, a standby and the relay of stderr are all of use.
 SAVING = """
@@ -84,8 +84,7 @@ def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
     at_start = imported_by("import json")  # the bootstrap, which runs as the user's code does, tells of a failure with it
     marks = hostile(tmp_path / "path", (needed & sys.stdlib_module_names) - at_start - {"__main__"})
     assert len(left(tmp_path / "path")) > 20
-    script = tmp_path / "train.py"
-    script.write_text(
+    (tmp_path / "train.py").write_text(
         "import os\n"
         "os.write(2, b'worker says\\n')\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
@@ -96,7 +95,7 @@ def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
     agent = [sys.executable, "-I", "-c", "import sys; from elastic_ext.agent.__main__ import main; sys.exit(main(sys.argv[1:]))"]
     conf = f"--rdzv-conf=local_dir={tmp_path / 'local'},checkpoint_dir={tmp_path / 'remote'}"
     with Job(
-        [*agent, "--max-restarts=1", conf, str(script)], tmp_path, ELASTIC_EXT_STANDBY="on", PYTHONPATH=str(tmp_path / "path")
+        [*agent, "--max-restarts=1", conf, "train.py"], tmp_path, ELASTIC_EXT_STANDBY="on", PYTHONPATH=str(tmp_path / "path")
     ) as job:
         job.wait_for("worker says")
         (said,) = job.wait_for("workers are started without a warm standby: a library: (.*)")
@@ -126,14 +125,9 @@ def test_helpers_find_a_package_that_only_the_agents_path_holds(tmp_path, where)
         "print(isolated.__file__)\n"
         "print(*isolated.command('x')[isolated.command('x').index('x') + 2:], sep='\\n')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "start"],
-        cwd=work,
-        env=environment(PYTHONPATH=str(holds) if where == "PYTHONPATH" else ""),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    module, *entries = done.stdout.split()
+    path = str(holds) if where == "PYTHONPATH" else ""
+    done = run([sys.executable, "-m", "start"], work, forks=False, PYTHONPATH=path)
+    assert done.returncode == 0, done.err
+    module, *entries = done.out.split()
     assert module.startswith(str(holds))
     assert str(holds) in entries

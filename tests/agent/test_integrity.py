@@ -21,13 +21,11 @@ from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.replicas import SCHEMA, Hashed, WorkerHashes
-from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
 from tests.embedded_server import EmbeddedServer
-from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Finished, Job, run
-from tests.until import LIMIT_S
+from tests.rendezvous.test_etcd_jobs import wait_for_nodes
 
 SCRIPT = SCRIPTS / "replicated_job.py"
 EVERY, STEPS = 20, 120
@@ -63,19 +61,13 @@ class Hosts:
 
     def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
         self.folder, self._stack = tmp_path, stack
-        self._server = stack.enter_context(EmbeddedServer())
+        self.server = stack.enter_context(EmbeddedServer())
         (tmp_path / "checkpoints").mkdir()
 
-    def await_nodes(self, count: int) -> None:
-        """Until this many nodes are in the job, waiting ones too."""
-        with EtcdClient(self._server.endpoint) as client, client.watch_with_snapshot(JobKeys("job").nodes) as watch:
-            while len(client.get_prefix(JobKeys("job").nodes).kvs) < count:
-                assert watch.get(LIMIT_S) is not None
-
     def start(self, names: str, nnodes: str, flips: str, **variables: str) -> dict[str, Job]:
-        where = [f"--rdzv-endpoint={self._server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--nproc-per-node=1"]
+        where = [f"--rdzv-endpoint={self.server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--nproc-per-node=1"]
         conf = f"--rdzv-conf={CONF},checkpoint_dir={self.folder / 'checkpoints'}"
-        command = [*TORCHRUN, *self._server.options, *where, conf, "--max-restarts=3", SCRIPT, self.folder, "ddp"]
+        command = [*TORCHRUN, *self.server.options, *where, conf, "--max-restarts=3", SCRIPT, self.folder, "ddp"]
         return {
             name: self._stack.enter_context(
                 Job(command, self.folder, NODE=name, ELASTIC_EXT_NODE_NAME=name, STEPS=str(STEPS), FLIP=flips, **variables)
@@ -101,7 +93,7 @@ def test_the_odd_one_of_three_is_replaced_by_the_spare(hosts, undisturbed, what)
         job.wait_for("attempt 0 from step 0")
     bad = next(name for name, job in jobs.items() if re.search("rank 0 on", job.out))
     spare = hosts.start("d", "3", flips="")
-    hosts.await_nodes(4)  # else no node may leave
+    wait_for_nodes(hosts.server, 4)  # else no node may leave
     gate.open("w").close()
     done = {name: job.finish() for name, job in {**jobs, **spare}.items()}
     assert done[bad].returncode == 69, done[bad].err
@@ -147,26 +139,21 @@ def loss_of(done: Finished, attempt: int) -> str:
     return found
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("unequal", "not the hardware is to blame but the script"),  # the ranks were never equal
+        ("fsdp", "rank 0: . of . parameters of Adam are no replicas"),
+        ("local", "rank 0: . of . parameters of Adam are no replicas"),
+        ("sparse", "integrity_every: rank 1: replicas are no longer hashed in this round: "),
+    ],
+)
 @pytest.mark.full
-def test_a_script_whose_ranks_were_never_equal_is_warned_and_trains_on(tmp_path):
-    done = plain(tmp_path, "unequal", 2)
+def test_what_cannot_be_compared_is_said_once(tmp_path, how, said):
+    """And the job trains on."""
+    done = plain(tmp_path, how, 2)
     assert done.returncode == 0, done.err
-    assert done.err.count("not the hardware is to blame but the script") == 1
-
-
-@pytest.mark.parametrize("how", ["fsdp", "local"])
-@pytest.mark.full
-def test_where_there_are_no_replicas_one_rank_says_so(tmp_path, how):
-    done = plain(tmp_path, how, 2, flips="")
-    assert done.returncode == 0, done.err
-    assert len(re.findall("rank 0: . of . parameters of Adam are no replicas", done.err)) == 1, done.err
-
-
-@pytest.mark.full
-def test_where_hashing_fails_on_one_rank_its_agent_names_it_and_the_job_trains_on(tmp_path):
-    done = plain(tmp_path, "sparse", 2)
-    assert done.returncode == 0, done.err
-    assert done.err.count("integrity_every: rank 1: replicas are no longer hashed in this round: ") == 1, done.err
+    assert len(re.findall(said, done.err)) == 1, done.err
 
 
 @pytest.mark.full

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.companion import END_S, LEAST_S, EndLimit
+from tests.etcd_server import Certificates
 from tests.jobs import AGENT, Gate, Job, children, command_of
-from tests.status.trainer_server import TrainerServer, make_certificates
+from tests.status.trainer_server import TrainerServer
 from tests.until import until
 
 
@@ -52,10 +53,9 @@ class Exporter(SpanExporter):
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[TrainerServer]:
-    make_certificates(tmp_path)
+def trainer(tmp_path: Path, certificates: Certificates) -> Iterator[TrainerServer]:
     (tmp_path / "token").write_text("token")
-    server = TrainerServer(tmp_path)
+    server = TrainerServer(certificates)
     yield server
     server.close()
 

@@ -81,21 +81,6 @@ def test_until_when(platform_grace_s, pod_grace_s, environ, expected):
     assert leaving.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
 
 
-@pytest.mark.full
-def test_a_pod_that_is_deleted_tells_its_grace(tmp_path):
-    """Half a second for a save: there is no time, and the pod says so, whatever --shutdown-timeout is."""
-    pod = tmp_path / "pod.json"
-    pod.write_text('{"metadata": {"deletionTimestamp": "2026-11-21T00:00:00Z", "deletionGracePeriodSeconds": 1}}')
-    conf = f"--rdzv-conf=stop_grace=0.9,pod_file={pod}"
-    variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
-    with Job([*AGENT, "--nproc-per-node=1", conf, JOB, tmp_path, "slow"], tmp_path, **variables) as job:
-        job.wait_for("steps")
-        job.process.send_signal(signal.SIGTERM)
-        done = job.finish()
-    assert done.returncode == 75, done.err
-    assert re.search(r"0\.\d+ s are left", done.err), done.err
-
-
 @pytest.mark.parametrize(
     ("end", "left_s"),
     [
@@ -170,15 +155,19 @@ def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.full("interrupted")
-@pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT], ids=["told-again", "interrupted"])
-def test_only_the_user_ends_the_wait_for_a_save(tmp_path, last):
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (None, signal.SIGINT)],
+    ids=["told-again", "interrupted", "interrupted-at-once"],
+)
+def test_only_the_user_ends_the_wait_for_a_save(tmp_path, first, last):
     """SIGTERM comes twice from Slurm and from timeout(1), and says nothing new. SIGINT is a user who does not want to wait."""
     variables = {**PATIENT, "STOP": str(tmp_path / "stop"), "SAVE_WHEN": str(tmp_path / "go")}
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
         job.wait_for("steps", 2)
-        job.process.send_signal(signal.SIGTERM)
-        job.wait_for(r"saves \d", 2)
+        if first is not None:
+            job.process.send_signal(first)
+            job.wait_for(r"saves \d", 2)
         job.process.send_signal(last)
         if last == signal.SIGTERM:
             job.wait_for("SIGTERM again: waiting for the checkpoint")
@@ -231,26 +220,28 @@ def test_told_again_after_its_time_an_agent_ends_at_once():
         signal.signal(signal.SIGUSR1, before)
 
 
+POD = '{"metadata": {"deletionTimestamp": "2026-11-21T00:00:00Z", "deletionGracePeriodSeconds": 1}}'
+
+
 @pytest.mark.full
-def test_a_node_does_not_wait_for_a_save_that_is_late(tmp_path):
-    conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=5", "--shutdown-timeout=1"]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rdzv-conf=stop_grace=0.5,platform_grace=5", "--shutdown-timeout=1"], "checkpoint before leaving: not finished"),
+        (["--rdzv-conf=stop_grace=0.9,pod_file=pod.json"], r"0\.\d+ s are left"),  # a deleted pod has half a second for a save
+    ],
+    ids=["late", "pod"],
+)
+def test_a_node_does_not_wait_for_a_save_that_is_late(tmp_path, options, said):
+    (tmp_path / "pod.json").write_text(POD)
     variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
     variables["SAVE_WHEN"] = str(tmp_path / "never")
-    with Job([*AGENT, "--nproc-per-node=1", *conf, JOB, tmp_path], tmp_path, **variables) as job:
+    with Job([*AGENT, "--nproc-per-node=1", *options, JOB, tmp_path], tmp_path, **variables) as job:
         job.wait_for("steps")
         job.process.send_signal(signal.SIGTERM)
         done = job.finish()
     assert done.returncode == 75, done.err
-    assert "checkpoint before leaving: not finished" in done.err
-
-
-@pytest.mark.full
-def test_the_users_interrupt_waits_for_no_save(tmp_path):
-    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
-        job.wait_for("steps", 2)
-        job.process.send_signal(signal.SIGINT)
-        assert job.finish().returncode == 130
-    assert not list(tmp_path.glob("saved.*"))
+    assert re.search(said, done.err), done.err
 
 
 @pytest.mark.full

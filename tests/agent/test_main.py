@@ -112,13 +112,12 @@ def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_
 def test_what_the_readme_says_of_torchruns_options(tmp_path):
     """Those of its table that no other test shows."""
     (tmp_path / "ok.py").write_text("print('ran')")
-    once = tmp_path / "once.py"
-    once.write_text("import os; os._exit(9 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    (tmp_path / "once.py").write_text("import os; os._exit(9 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
     stock = run([*EXT, "--standalone", "ok.py"], tmp_path)
     assert (stock.returncode, "supervises this run" in stock.err) == (0, False), stock.all
     refused = run([*EXT, "--max-restarts=-1", "ok.py"], tmp_path)
     assert (refused.returncode, "ran" in refused.out) == (1, False)
-    late = ["--monitor-interval=1000", "--rdzv-conf=max_restarts=-1", "--node-rank=7", "--start-method=fork", str(once)]
+    late = ["--monitor-interval=1000", "--rdzv-conf=max_restarts=-1", "--node-rank=7", "--start-method=fork", "once.py"]
     job = run([*EXT, *late], tmp_path)
     assert job.returncode == 0, job.all
     assert "restart 1, no limit" in job.err
@@ -140,13 +139,12 @@ def test_slurm_says_that_the_user_ends_the_job(tmp_path):
 
 @pytest.mark.seam
 def test_metrics_are_served_where_the_log_says(tmp_path):
-    script = tmp_path / "second.py"
-    script.write_text(
+    (tmp_path / "second.py").write_text(
         "import os, signal\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n"
         "print('second', flush=True); signal.pause()\n"
     )
-    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path, forks=False) as job:
+    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", "second.py"], tmp_path, forks=False) as job:
         (url,) = job.wait_for(r"(http://127\.0\.0\.1:\d+)/metrics")
         job.wait_for("second", 2)
         expected = [

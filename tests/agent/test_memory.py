@@ -2,10 +2,9 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,38 +100,6 @@ def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_work
     assert (found.memory_limit, found.memory_every) == (50, None)
 
 
-OWNER = """
-import signal, sys
-from elastic_ext.agent.resume import MemoryCopies
-from elastic_ext.base.settings import Settings
-
-copies = MemoryCopies(Settings(checkpoint_dir=sys.argv[1]), sys.argv[2])
-print(copies.open(1).directory, flush=True)
-signal.pause()
-"""
-
-
-@pytest.mark.full
-def test_copies_of_an_agent_that_was_killed_with_its_reaper_go_with_the_next_agent(tmp_path, run_dir):
-    settings = Settings(checkpoint_dir=str(tmp_path))
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elastic_ext_test_") as other:
-        command = [sys.executable, "-c", OWNER, str(tmp_path), other]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-            assert owner.stdout is not None
-            part = Path(owner.stdout.readline().strip(), directory_name(8, 1), memory_file(0))
-            part.parent.mkdir()
-            part.write_bytes(b"part")
-            with MemoryCopies(settings, run_dir) as copies:
-                assert copies.open(1) is not None
-                assert part.exists(), "its agent lives"
-            owner.kill()
-        with MemoryCopies(settings, run_dir) as copies:
-            assert copies.open(1) is not None
-            assert copies.open(1) is not None, "in the next round"
-            assert not os.path.exists(other)
-            assert os.path.isdir(f"{run_dir}/memory")
-
-
 @pytest.fixture
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stands for /dev/shm."""
@@ -151,12 +118,19 @@ def planted(folder: Path) -> Path:
     return part
 
 
-def test_a_dead_agents_directory_goes_as_a_whole(shared_memory):
-    folder = shared_memory / "elastic_ext_dead"
-    planted(folder)
-    (folder / "progress").touch()
-    remove_orphans()
-    assert not folder.exists()
+def test_the_copies_of_a_dead_agent_go_with_the_next_agent(tmp_path, shared_memory):
+    """The whole directory, whose lock nobody holds any more; not those of agents that live."""
+    dead, *alive = (shared_memory / f"elastic_ext_{name}" for name in ("dead", "one", "other"))
+    planted(dead)
+    (dead / "progress").touch()
+    with ExitStack() as stack:
+        for folder in alive:
+            folder.mkdir()
+            copies = stack.enter_context(MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(folder)))
+            assert copies.open(1) is not None
+            assert copies.open(1) is not None, "in the next round"
+        assert sorted(shared_memory.glob("*/memory")) == [folder / "memory" for folder in alive]
+    assert not dead.exists()
 
 
 def test_what_others_plant_neither_holds_up_an_agent_nor_leads_it_elsewhere(shared_memory, tmp_path):

@@ -6,23 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import EXT, STOCK, TORCHRUN, environment, run
+from tests.jobs import EXT, STOCK, TORCHRUN, Finished, environment, run
 
 pytestmark = pytest.mark.seam
 
 
-def python(code: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess:
-    script = tmp_path / "case.py"
-    script.write_text(code)
-    return subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def python(code: str, tmp_path: Path) -> Finished:
+    (tmp_path / "case.py").write_text(code)
+    return run([sys.executable, "case.py"], tmp_path, forks=False)
 
 
 LAUNCH = """
@@ -53,7 +44,7 @@ def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
         "print(ran)",
         tmp_path,
     )
-    assert done.stdout == "['Supervisor', 'LocalElasticAgent', 'Supervisor', 'refused', 'LocalElasticAgent']\n", done.stderr
+    assert done.out == "['Supervisor', 'LocalElasticAgent', 'Supervisor', 'refused', 'LocalElasticAgent']\n", done.err
 
 
 @pytest.mark.full
@@ -71,7 +62,7 @@ def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
         "launch('c10d'); print(ran, api.LocalElasticAgent is LocalElasticAgent)",
         tmp_path,
     )
-    assert done.stdout == "['Supervisor', 'Supervisor', 'LocalElasticAgent'] True\n", done.stderr
+    assert done.out == "['Supervisor', 'Supervisor', 'LocalElasticAgent'] True\n", done.err
 
 
 def test_patches_of_the_agent_stay_alive(tmp_path):
@@ -88,16 +79,16 @@ def test_patches_of_the_agent_stay_alive(tmp_path):
         "    try: launch('ext_c10d')\n    except OSError as error: print(error)\n",
         tmp_path,
     )
-    assert done.stdout == "patched 1\nmock 1\ncold\n", done.stderr
+    assert done.out == "patched 1\nmock 1\ncold\n", done.err
 
 
 @pytest.mark.full
 def test_a_torch_without_the_seam_fails_with_one_sentence(tmp_path):
     done = python(LAUNCH + "del api.LocalElasticAgent\nlaunch('ext_c10d')", tmp_path)
     assert done.returncode == 78
-    (line,) = [line for line in done.stderr.splitlines() if "elastic_ext" in line]
+    (line,) = [line for line in done.err.splitlines() if "elastic_ext" in line]
     assert "has no torch.distributed.launcher.api.LocalElasticAgent" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.full
@@ -113,18 +104,17 @@ def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
         "launch('ext_c10d')",
         tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "elastic_ext" in line]
+    assert done.returncode == 0, done.err
+    (line,) = [line for line in done.err.splitlines() if "elastic_ext" in line]
     assert "used by an agent other than elastic_ext's" in line
     assert "no verdicts" in line
 
 
 def test_pet_variables_choose_the_backend(tmp_path):
-    script = tmp_path / "ok.py"
-    script.write_text("import os; os.write(1, b'told\\n' if 'ELASTIC_EXT_WORKER' in os.environ else b'stock\\n')")
+    (tmp_path / "ok.py").write_text("import os; os.write(1, b'told\\n' if 'ELASTIC_EXT_WORKER' in os.environ else b'stock\\n')")
     chosen = {"PET_RDZV_BACKEND": "ext_c10d", "PET_RDZV_ENDPOINT": "localhost:0", "PET_NPROC_PER_NODE": "2"}
-    assert run([*TORCHRUN, str(script)], tmp_path, forks=False, **chosen).out == "told\ntold\n"
-    assert run([*STOCK, str(script)], tmp_path, forks=False).out == "stock\n"
+    assert run([*TORCHRUN, "ok.py"], tmp_path, forks=False, **chosen).out == "told\ntold\n"
+    assert run([*STOCK, "ok.py"], tmp_path, forks=False).out == "stock\n"
 
 
 def test_loading_the_entry_point_imports_no_torch():
@@ -143,9 +133,8 @@ def test_loading_the_entry_point_imports_no_torch():
 
 
 def test_wrong_usage_under_torchrun(tmp_path):
-    script = tmp_path / "ok.py"
-    script.write_text("print('started')")
-    job = run([*EXT, "--rdzv-conf=stop_grace=31", str(script)], tmp_path)
+    (tmp_path / "ok.py").write_text("print('started')")
+    job = run([*EXT, "--rdzv-conf=stop_grace=31", "ok.py"], tmp_path)
     assert job.returncode == 78, job.all
     (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
     assert "stop_grace=31 must not be more than --shutdown-timeout=30" in line

@@ -80,15 +80,14 @@ def test_a_build_is_not_locked_by_one_that_was_stopped(tmp_path):
 @with_a_filter
 def test_a_job_restarts_where_system_calls_are_refused(tmp_path):
     """Without pidfds and named pipes, too, what a worker says on stderr is kept and shown."""
-    script = tmp_path / "says.py"
-    script.write_text(
+    (tmp_path / "says.py").write_text(
         "import os, signal\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         "    if os.environ['RANK'] == '0': signal.pause()\n"
         "    os.write(2, b'NCCL WARN something of a library\\n')\n"
         "    raise RuntimeError('flaky')\n"
     )
-    with refusing_job(NOTHING, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path) as job:
+    with refusing_job(NOTHING, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", "says.py"], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.all
     assert "restart: rank 1 raised RuntimeError: flaky at says.py:" in done.err
@@ -108,8 +107,7 @@ def test_nothing_outlives_a_killed_agent_without_pidfds(tmp_path):
 @pytest.mark.full
 @with_a_filter
 def test_standbys_without_pidfds(tmp_path):
-    script = tmp_path / "waits.py"
-    script.write_text(
+    (tmp_path / "waits.py").write_text(
         "import fcntl, os, sys\n"
         "warm = any('standby/server' in each for each in sys.orig_argv) or 'torch' in sys.modules\n"
         "n = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
@@ -119,7 +117,7 @@ def test_standbys_without_pidfds(tmp_path):
         "    os._exit(3)\n"
     )
     gate = Gate(tmp_path / "gate")
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script), str(gate.path)]
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", "waits.py", str(gate.path)]
     with refusing_job(NO_PIDFD, command, tmp_path, ELASTIC_EXT_STANDBY="on", LOGLEVEL="INFO") as job:
         job.wait_for("warm False 0")
         job.wait_for("1 warm standbys wait")
@@ -156,10 +154,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_the_users_limit(tmp_path):
     """The first workers start without standbys."""
     (tmp_path / "many.py").write_text(MANY)
-    script = tmp_path / "hangs.py"
-    script.write_text(HANGS)
+    (tmp_path / "hangs.py").write_text(HANGS)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    command = [sys.executable, str(tmp_path / "many.py"), "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    command = [sys.executable, str(tmp_path / "many.py"), "--nproc-per-node=1", "--max-restarts=1", "hangs.py"]
     job = run(
         ["sh", "-c", 'ulimit -Sn 2500; exec "$@"', "sh", *command],
         tmp_path,
@@ -382,14 +379,13 @@ def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_other
 
 @pytest.mark.full
 def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
-    script = tmp_path / "waits.py"
-    script.write_text(
+    (tmp_path / "waits.py").write_text(
         "import fcntl, os, sys\n"
         "print('up', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
         "fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH)\n"
     )
     gate = Gate(tmp_path / "gate")
-    command = [*AGENT, "--nproc-per-node=1", str(script), str(gate.path)]
+    command = [*AGENT, "--nproc-per-node=1", "waits.py", str(gate.path)]
     variables = {"ELASTIC_EXT_STANDBY": "on", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch", "LOGLEVEL": "INFO"}
     with Job(command, tmp_path, **variables) as job:
         job.wait_for("up 0")
@@ -415,10 +411,11 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
 
 @pytest.mark.full
 def test_helpers_that_somebody_has_stopped_do_not_delay_the_end(tmp_path):
-    script = tmp_path / "waits.py"
-    script.write_text("import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)")
+    (tmp_path / "waits.py").write_text(
+        "import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)"
+    )
     gate = Gate(tmp_path / "gate")
-    with Job([*AGENT, "--nproc-per-node=1", str(script), str(gate.path)], tmp_path) as job:
+    with Job([*AGENT, "--nproc-per-node=1", "waits.py", str(gate.path)], tmp_path) as job:
         job.wait_for("(?m)^up$")
         helpers = [pid for pid in children(job.process.pid) if re.search(r"(reaper|relay)\.py", command_of(pid))]
         assert len(helpers) == 2

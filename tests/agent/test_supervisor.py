@@ -35,14 +35,13 @@ def test_a_failure_is_named_and_the_job_comes_back(tmp_path):
 @pytest.mark.full
 def test_what_our_threads_log_of_lost_peers_does_not_hide_how_the_script_ended(tmp_path):
     """As the saver of copies in memory does, when another rank's end cuts it off."""
-    script = tmp_path / "bug.py"
-    script.write_text(
+    (tmp_path / "bug.py").write_text(
         "import logging, sys, elastic_ext\nelastic_ext.report_progress()\n"
         "try:\n    raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Connection reset by peer')\n"
         "except RuntimeError as error:\n"
         "    logging.getLogger('elastic_ext.checkpoints').exception('no more copies: %s', error)\nsys.exit(1)\n"
     )
-    job = run([*AGENT, "--max-restarts=0", str(script)], tmp_path)
+    job = run([*AGENT, "--max-restarts=0", "bug.py"], tmp_path)
     assert job.returncode == 1
     assert "elastic_ext: no more copies: [gloo/transport/tcp/pair.cc:537] Connection reset by peer" in job.err
     assert "elastic_ext: stop: rank 0 ended with exit code 1" in job.err
@@ -51,14 +50,13 @@ def test_what_our_threads_log_of_lost_peers_does_not_hide_how_the_script_ended(t
 
 @pytest.mark.seam
 def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
-    script = tmp_path / "always.py"
-    script.write_text(
+    (tmp_path / "always.py").write_text(
         "import logging, os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True)\n"
         "from elastic_ext.base import log_records; log_records.install()\n"
         "logging.getLogger('elastic_ext.training').warning('seen')\n"
         "os.write(2, b'x' * 50_000 + b'\\nlast words\\n'); os._exit(20 + int(n))"
     )
-    job = run([*EXT, "--rdzv-conf=node_name=n2", "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
+    job = run([*EXT, "--rdzv-conf=node_name=n2", "--nproc-per-node=1", "--max-restarts=1", "always.py"], tmp_path)
     assert job.returncode == 1
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
     assert job.err.index("last words") < job.err.index("rank 0 ended with exit code 20")
@@ -71,14 +69,13 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
 
 @pytest.mark.seam
 def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text(
+    (tmp_path / "late.py").write_text(
         "import os, torch\n"
         "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
         "torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).step()\n"
         "{}['missing']\n"
     )
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", "late.py"], tmp_path)
     assert job.returncode == 65
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
     assert "the same failure recurred without progress (kind code, rule repeated)" in job.err
@@ -86,8 +83,7 @@ def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
 
 @pytest.mark.seam
 def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
-    script = tmp_path / "spends.py"
-    script.write_text(
+    (tmp_path / "spends.py").write_text(
         "import os, pathlib\n"
         "tries = pathlib.Path('tries')\n"
         "number = len(tries.read_text()) if tries.exists() else 0\n"
@@ -97,7 +93,7 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
         "    import signal; signal.pause()\n"
         "os._exit(20 + number)\n"
     )
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=mine", "--rdzv-conf=backoff=0", str(script)]
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=mine", "--rdzv-conf=backoff=0", "spends.py"]
     with Job(command, tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger") as job:
         job.wait_for("try 2")
         job.process.kill()
@@ -145,8 +141,7 @@ def test_what_the_start_line_says(conf, metrics, resumed, end):
 @pytest.mark.full
 def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
     """It raises what would be a code bug, while it answers the SIGTERM that another worker's death brought it."""
-    script = tmp_path / "cleanup.py"
-    script.write_text(
+    (tmp_path / "cleanup.py").write_text(
         "import os, signal\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': raise SystemExit\n"
         "if os.environ['RANK'] == '0':\n"
@@ -157,7 +152,7 @@ def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     os.mkfifo(tmp_path / "fifo")
-    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path)
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", "cleanup.py"], tmp_path)
     assert job.returncode == 0, job.all
     assert "restart: rank 1 was killed by SIGKILL" in job.err
 
@@ -165,10 +160,9 @@ def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a full tmpfs in a mount namespace of its own, which only root may")
 def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
-    script = tmp_path / "ok.py"
-    script.write_text("print('ran')")
+    (tmp_path / "ok.py").write_text("print('ran')")
     shell = "mount -t tmpfs -o size=64k none /dev/shm && head -c 1000000 /dev/zero > /dev/shm/fill; exec " + " ".join(
-        [*AGENT, "--nproc-per-node=2", str(script)]
+        [*AGENT, "--nproc-per-node=2", "ok.py"]
     )
     job = run(["unshare", "-m", "sh", "-c", shell], tmp_path)
     assert job.returncode == 0, job.all
@@ -179,12 +173,11 @@ def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
 @pytest.mark.full
 def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
     logs = tmp_path / "logs"
-    script = tmp_path / "twice.py"
-    script.write_text(
+    (tmp_path / "twice.py").write_text(
         "import os, sys\nn = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('this is', n)\n"
         "if n == '0': sys.exit(9)\nraise NameError('boom')"
     )
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=5", "--log-dir", str(logs), "--redirects=3", str(script)], tmp_path)
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=5", "--log-dir", str(logs), "--redirects=3", "twice.py"], tmp_path)
     assert job.returncode == 65, job.all
     (run_dir,) = logs.iterdir()
     assert {path.name: (path / "0" / "stdout.log").read_text() for path in run_dir.iterdir()} == {
@@ -198,8 +191,7 @@ def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
 @pytest.mark.full("2")
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tmp_path, sig):
-    script = tmp_path / "slow.py"
-    script.write_text(
+    (tmp_path / "slow.py").write_text(
         "import signal, sys, threading\n"
         "got = threading.Event()\n"
         "def handler(number, frame): print('got', number, flush=True); threading.Timer(1.5, done).start()\n"
@@ -210,7 +202,7 @@ def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tm
     )
     # 1.5 s is more than the grace after a failure, and less than the shutdown timeout
     options = ["--nproc-per-node=1", "--rdzv-conf=stop_grace=0.5", "--shutdown-timeout=200"]
-    with Job([*EXT, *options, str(script)], tmp_path) as job:
+    with Job([*EXT, *options, "slow.py"], tmp_path) as job:
         job.wait_for("(?m)^up$")
         job.process.send_signal(sig)
         assert job.finish().returncode != 0
@@ -220,13 +212,12 @@ def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tm
 
 @pytest.mark.full
 def test_a_broken_error_file_never_hurts_the_agent(tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text(
+    (tmp_path / "broken.py").write_text(
         "import os\n"
         "with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: file.write('{\"message\": {\"message\": \"x\"}}')\n"
         "os._exit(5)\n"
     )
-    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path)
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=1", "broken.py"], tmp_path)
     assert job.returncode == 1, job.all
     assert "restart: rank 0 ended with exit code 5" in job.err
     assert "error file" in job.err
@@ -240,8 +231,7 @@ def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
     torch_agent = pytest.importorskip("torch.distributed.elastic.agent.server.local_elastic_agent")
     if not hasattr(torch_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"):
         pytest.skip("this torch has no check for it (2.13 has)")
-    script = tmp_path / "stuck.py"
-    script.write_text(
+    (tmp_path / "stuck.py").write_text(
         "import os\n"
         "os.mkfifo('fifo')\n"
         "print('up', flush=True)\n"
@@ -249,13 +239,13 @@ def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
         "os.posix_spawn('/bin/true', ['true'], os.environ, file_actions=[(os.POSIX_SPAWN_OPEN, 0, 'fifo', os.O_RDONLY, 0)])\n"
     )
     job = run(
-        [*EXT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
+        [*EXT, "--nproc-per-node=1", "--max-restarts=3", "stuck.py"], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
     )
     assert job.returncode == 69, job.all
     assert "slept in the kernel" in job.err
     assert job.out.count("up") == 1
     # One that ends well when it is told to: there is no failed worker then, and it is a failure all the same.
-    script.write_text(
+    (tmp_path / "stuck.py").write_text(
         "import ctypes, os, signal\n"
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
         "print('up', flush=True)\n"
@@ -265,7 +255,7 @@ def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
         "signal.pause()\n"
     )
     job = run(
-        [*EXT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
+        [*EXT, "--nproc-per-node=1", "--max-restarts=3", "stuck.py"], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
     )
     assert job.returncode == 69, job.all
     assert "slept in the kernel" in job.err
@@ -284,10 +274,9 @@ sys.stderr.write("to err\\n")
 
 @pytest.mark.seam
 def test_variables_prefixes_tee_and_redirects_are_those_of_torchrun(tmp_path):
-    script = tmp_path / "env.py"
-    script.write_text(ENV_SCRIPT)
+    (tmp_path / "env.py").write_text(ENV_SCRIPT)
     options = ["--nproc-per-node=2", "--role=trainer", "--max-restarts=4", "--rdzv-id=job7"]
-    options += ["--log-dir=logs", "--redirects=1:3", "--tee=0:1", str(script)]
+    options += ["--log-dir=logs", "--redirects=1:3", "--tee=0:1", "env.py"]
     template = "[${role_name}${local_rank}|${rank}]: "
     job = run([*EXT, *options], tmp_path, CUDA_VISIBLE_DEVICES="0,1", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=template)
     assert job.returncode == 0, job.all
@@ -323,12 +312,11 @@ def test_variables_prefixes_tee_and_redirects_are_those_of_torchrun(tmp_path):
 @pytest.mark.seam
 def test_record_and_the_launchers_own_error_file(tmp_path):
     """A scheduler that starts torchrun with TORCHELASTIC_ERROR_FILE gets the root cause of the worker, as with stock."""
-    script = tmp_path / "recorded.py"
-    script.write_text(
+    (tmp_path / "recorded.py").write_text(
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\ndef main():\n    raise NotImplementedError('later')\nmain()\n"
     )
-    job = run([*EXT, "--nproc-per-node=2", str(script)], tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "launcher.json"))
+    job = run([*EXT, "--nproc-per-node=2", "recorded.py"], tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "launcher.json"))
     assert job.returncode == 65
     message = json.loads((tmp_path / "launcher.json").read_text())["message"]
     assert message["message"] == "NotImplementedError: later"
@@ -345,9 +333,10 @@ def test_modules_commands_and_the_switch(tmp_path):
     assert re.search(r"module __main__ \['a', 'b'\] .*bootstrap\.py", job.out), job.all
     job = run([*EXT, "--nproc-per-node=2", "--no-python", "sh", "-c", "echo command $RANK"], tmp_path)
     assert sorted(re.findall(r"command \d", job.out)) == ["command 0", "command 1"], job.all
-    script = tmp_path / "who.py"
-    script.write_text("import sys; print('orig', [part for part in open('/proc/self/cmdline').read().split('\\0')])")
-    off = run([*EXT, "--nproc-per-node=1", "--rdzv-conf=bootstrap=off", str(script)], tmp_path)
+    (tmp_path / "who.py").write_text(
+        "import sys; print('orig', [part for part in open('/proc/self/cmdline').read().split('\\0')])"
+    )
+    off = run([*EXT, "--nproc-per-node=1", "--rdzv-conf=bootstrap=off", "who.py"], tmp_path)
     assert "bootstrap.py" not in off.out
     assert "orig" in off.out
 
@@ -380,8 +369,7 @@ def test_news_between_the_look_and_the_wait_are_not_lost(tmp_path):
 
 @pytest.mark.full
 def test_functions_through_the_api_return_their_values(tmp_path):
-    script = tmp_path / "api.py"
-    script.write_text(
+    (tmp_path / "api.py").write_text(
         "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
         "def fn(x):\n    import os; return x + int(os.environ['RANK'])\n"
         "def bad():\n    raise ValueError('from a function')\n"
@@ -395,7 +383,7 @@ def test_functions_through_the_api_return_their_values(tmp_path):
         "        except Exception as error:\n"
         "            print(type(error).__name__, 'from a function' in str(error), flush=True)\n"
     )
-    job = run([sys.executable, str(script)], tmp_path)
+    job = run([sys.executable, "api.py"], tmp_path)
     assert job.returncode == 0, job.all
     for method in ("spawn", "fork", "forkserver"):
         assert f"{method} [(0, 10), (1, 11)]\nChildFailedError True\n" in job.out, job.all
@@ -404,8 +392,7 @@ def test_functions_through_the_api_return_their_values(tmp_path):
 @pytest.mark.seam
 def test_a_function_that_dies_at_once(tmp_path):
     """multiprocessing reaps those that have ended while it starts the others: they are gone before they can be watched."""
-    script = tmp_path / "api.py"
-    script.write_text(
+    (tmp_path / "api.py").write_text(
         "import os\n"
         "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
         "from torch.distributed.elastic.multiprocessing.errors import ChildFailedError\n"
@@ -415,15 +402,14 @@ def test_a_function_that_dies_at_once(tmp_path):
         "try: elastic_launch(config, fn)()\n"
         "except ChildFailedError as error: print('failed with', error.get_first_failure()[1].exitcode)\n"
     )
-    job = run([sys.executable, str(script)], tmp_path)
+    job = run([sys.executable, "api.py"], tmp_path)
     assert "failed with 3" in job.out, job.all
 
 
 @pytest.mark.full
 def test_run_path(tmp_path):
-    script = tmp_path / "path.py"
-    script.write_text("import os, sys; sys.stdout.write(f\"path {__name__} {sys.argv} {os.environ['RANK']}\\n\")")
-    job = run([*EXT, "--nproc-per-node=2", "--run-path", str(script), "x"], tmp_path)
+    (tmp_path / "path.py").write_text("import os, sys; sys.stdout.write(f\"path {__name__} {sys.argv} {os.environ['RANK']}\\n\")")
+    job = run([*EXT, "--nproc-per-node=2", "--run-path", "path.py", "x"], tmp_path)
     assert job.returncode == 0, job.all
     assert job.out.count("path __main__") == 2
 
@@ -434,8 +420,7 @@ def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
     checkpoints = tmp_path / "ckpt"
     checkpoints.mkdir()
     torch.save({}, checkpoints / "step_6.pt")
-    script = tmp_path / "resume.py"
-    script.write_text(
+    (tmp_path / "resume.py").write_text(
         "import json, os, torch\n"
         "env, n = os.environ, int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "run_dir = os.path.join(os.path.dirname(json.loads(env['ELASTIC_EXT_WORKER'])['stderr']), '..', '..')\n"
@@ -444,7 +429,7 @@ def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
         "if n == 0: torch.save({}, 'ckpt/step_7.pt'); open('ckpt/step_9.pt', 'wb').write(b'PK torn'); os._exit(9)\n"
     )
     options = ["--rdzv-id=job 1", f"--rdzv-conf=checkpoint_dir={checkpoints}", "--nproc-per-node=1", "--max-restarts=1"]
-    job = run([*EXT, *options, str(script)], tmp_path)
+    job = run([*EXT, *options, "resume.py"], tmp_path)
     assert job.returncode == 0, job.all
     (line,) = [line for line in job.err.splitlines() if "supervises this run" in line]
     backend = rf"elastic_ext {re.escape(elastic_ext.__version__)} supervises this run: ext_c10d, run id job 1, "
@@ -466,13 +451,12 @@ def group():
 @pytest.mark.seam
 def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group):
     """Agent and workers are in one control group, as in a container."""
-    script = tmp_path / "eats.py"
-    script.write_text(
+    (tmp_path / "eats.py").write_text(
         "import os\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "if attempt == '0': os.kill(os.getpid(), 9)\nif attempt == '1': b'x' * (3 << 30)\n"
     )
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-    job = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path)
+    job = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=3", "eats.py"], tmp_path)
     assert job.returncode == 0, job.all
     rules = re.findall(r"restart: .*\((kind .*)\)", job.err)
     assert rules == ["kind unknown, rule killed", "kind host_memory, rule oom-killed"]

@@ -10,18 +10,17 @@ import pytest
 from elastic_ext.agent.companions import training_of
 from elastic_ext.status.trainjob import Training
 from elastic_ext.workers.progress import Progress
+from tests.etcd_server import Certificates
 from tests.jobs import AGENT, SCRIPTS, Gate, Job
-from tests.status.trainer_server import Post, TrainerServer, make_certificates
+from tests.status.trainer_server import Post, TrainerServer
 
 OURS = "elastic_ext"
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[TrainerServer]:
-    (tmp_path / "certificates").mkdir()
-    make_certificates(tmp_path / "certificates")
+def trainer(tmp_path: Path, certificates: Certificates) -> Iterator[TrainerServer]:
     (tmp_path / "token").write_text("token")
-    server = TrainerServer(tmp_path / "certificates")
+    server = TrainerServer(certificates)
     yield server
     server.close()
 

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 from elastic_ext.base import names
 from elastic_ext.rendezvous.round_records import Header
 from elastic_ext.rendezvous.round_store import NodeStates, RoundStore, StoreConnector, serve
-from tests.jobs import ROOT
+from tests.jobs import ROOT, run
 from tests.programs import needs, required
 
 HERE, SERVER = "10.9.9.1", "10.9.9.53"
@@ -71,17 +70,10 @@ def in_namespace(answers: bool, folder: Path) -> tuple[int, dict[str, str], dict
     needs("unshare", "ip")
     required(os.geteuid() == 0, "needs root for a network namespace")
     program = f"from tests.base.test_names import connect; connect({answers})"
-    done = subprocess.run(
-        ["unshare", "-m", "-n", "sh", "-c", INSIDE.format(command=shlex.join([sys.executable, "-c", program]))],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return (*json.loads(done.stdout), done.stderr)
+    script = INSIDE.format(command=shlex.join([sys.executable, "-c", program]))
+    done = run(["unshare", "-m", "-n", "sh", "-c", script], folder, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.err
+    return (*json.loads(done.out), done.err)
 
 
 @pytest.mark.full

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,14 +60,7 @@ def test_bash_completes(capsys, tmp_path: Path, words, found):
 
 
 def test_without_shtab_the_error_names_what_to_install(capsys, monkeypatch):
-    real = builtins.__import__
-
-    def without(name: str, *args: object, **kwargs: object) -> object:
-        if name == "shtab":
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "shtab", None)
     assert main.main(["--print-completion", "bash"]) == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("elastic-ext: --print-completion needs shtab: pip install 'elastic_ext[completion]'")

@@ -43,9 +43,7 @@ def examined(*options: str, cwd: Path, **variables: str) -> tuple[int, dict[str,
 @pytest.fixture
 def guarded(server: EtcdServer) -> EtcdServer:
     """Its users need a password."""
-    server.etcdctl("user", "add", f"root:{PASSWORD}")
-    server.etcdctl("user", "grant-role", "root", "root")
-    server.etcdctl("auth", "enable")
+    server.lock(PASSWORD)
     return server
 
 

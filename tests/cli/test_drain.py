@@ -29,7 +29,7 @@ from elastic_ext.rendezvous.round_records import Header, Node, State, decode, en
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
 from tests.ports import free_port
-from tests.rendezvous.test_etcd_jobs import Store, store
+from tests.rendezvous.test_etcd_jobs import Store, store, wait_for_header, wait_for_nodes
 from tests.until import LIMIT_S, until
 
 pytestmark = pytest.mark.full
@@ -68,22 +68,10 @@ class Drained:
         for name in (leader or names[0], *(each for each in names if each != (leader or names[0]))):
             jobs[name] = self.start(name, nnodes, how)
             if name == leader:
-                self.await_nodes(1)
+                wait_for_nodes(self.server, 1)
         for job in jobs.values():
             job.wait_for(f"of {len(names)} attempt 0")
         return jobs
-
-    def await_nodes(self, count: int) -> None:
-        """Until so many nodes are registered, waiting ones too."""
-        with EtcdClient(self.server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
-            while len(client.get_prefix(KEYS.nodes).kvs) < count:
-                assert watch.get(LIMIT_S) is not None
-
-    def await_drain(self) -> None:
-        """Until a drain is in the header."""
-        with EtcdClient(self.server.endpoint) as client, client.watch_with_snapshot(KEYS.header) as watch:
-            while not decode(Header, client.get(KEYS.header).kv.value, "round").drains:
-                assert watch.get(LIMIT_S) is not None
 
     def command(self, *options: str) -> list[str]:
         return [sys.executable, "-m", "elastic_ext.cli", "drain", *options, *self.where]
@@ -173,7 +161,7 @@ def test_a_spare_steps_in(job):
     jobs = job.start_all("n1", "n2", "n3", nnodes="3", how="asks", leader="n1")
     said(job.drain("n2"), 77, "2 nodes would remain, and the job takes at least 3")
     spare = job.start("spare", "3", "asks")
-    job.await_nodes(4)
+    wait_for_nodes(job.server, 4)
     done = job.drain("n1", "--reason=fan  broken")
     said(done, 0, "round 2 runs with 3 nodes")
     left = jobs.pop("n1").finish()
@@ -205,7 +193,7 @@ def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
     job.lease_ttl = 60
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="saves")
     with Job(job.command("n2"), job.folder) as asking:
-        job.await_drain()
+        wait_for_header(job.server, lambda header: header.drains)
         assert job.server.process is not None
         job.server.process.send_signal(signal.SIGSTOP)
         saves = job.saves()
@@ -232,7 +220,7 @@ def test_without_a_checkpoint_nothing_happens_unless_now(job):
     said(job.drain("n9"), 78, "no node n9 in the job; its nodes: n1, n2, n3")
     said(job.drain("n3", "--timeout=1"), 75, "no checkpoint in 1 s: n3 stays in the job")
     with Job(job.command("n3"), job.folder) as asking:
-        job.await_drain()
+        wait_for_header(job.server, lambda header: header.drains)
         assert "to leave at the next checkpoint" in job.status()["refused"][0]["why"]
         said(job.drain("n3", "--undo"), 0, "n3 stays in the job")
         said(asking.finish(), 75, "the drain was withdrawn")

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from elastic_ext.base import files, settings
+from elastic_ext.base import files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import Response
 from elastic_ext.cli import main
@@ -247,10 +247,6 @@ def test_entry_points_bring_rules():
     for name in ("broken_entry_point", "not_there", "CASES"):
         with pytest.raises(UsageError, match=name):
             user_rules.from_entry_points([point(name)])
-
-
-def test_the_setting():
-    assert settings.read({"rules": "r.toml"}, {}).rules == "r.toml"
 
 
 def test_what_is_read_from_etcd_cannot_steer_the_terminal():

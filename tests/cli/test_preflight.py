@@ -89,24 +89,18 @@ def test_the_outlier_is_named_with_the_factor():
     found = the_finding([device(0, 400.0), device(1, 404.0), device(2, 100.0)])
     assert found.detail == "n1 cuda:2: 100 TFLOP/s, 4.0 times worse than the median of the 2 others, 404 (limit: 1.5 times)"
     assert "have the device examined" in found.advice
-
-
-def test_only_devices_of_one_model_are_compared():
-    assert the_finding([device(0, 400.0), device(1, 100.0, kind="T4")]).state == OK
-
-
-def test_a_wrong_result_is_a_failure_and_a_busy_device_is_not():
-    wrong = the_finding([device(0, 400.0), device(1, None, error="the product of two matrices is wrong")])
-    assert (wrong.state, wrong.detail) == (FAIL, "n1 cuda:1: the product of two matrices is wrong")
-    assert the_finding([device(0, None, error="out of memory", blame=OTHERS)]).state == WARN
+    shared = the_finding([device(0, 400.0), device(1, 100.0, blame=OTHERS)])
+    assert shared.detail.endswith("(limit: 1.5 times), and other processes use it")
 
 
 @pytest.mark.parametrize(
     ("figures", "states", "bad"),
     [
         ([device(0, 400.0), device(1, 100.0)], [FAIL], True),
+        ([device(0, 400.0), device(1, 100.0, kind="T4")], [OK], False),  # only devices of one model are compared
         ([device(0, 400.0), device(1, 100.0, blame=OTHERS)], [WARN], False),  # shared with another process: slow, not broken
         ([device(0, 400.0), device(1, None, error="out of memory", blame=OTHERS)], [WARN], False),
+        ([device(0, 400.0), device(1, None, error="the product of two matrices is wrong")], [FAIL], True),
         ([device(0, None, error="wrong"), Figure(DISK, ("n1",), "/x", "local_dir", None, "", SETTINGS)], [FAIL, FAIL], True),
         ([Figure(DISK, ("n1",), "/x", "local_dir", None, "Permission denied", SETTINGS)], [FAIL], False),
         ([Figure(DISK, ("n1",), "/x", "local_dir", None, "Input/output error")], [FAIL], True),
@@ -116,11 +110,6 @@ def test_a_wrong_result_is_a_failure_and_a_busy_device_is_not():
 def test_only_its_own_hardware_makes_a_node_bad(figures, states, bad):
     assert [found.state for found in judged(figures)] == states
     assert bad_node(figures) == bad
-
-
-def test_a_slow_device_that_is_shared_says_so():
-    found = the_finding([device(0, 400.0), device(1, 100.0, blame=OTHERS)])
-    assert found.detail.endswith("(limit: 1.5 times), and other processes use it")
 
 
 @pytest.mark.parametrize(
@@ -232,6 +221,7 @@ OF_SRUN = {
     "SLURM_JOB_ID": "1000", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1",
     "MASTER_ADDR": "n1",
 }  # fmt: skip
+SRUN_PARTY = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": str(32000 + 1002 % 768), "NODE": "1"}
 
 
 @pytest.mark.parametrize(
@@ -240,17 +230,14 @@ OF_SRUN = {
         ({}, {}),
         (OF_TORCHRUN, {"NODE": "1"}),
         ({**OF_TORCHRUN, "WORLD_SIZE": "1"}, {}),
-        (OF_SRUN, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": str(32000 + 1002 % 768), "NODE": "1"}),
+        (OF_SRUN, SRUN_PARTY),
+        ({**OF_SRUN, "MASTER_ADDR": ""}, {**SRUN_PARTY, "MASTER_ADDR": ""}),  # the hosts of the step cannot be found
         ({**OF_SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {}),
         ({"SLURM_JOB_ID": "1000", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {}),  # a batch script
     ],
 )
 def test_who_measures_together(environ, expected):
     assert preflight.party({"PATH": "", **environ}) == expected
-
-
-def test_hosts_of_a_step_that_cannot_be_found_are_no_address():
-    assert preflight.party({**OF_SRUN, "MASTER_ADDR": "", "PATH": ""})["MASTER_ADDR"] == ""
 
 
 def test_where_is_written_to(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,13 +14,14 @@ import pytest
 
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import SaveOutcome, save, save_outcome
-from elastic_ext.etcd import Batch, EtcdClient, Put
+from elastic_ext.etcd import EtcdClient, Put
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Header, Node, State, encode
 from tests.etcd_server import EtcdServer
-from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, run
+from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job, run
 from tests.ports import free_port
+from tests.rendezvous.test_etcd_jobs import wait_for_header
 from tests.until import LIMIT_S
 
 KEYS = JobKeys("job")
@@ -123,15 +123,8 @@ def test_requests_that_overlap_are_all_answered(server, tmp_path):
         assert [job.finish().returncode for job in jobs] == [0, 0]
 
 
-def await_request(client: EtcdClient) -> None:
-    """Until the header of the job carries a request."""
-    deadline = time.monotonic() + TIMEOUT_S
-    with client.watch_with_snapshot(KEYS.header) as news:
-        while (item := news.get(max(0.0, deadline - time.monotonic()))) is not None:
-            kvs = [event.kv for event in item.events] if isinstance(item, Batch) else item.kvs
-            if any(decode(Header, kv.value, "round").save for kv in kvs):
-                return
-    pytest.fail("nobody has asked for a save")
+def asks(header: Header) -> bool:
+    return header.save > 0
 
 
 def write(client: EtcdClient, header: Header) -> None:
@@ -144,7 +137,7 @@ def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(1) as pool:
         write(client, Header(1, State.RUNNING, 1))
         asking = pool.submit(save, client, "job", LIMIT_S)
-        await_request(client)
+        wait_for_header(server, asks)
         write(client, Header(1, State.DONE, 1, reason="all workers have finished"))
         assert asking.result() == SaveOutcome(None, "round 1 ended before the save: all workers have finished")
         not_running = "the job is not running, it is done: all workers have finished"
@@ -153,7 +146,7 @@ def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
         ticks = itertools.count(step=0.05)  # or a busy machine would not come to ask in time
         monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
         assert "did not complete in time" in save(client, "job", 0.3).reason
-        await_request(client)
+        wait_for_header(server, asks)
 
 
 @pytest.mark.full
@@ -161,7 +154,7 @@ def test_etcd_dies_while_we_wait(server, tmp_path):
     with EtcdClient(server.endpoint) as client:
         write(client, Header(1, State.RUNNING, 1))
         with Job(command(server.endpoint, "--timeout=15"), tmp_path) as asking:
-            await_request(client)
+            wait_for_header(server, asks)
             server.kill()
             refused(asking.finish(), 75, "no save: ")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import re
 import sys
@@ -185,14 +184,7 @@ def test_wrong_usage(job, tmp_path, capsys, arguments, said):
 
 
 def test_without_matplotlib_the_error_names_what_to_install(tmp_path, capsys, monkeypatch):
-    real = builtins.__import__
-
-    def without(name: str, *args: object, **kwargs: object) -> object:
-        if name.partition(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run(capsys, EVENTS, "-o", tmp_path / "life.png")
     assert (code, err) == (78, f"elastic-ext: {timeline.MISSING}\n")
     assert not Path(tmp_path / "life.png").exists()

@@ -105,11 +105,6 @@ def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates.make(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="session")
 def tls_server(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[EtcdServer]:
     """Wants a client certificate."""
     folder = tmp_path_factory.mktemp("tls")
@@ -122,13 +117,7 @@ def auth_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
     """User ann may read and write below /ann/. Tokens that are not used for a second expire."""
     ann, root, _ = SECRETS
     with EtcdServer(tmp_path_factory.mktemp("auth"), args=[f"--auth-token-ttl={TOKEN_TTL_S}"]) as started:
-        started.etcdctl("user", "add", "root", "--new-user-password", root)
-        started.etcdctl("user", "grant-role", "root", "root")
-        started.etcdctl("user", "add", "ann", "--new-user-password", ann)
-        started.etcdctl("role", "add", "ann")
-        started.etcdctl("role", "grant-permission", "ann", "readwrite", "--prefix", "/ann/")
-        started.etcdctl("user", "grant-role", "ann", "ann")
-        started.etcdctl("auth", "enable")
+        started.lock(root, ann, "/ann/")
         yield started
 
 

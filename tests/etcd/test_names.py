@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.etcd_server import EtcdServer
-from tests.jobs import ROOT
+from tests.jobs import ROOT, run
 from tests.programs import needs, required
 
 # A name server that never answers: a host of that address is said to be behind a link that nobody is on.
@@ -47,13 +46,5 @@ def test_a_name_in_etc_hosts_needs_no_name_server(tmp_path: Path) -> None:
     needs("unshare", "ip")
     required(os.geteuid() == 0, "needs root for a network namespace")
     script = SILENT.format(command=shlex.join([sys.executable, "-c", GET]))
-    done = subprocess.run(
-        ["unshare", "-m", "-n", "sh", "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(["unshare", "-m", "-n", "sh", "-c", script], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.err

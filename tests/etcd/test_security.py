@@ -214,9 +214,7 @@ def test_token_expired_at_a_put_and_under_a_watch(ann: EtcdClient, auth_server: 
 def server_of_root(folder: Path) -> Iterator[EtcdServer]:
     """Its tokens last for minutes."""
     with EtcdServer(folder / "etcd") as server:
-        server.etcdctl("user", "add", "root", "--new-user-password", SECRETS[1])
-        server.etcdctl("user", "grant-role", "root", "root")
-        server.etcdctl("auth", "enable")
+        server.lock(SECRETS[1])
         yield server
 
 

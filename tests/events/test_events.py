@@ -25,7 +25,7 @@ from elastic_ext.events import event_table
 from elastic_ext.events.event_table import EVENTS, EventTime, Source
 from elastic_ext.events.output import Events
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, run
-from tests.until import LIMIT_S, until
+from tests.until import LIMIT_S
 
 SOURCE = Source("job", "n1", 7)
 ELASTIC = str(SCRIPTS / "elastic_job.py")
@@ -330,24 +330,6 @@ def assert_spans(found: list[dict], recovered: dict) -> None:
 
 
 @pytest.mark.full
-def test_the_events_of_a_preemption(tmp_path):
-    gate = Gate(tmp_path / "gate")
-    command = [*AGENT, "--rdzv-conf=platform_grace=60", ELASTIC]
-    with Job(command, tmp_path, GATE=str(gate.path), NODE="a", ELASTIC_EXT_EVENTS_FILE=str(tmp_path / "events")) as job:
-        job.wait_for('"attempt": 0')
-        (url,) = job.wait_for(r"serving (http://\S+)")
-        running = b'elastic_ext_agent_state{state="running"} 1.0'  # a worker may be ready before its agent
-        until(lambda: running in urlopen(url[1], timeout=LIMIT_S).read())
-        job.process.send_signal(signal.SIGTERM)
-        assert job.finish().returncode == 75
-    found = read(tmp_path / "events")
-    started = ["agent_started", "round_started", "workers_started"]
-    assert names(found) == [*started, "preemption_noticed", "workers_stopped", "agent_ended"]
-    assert (found[3]["signal"], found[3]["grace"]) == ("SIGTERM", 60)
-    assert (found[-1]["exit_code"], found[-1]["state"]) == (75, "signalled")
-
-
-@pytest.mark.full
 def test_the_events_of_a_hang(tmp_path):
     where = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "ELASTIC_EXT_HANG": "on", "STOP": str(tmp_path / "stop")}
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", "--rdzv-conf=hang_timeout=6,backoff=0"]
@@ -375,7 +357,7 @@ def test_the_events_of_two_nodes_of_which_one_leaves(server, tmp_path):
     """On etcd. Both write to one file, and number the rounds alike."""
     gate = Gate(tmp_path / "gate")
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
-    conf = "--rdzv-conf=lease_ttl=60,last_call=240,stop_grace=2"  # both are there before it is over
+    conf = "--rdzv-conf=lease_ttl=60,last_call=240,stop_grace=2,platform_grace=60"  # both are there before it is over
 
     def node(name: str) -> Job:
         where = {"GATE": str(gate.path), "ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "ELASTIC_EXT_NODE_NAME": name}
@@ -393,6 +375,8 @@ def test_the_events_of_two_nodes_of_which_one_leaves(server, tmp_path):
     a, b = ([each for each in found if each["node"] == name] for name in "ab")
     started = ["agent_started", "round_started", "workers_started"]
     assert names(b) == [*started, "preemption_noticed", "workers_stopped", "agent_ended"]
+    assert (b[3]["signal"], b[3]["grace"]) == ("SIGTERM", 60)
+    assert (b[-1]["exit_code"], b[-1]["state"]) == (75, "signalled")
     after = ["round_over", "workers_stopped", "round_started", "membership_changed", "workers_started"]
     assert names(a) == [*started, *after, "workers_stopped", "agent_ended"]
     assert (a[3]["cause"], a[5]["cause"]) == ("broken", "membership")

@@ -46,15 +46,10 @@ def users(cost: int = CHEAP) -> str:
     return f"basic_auth_users: {{alice: '{bcrypt.hashpw(b'right', bcrypt.gensalt(cost)).decode()}'}}\n"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates.make(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest.fixture
-def certificates(made: Certificates, tmp_path: Path) -> Certificates:
+def certificates(certificates: Certificates, tmp_path: Path) -> Certificates:
     """Copies, which a test may replace."""
-    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(certificates.folder, tmp_path, dirs_exist_ok=True)
     return Certificates(tmp_path)
 
 

@@ -24,11 +24,6 @@ HASH = "$2y$10$X0h1gDsPszWURQaxFh.zoubFi6DXncSjhoQNJgRrnGs7EsimhC7zG"  # of expo
 FILES = "cert_file: server.crt, key_file: server.key"
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates.make(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest.mark.seam
 def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -> None:
     path = certificates.folder / "web.yml"

@@ -87,8 +87,8 @@ class ApiServer:
 
 
 @pytest.fixture
-def api(tmp_path: Path) -> Iterator[ApiServer]:
-    server = ApiServer(Certificates.make(tmp_path / "certificates"))
+def api(certificates: Certificates) -> Iterator[ApiServer]:
+    server = ApiServer(certificates)
     yield server
     server.close()
 

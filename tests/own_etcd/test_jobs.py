@@ -17,7 +17,7 @@ import pytest
 from elastic_ext.own_etcd import folder, keeper
 from tests.chaos.processes import zombies
 from tests.jobs import TIMEOUT_S, TORCHRUN, Job, descendants, wait_gone
-from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, pids_in, revive
+from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob, hosts_of, lose, pids_in, revive
 from tests.programs import needs
 from tests.rendezvous.test_etcd_jobs import reports, seen
 from tests.until import until
@@ -39,11 +39,11 @@ def laptop(tmp_path):
 
 @pytest.mark.seam
 def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
-    """Two agents, two ways to start them, one etcd. Once both commands have returned, nothing is left."""
-    first = laptop.start("2", name="a")
+    """Two agents, two ways to start them, one etcd, one restart. Once both commands have returned, nothing is left."""
+    first = laptop.start("2", ELASTIC, "exit3:0", name="a")
     second = laptop.start("2", name="b", command=TORCHRUN)
     for agent in (first, second):
-        agent.wait_for(seen(2, 0))
+        agent.wait_for(seen(2, 1))
     assert len(laptop.keepers()) == 2, "a keeper and its member, whoever was first"
     (place,) = laptop.folders()
     assert place.stat().st_mode & 0o777 == 0o700
@@ -59,7 +59,7 @@ def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
 def test_a_bug_leaves_nothing(laptop):
     assert laptop.start("1", "tests/no_such_script.py").finish().returncode == 78
     laptop.assert_gone()
-    agent = laptop.start("1", str(Path(__file__).parents[1] / "scripts" / "elastic_job.py"), "bug:0")
+    agent = laptop.start("1", ELASTIC, "bug:0")
     assert agent.finish().returncode == 65, agent.err
     assert laptop.folders() == []
 

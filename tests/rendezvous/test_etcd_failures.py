@@ -20,10 +20,12 @@ from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, TORCHRUN, Job, wait_gone
 from tests.rendezvous.test_etcd_jobs import GLOO, Nodes, Store, reports, seen, wait_for_nodes
+from tests.telemetry.test_families import URL, scrape
 
 pytestmark = pytest.mark.full
 
 KEYS = JobKeys("job")
+CLI = [sys.executable, "-m", "elastic_ext.cli"]
 
 
 @pytest.fixture
@@ -63,12 +65,16 @@ def test_a_bug_that_the_others_feel_before_its_own_node_does(store, start, tmp_p
 @pytest.mark.seam
 def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(store, nodes, start):
     """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
-    for name in "ab":
-        start(name, store, "2:3")
+    good = [start(name, store, "2:3") for name in "ab"]
     nodes.wait_for('"attempt"')
     bad = start("c", store, "2:3", "segv:1", "segv:2")
     assert bad.finish().returncode == 69, bad.err
     nodes.wait_for(seen(2, 3), "ab")
+    for job in good:  # nothing has failed there, and yet they count it
+        values = scrape(job.wait_for(URL)[0][1])
+        assert (values["elastic_ext_refused_nodes"], values["elastic_ext_node_strikes"]) == (1, 0)
+        assert values["elastic_ext_max_restarts"] > values["elastic_ext_restarts_charged"] >= 1
+        assert sum(value for series, value in values.items() if 'total{decision="replace_node"' in series) == 1
     refused = start("c", store, "2:3")
     assert refused.finish().returncode == 69, refused.err
     assert "may not come back yet" in refused.err
@@ -76,7 +82,7 @@ def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(sto
 
 
 @pytest.mark.seam
-def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
+def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start, tmp_path):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""
     first = start("a", store, "1:2", "exit3:0", "exit4:1")
     first.wait_for(seen(1, 2))
@@ -86,12 +92,14 @@ def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
     assert second.finish().returncode == 1
     assert "the budget of 3 restarts" in second.err
     assert {line["attempt"] for line in reports(second)} == {3, 4}
-    explain = [sys.executable, "-m", "elastic_ext.cli", "explain", f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"]
-    told = subprocess.run(explain, capture_output=True, text=True, check=True, timeout=120).stdout
+    where, picture = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job"], tmp_path / "timeline.svg"
+    told = subprocess.run([*CLI, "explain", *where], capture_output=True, text=True, check=True, timeout=120).stdout
     assert told.startswith("job job: closed, round 5\n")
     assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
     assert "rank 0 on a: rank 0 ended with exit code 3" in told
     assert "stop, exit code 1\n" in told
+    subprocess.run([*CLI, "timeline", *where, f"--output={picture}"], check=True, timeout=120)
+    assert "ended with exit code 3" in picture.read_text()
     with EtcdClient(store.endpoint) as client:
         kv = client.get(KEYS.ledger).kv
         assert kv is not None

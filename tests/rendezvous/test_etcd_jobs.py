@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from elastic_ext.base import settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Node, decode
+from elastic_ext.rendezvous.round_records import Header, Node, decode
 from tests.embedded_server import EmbeddedServer
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
@@ -107,6 +107,13 @@ def wait_for_nodes(server: Store, count: int) -> None:
             assert watch.get(60) is not None, f"fewer than {count} nodes after 60 s without news"
 
 
+def wait_for_header(server: Store, holds: Callable[[Header], object]) -> None:
+    """Until this is true of the job's header."""
+    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.header) as watch:
+        while (kv := client.get(KEYS.header).kv) is None or not holds(decode(Header, kv.value, "round")):
+            assert watch.get(60) is not None, "not after 60 s without news"
+
+
 def assert_one_line(done: Finished, code: int, said: str) -> None:
     """The agent has ended with this code, and says why in one line."""
     assert done.returncode == code, done.all
@@ -160,6 +167,8 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, node
     assert wait_gone([pid]) == []
     second.wait_for(seen(1, 2))
     second.wait_for("lost node")
+    with EtcdClient(store.endpoint) as client:
+        assert client.get(KEYS.ledger).kv is None, "nothing is charged"
     nodes.finish("b")
 
 

@@ -16,7 +16,7 @@ from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.rounds import Limits
 from tests.chaos.seeded.surroundings import clocks, unavailable
 from tests.etcd_client import EtcdClient
-from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
+from tests.etcd_server import EtcdCluster, EtcdServer
 from tests.jobs import Job, command_of, descendants, wait_gone
 from tests.programs import required
 from tests.rendezvous.random_jobs import Invariants
@@ -182,16 +182,7 @@ def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart
 def auth_server(tmp_path: Path) -> Iterator[EtcdServer]:
     """User ann may read and write below the job's prefix. A token that is not used for two seconds is worth nothing any more."""
     with EtcdServer(tmp_path / "auth", args=[f"--auth-token-ttl={TOKEN_TTL_S}"]) as started:
-        for command in (
-            "user add root --new-user-password root-secret-1180",
-            "user grant-role root root",
-            f"user add ann --new-user-password {PASSWORD}",
-            "role add ann",
-            "role grant-permission ann readwrite --prefix /elastic_ext/",
-            "user grant-role ann ann",
-            "auth enable",
-        ):
-            started.etcdctl(*command.split())
+        started.lock("root-secret-1180", PASSWORD, "/elastic_ext/")
         yield started
 
 
@@ -221,12 +212,11 @@ def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_pass
 
 
 @pytest.mark.seam
-def test_with_certificates_on_both_sides(tmp_path, stack):
-    made = Certificates.make(tmp_path / "certificates")
-    server = stack.enter_context(EtcdServer(tmp_path / "etcd", certificates=made, client_certificates=True))
-    client = stack.enter_context(EtcdClient(server.endpoint, tls=made.tls(client=True)))
-    files = {"CA": made.path("ca.crt"), "CERT": made.path("client.crt"), "KEY": made.path("client.key")}
-    variables = {f"ELASTIC_EXT_ETCD_{name}": path for name, path in files.items()}
+def test_with_certificates_on_both_sides(tmp_path, stack, certificates):
+    server = stack.enter_context(EtcdServer(tmp_path / "etcd", certificates=certificates, client_certificates=True))
+    client = stack.enter_context(EtcdClient(server.endpoint, tls=certificates.tls(client=True)))
+    files = {"CA": "ca.crt", "CERT": "client.crt", "KEY": "client.key"}
+    variables = {f"ELASTIC_EXT_ETCD_{name}": certificates.path(file) for name, file in files.items()}
     nodes = Watched(tmp_path, stack, client, server.endpoint, **variables)
     nodes.form("ab", "2")
     os.kill(nodes.pids(0)["b"], signal.SIGKILL)

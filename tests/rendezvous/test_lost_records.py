@@ -19,8 +19,6 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import Delete
-from elastic_ext.failures.ledger import decode_ledger
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.participant import Participant
@@ -189,28 +187,6 @@ def test_the_job_outlives(server, tmp_path, stack, what, seconds):
 
 
 @pytest.mark.full
-def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_path, stack):
-    trio = Trio(tmp_path, stack, server, 10)
-
-    def fail(attempt: int) -> int:
-        """Return how many restarts were charged by then."""
-        line = next(line for line in reports(trio.jobs["a"]) if line["attempt"] == attempt)
-        os.kill(line["pid"], signal.SIGKILL)
-        trio.wait_for(seen(3, attempt + 1))
-        return decode_ledger(trio.client.get(PREFIX + "ledger").kv.value.decode()).charged
-
-    assert fail(0) == 1
-    trio.client.txn([], [Delete(PREFIX + key) for key in ("round", "job", "last")] + [Delete(PREFIX + "assign/", prefix=True)])
-    trio.until(trio.is_whole)
-    assert fail(1) == 2
-    trio.client.delete(PREFIX + "ledger")
-    assert fail(2) == 1
-    trio.finish()
-    for job in trio.jobs.values():
-        assert "Traceback" not in job.err, job.err
-
-
-@pytest.mark.full
 def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     trio = Trio(tmp_path, stack, server, 2)
     trio.server.pause()
@@ -224,16 +200,6 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         job.process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents) == []
     assert wait_gone(trio.workers) == []
-
-
-@pytest.mark.full
-def test_sigterm_ends_agents_whose_header_is_gone(server, tmp_path, stack):
-    """They are to break the round of which nothing is known any more."""
-    trio = Trio(tmp_path, stack, server, 10)
-    trio.client.delete(PREFIX + "round")
-    for job in trio.jobs.values():
-        job.process.send_signal(signal.SIGTERM)
-    assert wait_gone(trio.agents) == []
 
 
 @pytest.mark.full

@@ -428,6 +428,18 @@ def test_launches_of_one_round_are_charged_each():
     assert few.client.get_prefix(KEYS.charges).count == 3
 
 
+def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger():
+    few = Few("abc")
+    records = (KEYS.header, KEYS.job, KEYS.last_node, KEYS.assignments)
+    for number, lost, charged in ((1, records, 1), (2, [KEYS.ledger], 2), (3, [], 1)):
+        fail(few, "b", number)
+        few.until_stored(lambda header, number=number: header.round == number and header.verdict)
+        assert few.ledger().charged == charged
+        few.next_round(number + 1)
+        few.client.txn([], [Delete(key, prefix=True) for key in lost])
+        few.world.until(lambda: is_whole(few))
+
+
 def test_a_leader_that_leads_no_more_judges_nothing():
     few = Few("abc")
     before_the_verdict(few, lambda: few.client.delete(KEYS.node("a")))

@@ -1,7 +1,7 @@
 """Steps with one collective each, of uneven length on the ranks, until $STOP is there; saves when the agent asks.
 
-saving_job.py DIR [slow|stall]   DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second longer;
-                                 stall: nothing happens at step 3 until $STALL is there
+saving_job.py DIR [stall]   DIR: gets saved.<attempt>.<rank> with the step of each save
+                            stall: nothing happens at step 3 until $STALL is there
 $SAVE_WHEN: a file for which a save waits
 """
 
@@ -37,8 +37,6 @@ while True:
         say(f"saves {rank}")
         while "SAVE_WHEN" in os.environ and not os.path.exists(os.environ["SAVE_WHEN"]):
             time.sleep(0.01)
-        if "slow" in how:
-            time.sleep(1)
         with Path(sys.argv[1], f"saved.{attempt}.{rank}").open("a") as file:
             file.write(f"{step}\n")
         dist.barrier()

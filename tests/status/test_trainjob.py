@@ -13,7 +13,8 @@ import pytest
 from elastic_ext.status import trainjob_posts
 from elastic_ext.status.trainjob import MAX_GAUGES, Training, TrainJobState, body_of
 from elastic_ext.status.trainjob_posts import Poster, target_of
-from tests.status.trainer_server import PATH, TrainerServer, make_certificates, wrong
+from tests.etcd_server import Certificates
+from tests.status.trainer_server import PATH, TrainerServer, wrong
 from tests.until import LIMIT_S, until
 
 NOW = 1_763_800_000.7
@@ -70,13 +71,6 @@ def test_the_gauges_of_the_script_are_bounded_and_ours_win():
     assert [value for _, value in shown[3:7]] == ["0", "0.123457", "nan", "0"]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates")
-    make_certificates(folder)
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A good answer may take long on a busy machine."""
@@ -84,7 +78,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trainer(certificates: Path) -> Iterator[TrainerServer]:
+def trainer(certificates: Certificates) -> Iterator[TrainerServer]:
     server = TrainerServer(certificates)
     yield server
     server.close()
@@ -180,9 +174,8 @@ def test_a_redirect_does_not_get_the_token(trainer, token, caplog, certificates)
 
 
 @pytest.mark.seam
-def test_a_server_that_the_ca_did_not_sign_gets_nothing(trainer, token, caplog, tmp_path):
-    make_certificates(tmp_path)  # another CA
-    posting = poster({**trainer.environ(token), "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(tmp_path / "ca.crt")})
+def test_a_server_that_the_ca_did_not_sign_gets_nothing(trainer, token, caplog, certificates):
+    posting = poster({**trainer.environ(token), "KUBEFLOW_TRAINER_SERVER_CA_CERT": certificates.path("other-ca.crt")})
     posting.changed()
     posting.close(LIMIT_S)
     assert trainer.posts == []

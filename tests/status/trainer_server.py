@@ -11,12 +11,13 @@ import re
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.etcd_server import Certificates
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs/night/status"
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
@@ -69,22 +70,6 @@ class Post:
         return {each["name"]: each["value"] for each in self.status.get("metrics", [])}
 
 
-def make_certificates(folder: Path) -> None:
-    """Write ca.crt, and server.pem for 127.0.0.1."""
-    san = folder / "san"
-    san.write_text("subjectAltName=IP:127.0.0.1")
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    ca, server = ["-keyout", "ca.key", "-out", "ca.crt"], ["-keyout", "server.key", "-out", "server.csr"]
-    signed = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san", "-out", "server.crt"]
-    for command in (
-        ["req", "-x509", *key, *ca, "-subj", "/CN=ca", "-days", "2"],
-        ["req", *key, *server, "-subj", "/CN=trainer"],
-        ["x509", "-req", "-in", "server.csr", *signed],
-    ):
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
-    (folder / "server.pem").write_text((folder / "server.key").read_text() + (folder / "server.crt").read_text())
-
-
 class TrainerServer:
     """Keeps what it was sent and answers `answers`, the last of them again and again.
 
@@ -92,15 +77,15 @@ class TrainerServer:
     URL to redirect to.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, certificates: Certificates) -> None:
+        self.certificates = certificates
         self.answers: list[int | str] = [200]
         self.posts: list[Post] = []
         self.changed = threading.Condition()
         self.closing = threading.Event()
         self.left = threading.Semaphore(0)  # counts clients that have hung up on "hang"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "server.pem")
+        context.load_cert_chain(certificates.path("server.crt"), certificates.path("server.key"))
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self.server.trainer = self  # type: ignore[attr-defined]
         self.server.handle_error = lambda *_: None  # type: ignore[method-assign]
@@ -113,7 +98,7 @@ class TrainerServer:
         return f"https://127.0.0.1:{self.server.server_address[1]}{PATH}"
 
     def environ(self, token: Path) -> dict[str, str]:
-        names = {"URL": self.url, "CA_CERT": str(self.folder / "ca.crt"), "TOKEN": str(token)}
+        names = {"URL": self.url, "CA_CERT": self.certificates.path("ca.crt"), "TOKEN": str(token)}
         return {f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in names.items()}
 
     def next_answer(self, post: Post) -> int | str:

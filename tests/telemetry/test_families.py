@@ -6,14 +6,12 @@ import json
 import re
 import time
 import urllib.request
-from contextlib import ExitStack
 
 import pytest
 
 from elastic_ext.telemetry.collectors import OutageChange, OutageWatch, VerdictMetrics
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
-from tests.rendezvous.test_etcd_jobs import Nodes, seen
 from tests.until import LIMIT_S, until
 
 URL = r"http://(127\.0\.0\.1:\d+)/metrics"
@@ -70,7 +68,7 @@ def start(tmp_path, server: EtcdServer, **settings: str) -> Job:
 
 @pytest.mark.full
 def test_a_job_that_is_killed(tmp_path, server):
-    """For one that hangs see test_events.py."""
+    """For one that hangs see test_events.py, for a node that is replaced test_etcd_failures.py."""
     began = time.time()
     local, remote = str(tmp_path / "local"), str(tmp_path / "remote")
     with start(tmp_path, server, local_dir=local, checkpoint_dir=remote, lease_ttl=str(LEASE_S), hang="off") as job:
@@ -105,29 +103,6 @@ def test_a_job_that_is_killed(tmp_path, server):
     assert began < seen["elastic_ext_etcd_lease_expiry_timestamp_seconds"] < time.time() + LEASE_S
     assert first["elastic_ext_hangs_total"] == first["elastic_ext_node_strikes"] == 0
     assert first['elastic_ext_decisions_total{decision="stop",kind="code"}'] == 0
-
-
-@pytest.mark.full
-def test_a_node_that_is_replaced(tmp_path, server):
-    """Its workers crash twice, and the others learn of the verdicts though nothing has failed there."""
-    with ExitStack() as stack:
-        nodes = Nodes(tmp_path, stack)
-        good = [nodes.start(name, server.endpoint, "2:3", ELASTIC_EXT_NODE_NAME=name) for name in "ab"]
-        for job in good:
-            job.wait_for('"attempt"')
-        bad = nodes.start("c", server.endpoint, "2:3", "segv:1", "segv:2", ELASTIC_EXT_NODE_NAME="c")
-        assert bad.finish().returncode == 69, bad.err
-        for job in good:
-            job.wait_for(seen(2, 3))
-            values = scrape(job.wait_for(URL)[0][1])
-            assert values["elastic_ext_refused_nodes"] == 1
-            assert values["elastic_ext_node_strikes"] == 0
-            assert values["elastic_ext_restarts_charged"] >= 1
-            assert values["elastic_ext_max_restarts"] > 1
-            replaced = [value for series, value in values.items() if 'total{decision="replace_node"' in series]
-            assert sum(replaced) == 1
-        nodes.open_gate()
-        assert [job.finish().returncode for job in good] == [0, 0]
 
 
 @pytest.mark.full

@@ -181,6 +181,7 @@ def test_development_mode_finds_nothing_to_complain_about(here: Path, worker: Wo
 
 
 @pytest.mark.seam
+@once
 def test_absent_torch_is_absent(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "script.py").write_text("import torch")
     native = run(["script.py"], tmp_path, worker.environ, flags=("-S",))
@@ -209,6 +210,7 @@ def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str
 
 
 @pytest.mark.seam
+@once
 def test_importing_it_does_nothing() -> None:
     code = """if True:
         import sys
@@ -638,10 +640,7 @@ sys.exit(3)
 
 
 @pytest.mark.full
-def test_a_thread_that_waits_for_other_ranks_aborts_no_worker_that_ends(tmp_path):
+def test_a_waiting_thread_aborts_no_ending_worker(tmp_path: Path) -> None:
     """It would, once they end, too: it returns from torch's C++ code while the interpreter ends."""
-    (tmp_path / "left.py").write_text(_LEFT)
-    environ = {**os.environ, "PYTHONPATH": ROOT}
-    command = [sys.executable, BOOTSTRAP, "left.py"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (ran.returncode, ran.stdout) == (3, "done"), ran.stderr
+    code, out, err = run_text(tmp_path, _LEFT, {"PYTHONPATH": ROOT})
+    assert (code, out) == (3, "done"), err

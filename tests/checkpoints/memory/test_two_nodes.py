@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoints.memory.test_under_the_agent import SCRIPT, check, loaded
+from tests.checkpoints.memory.test_under_the_agent import check, loaded, start
 from tests.checkpoints.memory.test_under_the_agent import unbroken as unbroken  # a fixture
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job
+from tests.jobs import Finished, Gate, Job
+
+HOLD = {"at": "hold", "step": 8, "rank": 0}
 
 
-def start(server: EtcdServer, tmp_path: Path, **variables: str) -> Job:
+def start_node(server: EtcdServer, tmp_path: Path, act: dict) -> Job:
     """The reaper ends a lost agent's lease. Until then the round lasts, however long an agent of a busy machine is silent."""
     conf = "--rdzv-conf=lease_ttl=60,last_call=0.5,stop_grace=2"
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", conf]
-    settings = {
-        "ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
-        "ELASTIC_EXT_MEMORY_EVERY": "1",
-        "ELASTIC_EXT_BACKOFF": "0",
-        "PYTHONPATH": str(SCRIPTS.parents[1]),
-        "ACT": json.dumps({"at": "hold", "step": 8, "rank": 0}),
-    }
-    return Job([*AGENT, *where, "--nproc-per-node=2", "--max-restarts=3", *SCRIPT], tmp_path, **{**settings, **variables})
+    return start(tmp_path, act, *where)
 
 
 def together(done: list[Finished]) -> Finished:
@@ -40,13 +34,13 @@ def has_rank_0(job: Job) -> bool:
 def test_a_lost_node_costs_a_step_at_most(server, tmp_path, unbroken):
     """The agent is killed, and its workers and its memory go with it. A new node gets its parts from the one that is left."""
     gate = Gate(tmp_path / "gate")
-    with start(server, tmp_path) as one, start(server, tmp_path) as two:
+    with start_node(server, tmp_path, HOLD) as one, start_node(server, tmp_path, HOLD) as two:
         for job in (one, two):
             job.wait_for(r"step \d 8 ", 2)
         victim, left = (one, two) if has_rank_0(one) else (two, one)
         victim.process.kill()
         victim.process.wait()
-        with start(server, tmp_path, ACT="{}") as new:
+        with start_node(server, tmp_path, {}) as new:
             for job in (left, new):
                 job.wait_for(r"loaded \d [78] \w+ memory", 2)
             gate.open()

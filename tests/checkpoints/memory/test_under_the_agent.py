@@ -20,11 +20,12 @@ from tests.until import LIMIT_S, until
 pytestmark = pytest.mark.full
 
 STEPS = 12
-SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS), "5"]
+SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS)]
 MEMORY = r"(?m)^memory (/\S+)$"  # the agents' logs, too, have words that follow "memory"
 
 
-def start(tmp_path: Path, act: dict | None = None, save_every: int = 5, **variables: str) -> Job:
+def start(tmp_path: Path, act: dict | None = None, *options: str, save_every: int = 5, **variables: str) -> Job:
+    """options: of torchrun."""
     settings = {
         "ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
         "ELASTIC_EXT_MEMORY_EVERY": "1",
@@ -32,9 +33,8 @@ def start(tmp_path: Path, act: dict | None = None, save_every: int = 5, **variab
         "PYTHONPATH": str(SCRIPTS.parents[1]),
         "ACT": json.dumps(act or {}),
     }
-    return Job(
-        [*AGENT, "--nproc-per-node=2", "--max-restarts=3", *SCRIPT[:2], str(save_every)], tmp_path, **{**settings, **variables}
-    )
+    command = [*AGENT, *options, "--nproc-per-node=2", "--max-restarts=3", *SCRIPT, str(save_every)]
+    return Job(command, tmp_path, **settings, **variables)
 
 
 def loaded(job: Job | Finished) -> list[tuple[int, str, str]]:

@@ -431,12 +431,11 @@ for n in range(5000):
 
 @pytest.mark.full
 def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
-    script = tmp_path / "chatty.py"
-    script.write_text(CHATTY)
+    (tmp_path / "chatty.py").write_text(CHATTY)
     seen = []
     for command in (STOCK, EXT):
         done = subprocess.run(
-            [*command, "--nproc-per-node=2", str(script)],
+            [*command, "--nproc-per-node=2", "chatty.py"],
             cwd=tmp_path,
             env=environment(),
             capture_output=True,
@@ -450,8 +449,7 @@ def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
 
 @pytest.mark.full
 def test_without_stderr_tail_no_relay_stands_between(tmp_path):
-    script = tmp_path / "who.py"
-    script.write_text("import os; print('stderr is', os.readlink('/proc/self/fd/2'))")
-    job = run([*EXT, "--rdzv-conf=stderr_tail=off", "--nproc-per-node=1", str(script)], tmp_path)
+    (tmp_path / "who.py").write_text("import os; print('stderr is', os.readlink('/proc/self/fd/2'))")
+    job = run([*EXT, "--rdzv-conf=stderr_tail=off", "--nproc-per-node=1", "who.py"], tmp_path)
     assert job.returncode == 0, job.all
     assert "elastic_ext_" not in re.search(r"stderr is (.*)", job.out)[1]

@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -92,12 +93,17 @@ def test_what_is_wrong_is_told_and_78(tmp_path, guarded):
 
 
 @pytest.mark.seam
-def test_another_user_who_may_not_write(tmp_path):
-    """Permission bits do not bind root. The interpreter may lie where nobody may read: then torch is what fails, too."""
-    for directory in (tmp_path, *tmp_path.parents):
-        if directory.stat().st_uid == 0 and directory != Path("/") and "pytest" in str(directory):
-            directory.chmod(0o755)
-    closed = tmp_path / "closed"
+def test_another_user_who_may_not_write():
+    """Permission bits do not bind root. The interpreter may lie where nobody may read: then torch is what fails, too.
+
+    Not in tmp_path: each other session of pytest that begins on this machine closes the directory above it to other users.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        assert_not_writable(Path(directory, "closed"))
+
+
+def assert_not_writable(closed):
     closed.mkdir(mode=0o755)
     code = (
         "import os, sys, encodings.ascii, encodings.idna, encodings.latin_1\n"

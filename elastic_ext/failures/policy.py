@@ -241,9 +241,7 @@ def decide(
     of_table = _from_table(diagnosis, past)
     outcome = _apply_history(of_table, diagnosis, past, nodes)
     blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past)
-    if (
-        blamed and outcome.rule in _BY_HISTORY
-    ):  # the checkpoint comes before the code, and before a node whose ranks have not moved
+    if blamed and outcome.rule in _BY_HISTORY:  # the checkpoint comes before the code and the node
         outcome = of_table
     if budget.left:
         outcome = _retry_cold(outcome, diagnosis, past)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.rendezvous.participant import Participant
-from elastic_ext.rendezvous.place import Patience, Place
+from elastic_ext.rendezvous.place import Participant, Patience, Place
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Header
 

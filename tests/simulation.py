@@ -31,7 +31,7 @@ from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Key
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.place import Participant
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Header, RecordReader
 from elastic_ext.rendezvous.round_records import Node as Record

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import Diagnosis, classify
-from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.evidence import WAITS, Evidence, RaisedException
+from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.judgement import Circumstances, Lost, judge
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
 from elastic_ext.failures.policy import EX_CODE, EX_TRY_AGAIN, NO_LIMIT, Backoff

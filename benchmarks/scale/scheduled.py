@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.failures.cuts import NO_RANK
 from elastic_ext.failures.evidence import RaisedException
+from elastic_ext.failures.joint_evidence import NO_RANK
 from elastic_ext.failures.ledger import JobVerdict
 from scale.causes import Look, Shows, Truth
 from scale.job import BACKOFF, CONTROL, WAITING, Fault, Job, Setup

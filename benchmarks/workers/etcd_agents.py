@@ -23,7 +23,7 @@ from typing import Any
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdClient, endpoints
 from elastic_ext.rendezvous.judging import AgentPolicy
-from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.place import Participant
 from elastic_ext.rendezvous.round_records import Node, State
 from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig

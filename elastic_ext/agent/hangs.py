@@ -14,8 +14,8 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.collectives import Collective
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import Block
-from elastic_ext.failures import cuts
 from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Reach, Silent, unanswered
 from elastic_ext.hangs import detector, process_stats, stacks, waits
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
@@ -104,10 +104,10 @@ class HangHandling(Companion):
     def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, detector.Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
-        self.reach: cuts.Reach | None = None  # the hosts that did not answer them then
+        self.reach: Reach | None = None  # the hosts that did not answer them then
         self.collectives: tuple[Collective, ...] = ()  # those in which the workers waited then
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
-        self._reported: cuts.Reach | None = None  # what the other nodes know of the quiet workers
+        self._reported: Reach | None = None  # what the other nodes know of the quiet workers
         self._waiting = False  # this node claims a stall by the limit of a wait only
 
     @property
@@ -177,17 +177,17 @@ class HangHandling(Companion):
         return texts
 
 
-def _recorded(reach: Reachability) -> cuts.Reach:
-    return cuts.Reach(reach.addresses, tuple(cuts.Silent(each.rank, each.address, each.for_s) for each in reach.unanswered))
+def _recorded(reach: Reachability) -> Reach:
+    return Reach(reach.addresses, tuple(Silent(each.rank, each.address, each.for_s) for each in reach.unanswered))
 
 
-def reach_by(diagnosis: Diagnosis) -> cuts.Reach:
+def reach_by(diagnosis: Diagnosis) -> Reach:
     """Return which peers no longer acknowledged what a worker sent, by NCCL's words, if another worker's failure ended it."""
     if diagnosis.response is not Response.FOLLOW:
-        return cuts.NOTHING_KNOWN
+        return NOTHING_KNOWN
     raised = diagnosis.evidence.exception
     texts = (raised.message if raised is not None else "", diagnosis.evidence.stderr_tail)
-    return cuts.Reach(own_addresses(), cuts.unanswered(texts, diagnosis.evidence.rank))
+    return Reach(own_addresses(), unanswered(texts, diagnosis.evidence.rank))
 
 
 def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:

@@ -50,9 +50,9 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
         from elastic_ext.agent.resume import newest_checkpoint
         from elastic_ext.base.helper_process import HelperFailed
         from elastic_ext.own_etcd import launch
-        from elastic_ext.rendezvous.connect import NoAnswer
         from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
         from elastic_ext.rendezvous.handler import EtcdRendezvous
+        from elastic_ext.rendezvous.job_status import NoAnswer
 
         def newest() -> str | None:  # passed here, not by our agent, because `grow_at=checkpoint` holds under any agent
             return newest_checkpoint(settings)
@@ -88,8 +88,8 @@ def c10d_rendezvous(params: RendezvousParameters, settings: Settings) -> Rendezv
     from elastic_ext.base.helper_process import HelperFailed
     from elastic_ext.embedded.hosting import EmbeddedStore
     from elastic_ext.embedded.one_machine import OneMachine
-    from elastic_ext.rendezvous.connect import NoAnswer
     from elastic_ext.rendezvous.handler import EtcdRendezvous
+    from elastic_ext.rendezvous.job_status import NoAnswer
 
     if params.max_nodes == 1:
         return OneMachine(params, settings)

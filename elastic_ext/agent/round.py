@@ -28,9 +28,9 @@ from elastic_ext.base.printable import beginnings, ranks_in_words, redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.failures import replicas
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
+from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
@@ -194,19 +194,19 @@ class RunningRound:
 # What the workers have hashed of their replicas, for comparison with those of other nodes (`integrity_every`).
 
 
-def hashed_by(workers: LocalWorkers) -> tuple[replicas.Hashed, ...]:
+def hashed_by(workers: LocalWorkers) -> tuple[Hashed, ...]:
     """Return what the workers have hashed, those with the same result together. An unreadable file says nothing."""
     return _together(_hashes(workers))
 
 
-def _hashes(workers: LocalWorkers) -> dict[int, replicas.WorkerHashes]:
+def _hashes(workers: LocalWorkers) -> dict[int, WorkerHashes]:
     """Return what each worker has written so far, by rank."""
-    found = {rank: read_file_of_worker(path, replicas.decode) for path, rank in _hash_files(workers)}
+    found = {rank: read_file_of_worker(path, decode_hashes) for path, rank in _hash_files(workers)}
     return {rank: hashes for rank, hashes in found.items() if hashes is not None}
 
 
-def _together(found: Mapping[int, replicas.WorkerHashes]) -> tuple[replicas.Hashed, ...]:
-    ranks: defaultdict[replicas.Hashed, list[int]] = defaultdict(list)
+def _together(found: Mapping[int, WorkerHashes]) -> tuple[Hashed, ...]:
+    ranks: defaultdict[Hashed, list[int]] = defaultdict(list)
     for rank, worker in found.items():
         for each in worker.hashed[-MOST_HASHES:]:
             ranks[replace(each, ranks=())].append(rank)
@@ -225,7 +225,7 @@ class ReplicaWatch(Companion):
 
     def __init__(self, handler: Rendezvous, show: ShowUncompared) -> None:
         self._handler, self._show = handler, show
-        self._reported: tuple[replicas.Hashed, ...] = ()
+        self._reported: tuple[Hashed, ...] = ()
         self._logged: set[str] = set()
         self._report_at = -math.inf  # not before
         self._late = False  # there was an event before that
@@ -251,7 +251,7 @@ class ReplicaWatch(Companion):
         self._show(len(uncompared), next(iter(uncompared), ""))
         self._log(found)
 
-    def _log(self, found: Mapping[int, replicas.WorkerHashes]) -> None:
+    def _log(self, found: Mapping[int, WorkerHashes]) -> None:
         """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
         faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
         for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):

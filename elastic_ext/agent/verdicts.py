@@ -23,9 +23,9 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
 from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
-from elastic_ext.failures.cuts import NO_RANK
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
+from elastic_ext.failures.joint_evidence import NO_RANK
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave

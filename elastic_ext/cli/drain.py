@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
     from elastic_ext.cli import requests
     from elastic_ext.cli.requests import Ending
-    from elastic_ext.rendezvous.connect import Unreachable
     from elastic_ext.rendezvous.drains import DrainRequest
+    from elastic_ext.rendezvous.job_status import Unreachable
 
     with contextlib.ExitStack() as stack:
         try:

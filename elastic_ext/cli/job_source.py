@@ -128,7 +128,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
     # Imported here: commands on files and --url need none of it, and gRPC takes long to import.
     from elastic_ext.embedded.hosting import has_secret, store_visitor
     from elastic_ext.own_etcd import endpoint, keys, launch
-    from elastic_ext.rendezvous.connect import connect
+    from elastic_ext.rendezvous.job_status import connect
 
     known = settings.read({}, os.environ)
     with contextlib.ExitStack() as stack:

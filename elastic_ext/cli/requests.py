@@ -15,10 +15,9 @@ from elastic_ext.etcd.errors import AuthError, ConfigError, EtcdError, Unavailab
 from elastic_ext.etcd.values import Delete, Deleted, Put, unchanged
 from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous.connect import Unreachable
 from elastic_ext.rendezvous.header_record import swap, with_save
 from elastic_ext.rendezvous.job_records import nodes_in
-from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob
+from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob, Unreachable
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 from elastic_ext.rendezvous.tasks import LostRace

@@ -25,8 +25,8 @@ from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
 from elastic_ext.etcd import CallObserver
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Delete
-from elastic_ext.failures import judgement, replicas
-from elastic_ext.failures.cuts import Reach
+from elastic_ext.failures import joint_evidence, judgement
+from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
 from elastic_ext.rendezvous import contract, judging
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, own_address, own_name
@@ -181,8 +181,8 @@ class OneRound:
     def report_quiet(self, reach: Reach | None) -> None:
         """Do nothing: there is no other node to reach."""
 
-    def report_hashed(self, hashed: tuple[replicas.Hashed, ...]) -> None:
-        found = replicas.difference(hashed)
+    def report_hashed(self, hashed: tuple[joint_evidence.Hashed, ...]) -> None:
+        found = joint_evidence.difference(hashed)
         if found is not None and found.agreed is not None:
             self._end(contract.RoundEnd(contract.EndKind.DIFFERS, found.text))
         elif found is not None and not self._warned:

@@ -148,9 +148,9 @@ class Evidence:
     # the names, in order, of each two hosts of the job that cannot reach each other; the first two stand for all
     cuts: tuple[tuple[str, ...], ...] = ()
     cuts_text: str = ""  # who gets no answer from whom, in one line
-    # names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `replicas`
+    # names of the hosts of replicas that differ: that of the odd one, or all without a majority; see `joint_evidence`
     differs: tuple[str, ...] = ()
-    # links of its node that went down shortly before, e.g. "mlx5_0 port 1"; whether one of them is still down; see `links`
+    # links of its node that went down shortly before, e.g. "mlx5_0 port 1"; whether one of them is still down; see `host.links`
     links: tuple[str, ...] = ()
     link_away: bool = False
     link_failed: bool = False  # whether they are why the round ended; see `judgement`
@@ -163,6 +163,11 @@ class Evidence:
     def cut(self) -> tuple[str, ...]:
         """The names of the two hosts that stand for all that cannot reach each other; (): no two are known."""
         return self.cuts[0] if self.cuts else ()
+
+    @property
+    def before_first_step(self) -> bool:
+        """Whether this worker certainly had not done an optimizer step."""
+        return self.first_step_done is False
 
 
 def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:

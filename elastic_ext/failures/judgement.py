@@ -11,10 +11,20 @@ from elastic_ext.base.collectives import compared
 from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
 from elastic_ext.base.printable import beginnings
 from elastic_ext.base.printable import cut as shortened
-from elastic_ext.failures import cuts, policy, replicas
+from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
-from elastic_ext.failures.cuts import NO_RANK, NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
+from elastic_ext.failures.joint_evidence import (
+    NO_RANK,
+    NOTHING_KNOWN,
+    Cut,
+    Difference,
+    Reach,
+    choose_cut,
+    difference,
+    find_cuts,
+    union,
+)
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
     MAX_STACKS,
@@ -90,11 +100,12 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     cause = _cause(reports, ledger, circumstances)
     report = cause.report
     now, budget, past = _compared(cause.diagnosis, report, ledger, circumstances)
+    nodes = policy.Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members)
     decision = policy.decide(
         cause.diagnosis,
         budget,
         past,
-        policy.Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members),
+        nodes,
         circumstances.exit_codes,
         circumstances.backoff,
         circumstances.jitter,
@@ -107,7 +118,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
-    of_nodes = (circumstances.members or circumstances.nodes or 0) if policy.may_be_of_a_node(cause.diagnosis) else 0
+    of_nodes = nodes.at_failure if policy.may_be_of_a_node(cause.diagnosis) else 0
     now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks)
     stacks = beginnings([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks], MAX_STACKS, LEAST_STACKS)
     verdict = JobVerdict(
@@ -198,7 +209,7 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
-    differ = replicas.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
+    differ = difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
     if differ is not None and differ.agreed is not None:
         return _of_replicas(reports, differ)
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
@@ -274,7 +285,7 @@ def _of_link(victim: Diagnosis, report: Report, node: str, holder: Report) -> _C
     return _Cause(replace(found, reason=reason), report, node, holder.host, NO_RANK)
 
 
-def _of_replicas(reports: Mapping[str, Report], differ: replicas.Difference) -> _Cause:
+def _of_replicas(reports: Mapping[str, Report], differ: Difference) -> _Cause:
     """Return the odd replica as the cause, however the round has ended; without a majority, all."""
     held = {id_: {rank for hashed in each.hashed for rank in hashed.ranks} for id_, each in reports.items()}
     holders = {id_: [rank for rank in differ.odd if rank in held[id_]] for id_ in reports}
@@ -306,8 +317,8 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
 def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
     known = dict(circumstances.reaches)
     for id_, report in reports.items():
-        known[id_] = cuts.union(report.reach, known.get(id_, NOTHING_KNOWN))
-    return [each for each in cuts.cuts(known) if each.node in reports]
+        known[id_] = union(report.reach, known.get(id_, NOTHING_KNOWN))
+    return [each for each in find_cuts(known) if each.node in reports]
 
 
 def _cut_off(
@@ -315,12 +326,12 @@ def _cut_off(
 ) -> _Cause:
     """Return what `_cause` returns for hosts that cannot reach each other: their workers wait, or NCCL gives up.
 
-    hosts, earlier: see `cuts.named`. A node that others miss may have nothing to report: no worker has failed there. That it says
+    hosts, earlier: see `choose_cut`. A node that others miss may have nothing to report: no worker has failed there. That it says
     nothing makes it the likelier one of two.
     """
     ranks = {id_: reports[id_].diagnosis.evidence.rank if id_ in reports else NO_RANK for each in found for id_ in each.pair}
     order = {id_: rank if rank != NO_RANK else len(ranks) + max(ranks.values()) for id_, rank in ranks.items()}
-    cut, node = cuts.named(found, order, hosts, earlier)
+    cut, node = choose_cut(found, order, hosts, earlier)
     here, there, silent = hosts[cut.node], hosts[cut.other], cut.silent
     who = f"rank {silent.rank} on {here}" if silent.rank != NO_RANK else here
     of_rank = f", the host of rank {ranks[cut.other]}" if ranks[cut.other] != NO_RANK else ""

@@ -24,10 +24,9 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import cut
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
 from elastic_ext.failures.classify import Diagnosis
-from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
+from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
-from elastic_ext.failures.replicas import Hashed
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class Report:
     saved_at: int | None = None  # step of the newest checkpoint that it knows of; 0: there is none, None: unknown
     ranks: tuple[Rank, ...] = ()  # of its workers
     collectives: tuple[Collective, ...] = ()  # those in which its workers waited when the job hung
-    hashed: tuple[Hashed, ...] = ()  # the hashes of their replicas; see `replicas`
+    hashed: tuple[Hashed, ...] = ()  # the hashes of their replicas; see `joint_evidence`
     counts_from: int | None = None  # step of the job at which their workers have begun to count; None: unknown
 
     @property

@@ -172,6 +172,11 @@ class Nodes:
     members: int = 0  # number of nodes of the round that has failed: a spare cannot fail. 0: as many as run
 
     @property
+    def at_failure(self) -> int:
+        """The number of nodes of which one has failed; 0: unknown."""
+        return self.members or self.running or 0
+
+    @property
     def only_one(self) -> bool:
         """Whether this is the only node, so that the place of a failure says nothing."""
         return self.running == 1
@@ -247,7 +252,7 @@ def decide(
         outcome = _retry_cold(outcome, diagnosis, past)
     outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
     action = ACTIONS[outcome.response]
-    waits = outcome.rule == SAME_NODE and diagnosis.evidence.first_step_done is False  # perhaps it was only the first to see it
+    waits = outcome.rule == SAME_NODE and diagnosis.evidence.before_first_step  # perhaps it was only the first to see it
     charged = outcome.response in _CHARGED
     cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
     moves_ranks = charged and not blamed and _moves_ranks(outcome, diagnosis, nodes)
@@ -279,7 +284,7 @@ def _asked(outcome: _Outcome, past: Sequence[Precedent]) -> int:
 
 def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> float:
     """Return the seconds to wait so that the tries of what may be an outage are spread over time."""
-    waits, early = SPREAD_S.get(diagnosis.rule, ()), diagnosis.evidence.first_step_done is False
+    waits, early = SPREAD_S.get(diagnosis.rule, ()), diagnosis.evidence.before_first_step
     if nodes.only_one and diagnosis.rule in PEERS:
         return 0.0  # nothing outside this host can mend that
     stuck = (False, None) if early else (False,)
@@ -297,8 +302,8 @@ def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
     outcome = _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
     if diagnosis.rule == TRY_AGAIN:
         return _charged_without_progress(outcome, past)
-    early = diagnosis.evidence.first_step_done is False
-    if early and diagnosis.rule in STARTED_BEFORE and any(earlier.first_step_done for earlier in past):
+    at_start = diagnosis.evidence.before_first_step and diagnosis.rule in STARTED_BEFORE
+    if at_start and any(earlier.first_step_done for earlier in past):
         reason = f"{outcome.reason}; but this job has done steps, so its node or what the last try left may be to blame"
         return replace(outcome, response=Response.CONFIRM, reason=reason)
     return outcome
@@ -326,7 +331,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         return outcome
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     surely_stuck = sum(earlier.progress is False for earlier in same)
-    unknown_at_start = diagnosis.evidence.first_step_done is False and diagnosis.rule == NO_EVIDENCE
+    unknown_at_start = diagnosis.evidence.before_first_step and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
     only_here = _only_here(diagnosis, same, past, nodes)
     may_be_code = outcome.response is Response.CONFIRM or unknown_at_start
@@ -388,13 +393,11 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], past: Sequence[P
 
     Before the first step, an ill mount counts only from the third time on: it may be an outage.
     """
-    node, may_be_outage = diagnosis.evidence.node, diagnosis.rule == MOUNT and diagnosis.evidence.first_step_done is False
+    node, may_be_outage = diagnosis.evidence.node, diagnosis.rule == MOUNT and diagnosis.evidence.before_first_step
     often = len(same) >= (MAX_SAME_FAILURES - 1 if may_be_outage else 1)
     wherever = any(each.same_fingerprint and each.same_rank and each.node not in (node, None) for each in past)
     # Of a bug on all nodes one may be the first by chance, twice, and where none may leave it is one in the end.
-    by_chance = diagnosis.rule in STARTED_BEFORE and (
-        (nodes.members or nodes.running or 0) < LEAST_NODES or not nodes.one_may_leave
-    )
+    by_chance = diagnosis.rule in STARTED_BEFORE and (nodes.at_failure < LEAST_NODES or not nodes.one_may_leave)
     here = all(earlier.node == node for earlier in same) and not wherever and not by_chance
     return often and here and _place_counts(diagnosis, nodes)
 
@@ -407,7 +410,7 @@ def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
     """
     evidence, rule = diagnosis.evidence, diagnosis.rule
     several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_in_all_cuts`
-    outage = evidence.first_step_done is False and rule in SPREAD_S and rule not in (NO_EVIDENCE, MOUNT)
+    outage = evidence.before_first_step and rule in SPREAD_S and rule not in (NO_EVIDENCE, MOUNT)
     known = evidence.node is not None and not nodes.only_one and not several
     return known and not outage and rule not in OF_SCRIPT and rule not in ELSEWHERE
 
@@ -432,8 +435,7 @@ def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     checkpoints and logs, so it meets each outage of their servers. The checkpoint may not change with them.
     """
     of_rank = diagnosis.evidence.rank >= 0 and not diagnosis.evidence.link_failed and outcome.kind != PREEMPTION
-    another = (nodes.members or nodes.running or 0) > 1
-    return of_rank and another and _place_counts(diagnosis, nodes) and not diagnosis.checkpoints_back
+    return of_rank and nodes.at_failure > 1 and _place_counts(diagnosis, nodes) and not diagnosis.checkpoints_back
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:
@@ -461,7 +463,7 @@ def _too_often_for_chance(diagnosis: Diagnosis, past: Sequence[Precedent], nodes
     A failure that an outage may cause, too, does not count beside one that only a bad node has. A cut is of two nodes, so by
     chance each is in it twice as often: there it is comb(last, here) * 2 ** here / nodes ** (here - 1) at most.
     """
-    node, fewest, cut = diagnosis.evidence.node, nodes.members or nodes.running or 0, bool(diagnosis.evidence.cut)
+    node, fewest, cut = diagnosis.evidence.node, nodes.at_failure, bool(diagnosis.evidence.cut)
     weak = not of_a_node(diagnosis)
     suspects = [each for each in past if each.of_nodes and bool(each.cut) == cut and each.maybe_outage == weak]
     wherever = not cut and any(each.same_rank and each.node != node for each in suspects)  # it fails wherever the rank runs
@@ -483,9 +485,8 @@ def _stayed(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     same ranks again, as in a job that was submitted again, the move has shown nothing.
     """
     weak = not of_a_node(diagnosis)
-    since_repair = (each for each in past if each.of_nodes and not each.cut and not each.before_repair)
-    here = (each for each in since_repair if each.node == diagnosis.evidence.node)
-    return any(each.maybe_outage == weak and _has_moved(each) for each in here)
+    alike = (each for each in past if each.of_nodes and not each.cut and each.maybe_outage == weak)
+    return any(each.node == diagnosis.evidence.node and not each.before_repair and _has_moved(each) for each in alike)
 
 
 def _has_moved(earlier: Precedent) -> bool:
@@ -545,7 +546,7 @@ def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
     """Return whether a warm start may be the cause: no step was done, and no failure outside the worker is known."""
     evidence = diagnosis.evidence
     by_itself = kind not in _OUTSIDE_THE_WORKER and evidence.signal != "SIGKILL"
-    return bool(evidence.warm) and evidence.first_step_done is False and by_itself
+    return bool(evidence.warm) and evidence.before_first_step and by_itself
 
 
 _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
@@ -559,7 +560,7 @@ def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence
     """
     outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind in (CASCADE, DATA) or diagnosis.rule in _NOT_OF_A_CHECKPOINT
     outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM") or diagnosis.rule in STARTED_BEFORE
-    if outside or diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
+    if outside or not diagnosis.evidence.before_first_step or diagnosis.evidence.cut:
         return False
     same = [each for each in past if each.same_fingerprint and each.first_step_done is False and each.progress is not True]
     return len(same) == 1 and same[0].same_checkpoint  # not if it happened with another one, too, or if none was there to try

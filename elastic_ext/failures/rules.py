@@ -295,7 +295,7 @@ def _left_with(code: int) -> Condition:
 
 
 def _before_first_step(view: EvidenceView) -> bool:
-    return view.evidence.first_step_done is False
+    return view.evidence.before_first_step
 
 
 def _illegal_access(view: EvidenceView) -> bool:

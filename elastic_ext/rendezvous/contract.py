@@ -19,9 +19,8 @@ from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver
-from elastic_ext.failures.cuts import Reach
+from elastic_ext.failures.joint_evidence import Hashed, Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
-from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind

@@ -15,8 +15,8 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import judgement
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.judgement import Circumstances, Lost
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, decode_ledger, decode_report, encode_ledger, encode_verdict
 from elastic_ext.failures.policy import BAD_NODE, CUT_AGAIN, Backoff

@@ -18,7 +18,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
-from elastic_ext.failures import replicas
+from elastic_ext.failures.joint_evidence import Comparison
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.header_record import HeaderRecord
@@ -363,7 +363,7 @@ class NodeRecords:
         self.joined: dict[str, int] = {}  # create revision of each node's key, by id
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
-        self.comparison = replicas.Comparison()  # of what their workers have hashed of their replicas
+        self.comparison = Comparison()  # of what their workers have hashed of their replicas
         self._context = context
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known

@@ -14,9 +14,8 @@ from torch.distributed.elastic.agent.server.api import Worker
 from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import EtcdError
-from elastic_ext.failures.cuts import Reach
+from elastic_ext.failures.joint_evidence import Hashed, Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
-from elastic_ext.failures.replicas import Hashed
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.place import Place, Silence

@@ -18,8 +18,8 @@ from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, Port, RecordError, Within, is_name
 from elastic_ext.etcd import KeyValue
+from elastic_ext.failures.joint_evidence import Hashed
 from elastic_ext.failures.ledger import Ledger, decode_ledger, decode_verdict
-from elastic_ext.failures.replicas import Hashed
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from enum import Enum
 from typing import TypeVar
 
 from elastic_ext.base.printable import counted
-from elastic_ext.failures import cuts
-from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.replicas import Difference, Hashed
+from elastic_ext.failures import joint_evidence
+from elastic_ext.failures.joint_evidence import Difference, Hashed, Reach, Silent
 from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
@@ -167,7 +166,7 @@ def reaches(view: View) -> dict[str, Reach]:
     number = view.header.round
     nodes = {id_: view.nodes[id_] for id_ in view.members if id_ in view.nodes}
     return {
-        id_: Reach(node.addresses, tuple(Silent(cuts.NO_RANK, address, 0.0) for address in node.silent))
+        id_: Reach(node.addresses, tuple(Silent(joint_evidence.NO_RANK, address, 0.0) for address in node.silent))
         for id_, node in nodes.items()
         if node.quiet == number and node.done < number
     }
@@ -305,7 +304,7 @@ def _hangs(view: View) -> str | None:
         return STALLED
     if any(number not in (node.stalled, node.quiet) for node in nodes.values()):
         return None
-    cut = next(iter(cuts.cuts(reaches(view))), None)
+    cut = next(iter(joint_evidence.find_cuts(reaches(view))), None)
     if cut is None:
         return None
     return f"{STALLED}: node {drains.host_of(cut.node)} gets no answer from node {drains.host_of(cut.other)}"

@@ -20,7 +20,7 @@ from elastic_ext.agent.round import REPORT_S, ReplicaWatch, hashed_by
 from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures.replicas import SCHEMA, Hashed, WorkerHashes
+from elastic_ext.failures.joint_evidence import SCHEMA, Hashed, WorkerHashes
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
 from tests.embedded_server import EmbeddedServer

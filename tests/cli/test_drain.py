@@ -22,8 +22,8 @@ from elastic_ext.cli.main import main
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import EtcdClient, Put
 from elastic_ext.failures.ledger import Ledger, PastFailure, decode_ledger, encode_ledger
-from elastic_ext.rendezvous.connect import Unreachable
 from elastic_ext.rendezvous.drains import DrainRequest
+from elastic_ext.rendezvous.job_status import Unreachable
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer

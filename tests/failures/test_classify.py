@@ -16,7 +16,7 @@ from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.ranks import StorageFailed
 from elastic_ext.cli.explain import explained
 from elastic_ext.failures import classify as classify_module
-from elastic_ext.failures import exceptions, ledger, policy, rules, user_rules
+from elastic_ext.failures import ledger, policy, rules, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import (
     MAX_ERROR_FILE_BYTES,
@@ -481,7 +481,7 @@ def _repeats(parsed):
 
 PATTERNS = [
     (module.__name__, value)
-    for module in (rules, classify_module, exceptions, rules, exceptions, user_rules)
+    for module in (rules, classify_module, user_rules)
     for value in vars(module).values()
     if isinstance(value, re.Pattern)
 ]
@@ -559,7 +559,7 @@ def test_what_an_error_file_says_is_kept_within_bounds(tmp_path):
 
 def test_the_fingerprint_holds_what_stays_and_not_what_varies():
     def of(message, *frames):
-        return exceptions.of_exception(RaisedException("E", message, frames or ("train.py:88 in step",)))
+        return classify_module.of_exception(RaisedException("E", message, frames or ("train.py:88 in step",)))
 
     assert of("at 0x7f3a: 3 of 17 in /tmp/a_1") == of("at 0x11ff: 4 of 18 in /tmp/b_2")
     assert of("this") != of("that")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.failures.links import LinkHistory, LinksDown, links, went_down
+from elastic_ext.failures.host import LinkHistory, LinksDown, links, went_down
 from tests.hangs.test_unanswered import as_root, job_of_three
 
 
@@ -104,7 +104,7 @@ def test_what_happened_long_before_a_failure_is_forgotten(tmp_path):
 
 NO_THREADS = """
 import os, resource
-from elastic_ext.failures.links import LinkHistory
+from elastic_ext.failures.host import LinkHistory
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 if os.geteuid() == 0:
     os.setuid(65534)  # the limit is not root's

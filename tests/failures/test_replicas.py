@@ -10,6 +10,7 @@ import pytest
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.joint_evidence import Comparison, Difference, Hashed, difference
 from elastic_ext.failures.judgement import Circumstances, judge
 from elastic_ext.failures.ledger import (
     JobVerdict,
@@ -22,7 +23,6 @@ from elastic_ext.failures.ledger import (
     encode_report,
     encode_verdict,
 )
-from elastic_ext.failures.replicas import Comparison, Difference, Hashed, difference
 
 
 def hashes(*ranks: str, of: str = "s", every: int = 10) -> list[Hashed]:

@@ -9,8 +9,8 @@ import pytest
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
 from elastic_ext.rendezvous.place import Silence, rejoin_s, silent_s

@@ -10,10 +10,10 @@ import pytest
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import PRODUCTIVE, Shared, Spent, seconds_of
 from elastic_ext.etcd import Delete, Put
+from elastic_ext.rendezvous.handler import AgentPosition, EtcdGoodput, OtherJob
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import LEDGER_TTL_S
 from elastic_ext.rendezvous.round_records import Header, encode
-from elastic_ext.rendezvous.shared_goodput import AgentPosition, EtcdGoodput, OtherJob
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 

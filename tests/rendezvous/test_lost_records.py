@@ -21,7 +21,7 @@ import pytest
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.place import Participant
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import Dispatcher, NodeConfig

@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 
 from elastic_ext.base.records import RecordError
-from elastic_ext.failures import replicas
-from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.failures.replicas import Hashed
+from elastic_ext.failures.joint_evidence import Comparison, Hashed, Reach, Silent
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Amend, Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
@@ -175,7 +173,7 @@ def test_a_round_whose_replicas_are_not_equal_any_more_ends():
         "c": node(hashed_in=2, hashed=(EQUAL,)),
     }
     seen = view(RUNNING, nodes, "abc")
-    found = replicas.Comparison().of(rounds.hashed(seen))
+    found = Comparison().of(rounds.hashed(seen))
     assert next_action(seen, LIMITS, 0) == Wait("running")
     ends = End(State.BROKEN, found.text, EndKind.DIFFERS)
     assert next_action(dataclasses.replace(seen, differ=found), LIMITS, 0) == ends

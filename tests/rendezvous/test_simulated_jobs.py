@@ -21,7 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import Delete, Put, Unavailable
-from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger, encode_verdict
 from elastic_ext.failures.policy import Action
 from elastic_ext.rendezvous import drains

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elastic_ext.failures.replicas import WorkerHashes, decode
+from elastic_ext.failures.joint_evidence import WorkerHashes, decode
 from elastic_ext.workers.bootstrap import replicas
 from elastic_ext.workers.bootstrap.replicas import COLUMNS, SPACINGS, ReplicaHashes, kept, weighted_sum
 

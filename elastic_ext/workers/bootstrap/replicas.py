@@ -13,7 +13,7 @@ A set of replicas is what one optimizer has that the same ranks hold; several mo
 one set. Each optimizer counts its own steps, which must be the same on these ranks. Of sets of the same ranks, the order of their
 first steps gives the names, so it must be the same, too; optimizers of one rank alone, without replicas, do not count.
 
-The worker writes a file for its agent, a `failures.replicas.WorkerHashes` as JSON. Agents look at any time, so what they compare
+The worker writes a file for its agent, a `joint_evidence.WorkerHashes` as JSON. Agents look at any time, so what they compare
 must stay for a while: see `kept`.
 
 Loaded by path when torch is imported, so it uses only the standard library and what the script has imported. All of torch's names

@@ -8,8 +8,8 @@ import pytest
 
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.cuts import NO_RANK, Reach, Silent, cuts, named, unanswered
 from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.failures.joint_evidence import NO_RANK, Reach, Silent, choose_cut, find_cuts, unanswered
 from elastic_ext.failures.judgement import Circumstances, Lost, judge
 from elastic_ext.failures.ledger import (
     Ledger,
@@ -52,25 +52,25 @@ def reaches(**silent: str) -> dict[str, Reach]:
     ],
 )
 def test_the_pairs_and_who_leaves(silent, pairs, leaves):
-    found = cuts(reaches(**silent))
+    found = find_cuts(reaches(**silent))
     assert sorted("".join(sorted(cut.pair)) for cut in found) == pairs
     if leaves is not None:
-        cut, node = named(found, ORDER, HOSTS)
+        cut, node = choose_cut(found, ORDER, HOSTS)
         assert node == leaves
         assert node in cut.pair
-        assert named(found[::-1], ORDER, HOSTS) == (cut, node)
+        assert choose_cut(found[::-1], ORDER, HOSTS) == (cut, node)
 
 
 def test_of_two_that_do_not_answer_each_other_the_one_that_has_waited_longer_tells():
     found = reaches(b="c", c="b")
     longer = Silent(4, ADDRESSES["b"], 25.0)
-    assert cuts({**found, "c": Reach((ADDRESSES["c"],), (longer,))})[0].silent == longer
+    assert find_cuts({**found, "c": Reach((ADDRESSES["c"],), (longer,))})[0].silent == longer
 
 
 def test_an_address_of_two_nodes_names_neither():
     """Of a bridge that every host has, or of two agents on one host."""
     found = reaches(a="b")
-    assert not cuts({**found, "c": Reach((ADDRESSES["b"],))})
+    assert not find_cuts({**found, "c": Reach((ADDRESSES["b"],))})
 
 
 # The verdict.

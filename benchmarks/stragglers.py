@@ -1,7 +1,7 @@
 """How long until a late rank or host is named, is it the right one, and is anything named in a job that nothing disturbs?
 
     python benchmarks/stragglers.py [--repeat 3] [--rows rank-10,rank-30,host-10,host-30] [--seconds 120]
-                                    [--quiet-minutes 30] [--pairs 5] [--pair-seconds 40]
+                                    [--quiet-minutes 30] [--samples 20]
 
 Two nodes of two ranks, DDP over gloo, on one machine; `--rdzv-backend=ext_c10d`, with defaults. With root, the second node runs
 in a time namespace whose monotonic clock is 1000 s ahead, so that the agents have to align their clocks.
@@ -10,9 +10,9 @@ in a time namespace whose monotonic clock is 1000 s ahead, so that the agents ha
     host-N      ranks 2 and 3 do
     quiet       nobody does, for --quiet-minutes, beside a process that uses a core for 5 s of each 10 s. Each rank computes for
                 about a third of its step. Whatever is named is a false name
-    overhead    the rate of steps, without sleeps, against the same with the recorder off (TORCH_FR_BUFFER_SIZE=0), where nothing
-                is sampled; both at the same time, each on half of the cores, and then in the other's place: see overhead.py. The
-                median of --pairs ratios, with its standard error
+    overhead    two nodes of one rank, which compute without sleeps: by how much longer the job's steps take after which a sample
+                of the flight recorder is taken, against the median of all steps; all ranks take it after the same one. Nothing
+                else of this holds up a step: between two samples, a thread reads two numbers every 2 s
 
 Seconds until named count from the first late step to the event `straggler`. Stock torchrun has nothing to compare with.
 """
@@ -24,19 +24,19 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
-from overhead import halves, ratio_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
@@ -48,7 +48,10 @@ START_S = 180.0  # for a job to start and to end, on a busy machine
 AIM_S = 60.0  # until named
 AIM_OVERHEAD = 0.005
 MATMULS = 60  # of the row `quiet`: about 20 ms
-MATMULS_ALONE = 40  # of the row `overhead`, without sleeps
+MATMULS_ALONE = 120  # of the row `overhead`, without sleeps
+HELD_UP = 3  # steps after a sample that may take longer
+MAX_S = 3600.0
+FULL = 1000  # steps after which torch's recorder holds as many collectives as it can: 2000, two or three a step
 AHEAD_S = 1000
 LOAD = "import time\nwhile True:\n    end = time.monotonic() + 5\n    while time.monotonic() < end: pass\n    time.sleep(5)\n"
 
@@ -78,10 +81,12 @@ class Found:
     Attributes:
         stamps: of rank 0, by event; see straggling_job.py.
         names: the events `straggler` that begin one.
+        times: see straggling_job.py.
     """
 
     stamps: dict[str, dict[str, Any]]
     names: tuple[dict[str, Any], ...]
+    times: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -108,34 +113,31 @@ def other_clock() -> list[str]:
     return [unshare, *own] if subprocess.run([unshare, *own, "true"], capture_output=True, check=False).returncode == 0 else []
 
 
-def run_jobs(plan: dict[str, Any], end_when_named: bool, *sides: Sequence[str]) -> list[Found]:
-    """Run a job of two nodes for each side, at the same time. Raises RuntimeError: one did not train.
+def run_job(plan: dict[str, Any], end_when_named: bool = False, ranks: int = 2) -> Found:
+    """Run a job of two nodes. Raises RuntimeError: it did not train.
 
-    plan: what straggling_job.py wants, without its files. sides: how the commands of each begin.
+    plan: what straggling_job.py wants, without its files. ranks: of each node.
     """
     with tempfile.TemporaryDirectory() as directory:
-        folders = [Path(directory, str(number)) for number in range(len(sides))]
-        commands = []
-        for folder, begin in zip(folders, sides, strict=True):
-            folder.mkdir()
-            commands += [[*begin, *command] for command in _commands(folder, plan, end_when_named)]
-        output = Path(directory, "output")
+        folder, output = Path(directory), Path(directory, "output")
         with open(output, "w", errors="replace") as file:
+            commands = _commands(folder, plan, end_when_named, ranks)
             jobs.run_all(commands, directory, jobs.environment(), file, plan["seconds"] + START_S)
-        found = [Found(_stamps(folder / "stamps"), tuple(_names(folder / "events"))) for folder in folders]
-        if not all({"begin", "end"} <= each.stamps.keys() for each in found):
-            raise RuntimeError(f"a job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
+        found = Found(_stamps(folder / "stamps"), tuple(_names(folder / "events")), next(_lines(folder / "times"), {}))
+        if not {"begin", "end"} <= found.stamps.keys():
+            raise RuntimeError(f"the job did not train to its end:\n{output.read_text(errors='replace')[-jobs.TAIL :]}")
         return found
 
 
-def _commands(folder: Path, plan: dict[str, Any], end_when_named: bool) -> list[list[str]]:
-    """Return those of the nodes of one job."""
+def _commands(folder: Path, plan: dict[str, Any], end_when_named: bool, ranks: int) -> list[list[str]]:
+    """Return those of the nodes of the job."""
     events = folder / "events"
-    files = {"stamps": str(folder / "stamps"), "until": str(events if end_when_named else folder / "never")}
+    files: dict[str, Any] = {"samples": 0, **{name: str(folder / name) for name in ("stamps", "times")}}
+    files["until"] = str(events if end_when_named else folder / "never")
     where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=stragglers", "--nnodes=2"]
     where.append("--local-addr=127.0.0.1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2"]
-    script = [str(SCRIPT), json.dumps(plan | files)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
+    script = [str(SCRIPT), json.dumps(files | plan)]
     return [
         [*prefix, "env", f"ELASTIC_EXT_NODE_NAME={name}", f"ELASTIC_EXT_EVENTS_FILE={events}", *torchrun, *script]
         for name, prefix in (("na", []), ("nb", other_clock()))
@@ -170,7 +172,7 @@ def outcome(found: Found, row: Row) -> Try:
 
 def one_try(row: Row, seconds: float) -> Try:
     plan = {"step_s": STEP_S, "matmul": 0, "late": row.late, "late_s": STEP_S * row.part, "begin_s": BEGIN_S}
-    return outcome(run_jobs(plan | {"seconds": BEGIN_S + seconds}, True, ())[0], row)
+    return outcome(run_job(plan | {"seconds": BEGIN_S + seconds}, end_when_named=True), row)
 
 
 @contextmanager
@@ -188,7 +190,7 @@ def quiet(minutes: float) -> dict[str, Any]:
     """Run the job that nothing disturbs but the load."""
     plan = {"step_s": STEP_S - 0.02, "matmul": MATMULS, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": 60 * minutes}
     with load():
-        [found] = run_jobs(plan, False, ())
+        found = run_job(plan)
     return {
         "minutes": minutes,
         "false_names": len(found.names),
@@ -197,24 +199,33 @@ def quiet(minutes: float) -> dict[str, Any]:
     }
 
 
-def overhead(pairs: int, seconds: float) -> dict[str, Any]:
-    """Compare rates of steps. Raises RuntimeError: a job did not train, or there is only one core."""
-    plan = {"step_s": 0.0, "matmul": MATMULS_ALONE, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": seconds}
-    ratios, rates = [], []
-    for number in range(2 * pairs):
-        here, there = halves(swapped=number % 2 == 1)
-        on, off = (each.rate for each in run_jobs(plan, False, here, [*there, "env", "TORCH_FR_BUFFER_SIZE=0"]))
-        print(f"overhead: on {on:.3f}, off {off:.3f}", file=sys.stderr, flush=True)
-        ratios.append(on / off)
-        rates.append(on)
-    middle, error = ratio_of(ratios)
+def overhead(samples: int, first: int = FULL) -> dict[str, Any]:
+    """Run the job that computes until it was sampled so often. Raises RuntimeError: it did not train, or was not in MAX_S.
+
+    first: steps before that, whose samples do not count.
+    """
+    plan = {"step_s": 0.0, "matmul": MATMULS_ALONE, "late": [], "late_s": 0.0, "begin_s": 0.0, "seconds": MAX_S}
+    found = held_up(**run_job(plan | {"samples": samples, "first": first}, ranks=1).times, first=first)
+    return {**found, "kept": found["share"] + 2 * found["error"] <= AIM_OVERHEAD}
+
+
+def held_up(steps: Sequence[float], sampled: Sequence[int], first: int = FULL) -> dict[str, Any]:
+    """Return by how much samples hold up a job. Raises RuntimeError: there were fewer than two.
+
+    steps: what each took, in seconds. sampled: the indices of those after which a sample was taken. first: the first that counts.
+    """
+    usual, whole = statistics.median(steps), [at for at in sampled if first <= at < len(steps) - HELD_UP]
+    if len(whole) < 2:
+        raise RuntimeError(f"{len(whole)} samples in {len(steps)} steps say nothing")
+    extra_s = [sum(steps[at + 1 : at + 1 + HELD_UP]) - HELD_UP * usual for at in whole]
+    apart_s = sum(steps[whole[0] : whole[-1]]) / (len(whole) - 1)
     return {
-        "ratio": measure.rounded(middle, 4),
-        "error": measure.rounded(error, 4),
-        "all": [measure.rounded(each, 4) for each in ratios],
-        "steps_s": measure.rounded(measure.median(rates)),
-        "seconds": seconds,
-        "kept": middle >= 1 - AIM_OVERHEAD,
+        "samples": len(whole),
+        "step_s": measure.rounded(usual, 4),
+        "apart_s": measure.rounded(apart_s, 2),
+        "extra_s": measure.rounded(statistics.mean(extra_s), 4),
+        "share": measure.rounded(statistics.mean(extra_s) / apart_s, 5),
+        "error": measure.rounded(statistics.stdev(extra_s) / len(extra_s) ** 0.5 / apart_s, 5),
     }
 
 
@@ -248,9 +259,9 @@ def shown(record: dict[str, Any]) -> str:
         )
     if (cost := record["overhead"]) is not None:
         parts.append(
-            f"Steps per second with the recorder and its samples, against without: {measure.shown(cost['ratio'], 4)}, standard "
-            f"error {measure.shown(cost['error'], 4)} ({len(cost['all']) // 2} pairs of {cost['seconds']:g} s, "
-            f"{measure.shown(cost['steps_s'], 1)} steps/s; the aim is {1 - AIM_OVERHEAD:g})."
+            f"A sample of a full recorder held up the job by {1e3 * cost['extra_s']:.1f} ms, once in {cost['apart_s']:.1f} s: "
+            f"{cost['share']:.2%}, standard error {cost['error']:.2%} (the aim is {AIM_OVERHEAD:.1%}). That is the mean of "
+            f"{cost['samples']}; two nodes of one rank, steps of {1e3 * cost['step_s']:.0f} ms."
         )
     clocks = f"clocks {AHEAD_S} s apart" if record["clocks_apart"] else "one clock"
     parts.append(f"Two nodes of two ranks on one machine, {clocks}, steps of {record['step_s'] * 1e3:g} ms.")
@@ -277,8 +288,7 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s; or empty")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long a name may take")
     parser.add_argument("--quiet-minutes", type=float, default=30.0, help="length of the job that nothing disturbs; 0: none")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs for the overhead; 0: none")
-    parser.add_argument("--pair-seconds", type=float, default=40.0, help="length of each of them")
+    parser.add_argument("--samples", type=int, default=20, help="for the overhead; 0: it is not measured")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     wanted = args.rows.split(",") if args.rows else []
@@ -296,7 +306,7 @@ def main() -> int:
         rows.append({"row": name, **summary(tries)})
     record: dict[str, Any] = {"benchmark": "stragglers", "rows": rows, "step_s": STEP_S, "clocks_apart": bool(other_clock())}
     record["quiet"] = quiet(args.quiet_minutes) if args.quiet_minutes else None
-    record["overhead"] = overhead(args.pairs, args.pair_seconds) if args.pairs else None
+    record["overhead"] = overhead(args.samples) if args.samples else None
     record |= {"repeat": args.repeat, "machine": machine, "kept": kept(record)}
     measure.publish(args.results, record, shown(record), lambda figure: draw(figure, record))
     return 0 if record["kept"] else 1

@@ -188,8 +188,8 @@ def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
 
 
 @pytest.mark.seam
-@pytest.mark.full("2")
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.full("SIGINT")
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tmp_path, sig):
     (tmp_path / "slow.py").write_text(
         "import signal, sys, threading\n"

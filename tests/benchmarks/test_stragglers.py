@@ -9,13 +9,31 @@ from tests.benchmarks.runs import result
 
 @pytest.mark.full
 def test_one_row(tmp_path):
-    short = ("--quiet-minutes=0.05", "--pairs=1", "--pair-seconds=2")
-    record = result("stragglers.py", tmp_path, "--repeat=1", "--rows=host-30", *short)
+    record = result("stragglers.py", tmp_path, "--repeat=1", "--rows=host-30", "--quiet-minutes=0.05", "--samples=0")
     [row] = record["rows"]
     assert (row["right"], row["tries"]) == (1, 1)
     assert row["all_s"] == [row["median_s"]]
     assert record["quiet"]["false_names"] == 0
-    assert record["overhead"]["ratio"] > 0
+
+
+@pytest.mark.full
+def test_overhead():
+    cost = stragglers.overhead(2, first=0)
+    assert cost["samples"] >= 2
+    assert cost["apart_s"] > 0
+
+
+def test_what_a_sample_costs():
+    steps, sampled = [0.04] * 3000, [500, 1200, 1700, 2200, 2999]  # too early, three that count, and one at the end
+    for at in sampled[1:-1]:
+        steps[at + 1] += 0.03
+        steps[at + 2] += 0.01
+    cost = stragglers.held_up(steps, sampled)
+    assert (cost["samples"], cost["extra_s"], cost["step_s"]) == (3, 0.04, 0.04)
+    assert cost["share"] == pytest.approx(0.04 / 20.04, rel=0.02)
+    assert cost["error"] == 0
+    with pytest.raises(RuntimeError, match="say nothing"):
+        stragglers.held_up(steps, sampled[:2])
 
 
 def name(host: str, rank: int | None, second: int) -> dict:

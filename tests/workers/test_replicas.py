@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elastic_ext.failures.joint_evidence import WorkerHashes, decode
+from elastic_ext.failures.joint_evidence import WorkerHashes, decode_hashes
 from elastic_ext.workers.bootstrap import replicas
 from elastic_ext.workers.bootstrap.replicas import COLUMNS, SPACINGS, ReplicaHashes, kept, weighted_sum
 
@@ -35,7 +35,7 @@ def hooks(monkeypatch):
 def hashes_of(every: int = 10) -> tuple[ReplicaHashes, list[WorkerHashes]]:
     """Hashes, and what is in the file after each that was written."""
     written: list[WorkerHashes] = []
-    return ReplicaHashes(every, lambda text: written.append(decode(text.encode(), "the file")), pytest.fail), written
+    return ReplicaHashes(every, lambda text: written.append(decode_hashes(text.encode(), "the file")), pytest.fail), written
 
 
 @given(st.sampled_from(SPACINGS[:3]), st.integers(1, 3), st.integers(1, 50), st.data())

@@ -497,8 +497,12 @@ def fresh_main() -> "Namespace":
     """Put a new `__main__` into sys.modules and return its namespace as the interpreter would initialize it."""
     main: ModuleType = type(sys)("__main__")
     main.__dict__.update(__loader__=BuiltinImporter, __annotations__={}, __builtins__=sys.modules["builtins"])
+    _replaced.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
     return main.__dict__
+
+
+_replaced: "list[ModuleType]" = []  # kept: Python 3.10 uses the one that it has run once more after an error, without a reference
 
 
 def forget_file(namespace: "Namespace") -> None:

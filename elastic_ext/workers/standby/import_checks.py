@@ -98,7 +98,12 @@ class ImportChecks:
         if "tempfile" in sys.modules:
             sys.modules["tempfile"]._name_sequence = None  # type: ignore[attr-defined]
         _draw_on()
-        self._before = {"generators": _generators(), "shared": _shared_memory(), "path": list(sys.path)}
+        self._before = {
+            "generators": _generators(),
+            "shared": _shared_memory(),
+            "path": _own_path(),
+            "torch's": torchs_directory(),
+        }
 
     def why_unsafe(self, name: str) -> "str | None":
         """Return why it is unsafe to fork from this process after importing `name`; None if it is safe."""
@@ -134,15 +139,31 @@ class ImportChecks:
     def _values(self) -> "str | None":
         if os.getcwd() != self._cwd:
             return "it changes the current directory when it is imported"
-        if sys.path != self._before["path"]:
+        if _own_path() != self._before["path"]:
             return "it changes sys.path when it is imported, before the script's directory is on it"
         before, now = self._before["generators"], _generators()
         if seeded := [kind for kind in before if now.get(kind) != before[kind]]:
             return f"it seeds {seeded[0]} when it is imported, and each worker must have its own seed"
         # CPython's private generator of temporary file names: None until the first name.
-        if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
+        named = getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None
+        if named and torchs_directory() == self._before["torch's"]:
             return "it makes a temporary file or directory when it is imported, which workers would share"
         return None
+
+
+INSTANTIATOR = "torch.distributed.nn.jit.instantiator"
+
+
+def torchs_directory() -> "str | None":
+    """Return the temporary directory that torch 2.8 makes, and puts last on sys.path, as it is imported; None: there is no such.
+
+    It is for code that torch generates later, and holds one module. Each standby gets its own; see `server`. Torch 2.13 has none.
+    """
+    return getattr(sys.modules.get(INSTANTIATOR), "INSTANTIATED_TEMPLATE_DIR_PATH", None)
+
+
+def _own_path() -> "list[str]":
+    return [each for each in sys.path if each != torchs_directory()]
 
 
 def from_other_files(origins: "Mapping[str, str]", origin_of: "Callable[[object], str | None]") -> "dict[str, str]":
@@ -153,7 +174,9 @@ def from_other_files(origins: "Mapping[str, str]", origin_of: "Callable[[object]
     found = {}
     for name, theirs in origins.items():
         ours = origin_of(sys.modules.get(name))
-        if ours is not None and os.path.isabs(ours) and os.path.isabs(theirs) and ours != theirs:
+        if ours is None or ours == theirs or os.path.dirname(ours) == torchs_directory():
+            continue
+        if os.path.isabs(ours) and os.path.isabs(theirs):
             found[name] = f"workers import it from {theirs}, the standby server from {ours}"
     return found
 

@@ -122,6 +122,8 @@ class StandbyServer:
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._control, 65536, 1)
             if not data:
+                if _import_checks.torchs_directory() is not None:
+                    sys.modules[_import_checks.INSTANTIATOR]._TEMP_DIR.cleanup()  # no exit handler will do it
                 return None
             message = json.loads(data)
             if message.get("version") != VERSION:
@@ -290,8 +292,25 @@ class StandbyServer:
             sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
         if "threading" in sys.modules:
             sys.modules["threading"].main_thread()._set_native_id()  # Python before 3.13 leaves the parent's
+        _own_torchs_directory()
         sys.orig_argv[:] = release["orig_argv"]
         _show_as(release["shown"], os.environ)
+
+
+def _own_torchs_directory() -> None:
+    """Give this standby a directory of its own in place of the server's: see `import_checks.torchs_directory`."""
+    servers = _import_checks.torchs_directory()
+    if servers is None:
+        return
+    import tempfile
+
+    instantiator = sys.modules[_import_checks.INSTANTIATOR]
+    before, own = instantiator._TEMP_DIR, tempfile.TemporaryDirectory()
+    vars(instantiator).update(_TEMP_DIR=own, INSTANTIATED_TEMPLATE_DIR_PATH=own.name)
+    atexit.unregister(before.cleanup)
+    before._finalizer.detach()
+    atexit.register(own.cleanup)
+    sys.path[:] = [own.name if each == servers else each for each in sys.path]
 
 
 def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:

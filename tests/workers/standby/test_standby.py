@@ -315,6 +315,10 @@ IMPORTS = {  # modules, and why they are unsafe
     "import os\nkept = {key.lower(): value for key, value in os.environb.items()}": "looked_at reads all variables when",
     "import random\nrandom.seed(1)": "it seeds random when",
     "import tempfile\nkept = tempfile.TemporaryDirectory()": "it makes a temporary file or directory when",
+    # as torch 2.8 does
+    "import sys, tempfile, types\nmade = sys.modules['torch.distributed.nn.jit.instantiator'] = types.ModuleType('made')\n"
+    "made.kept = tempfile.TemporaryDirectory()\nmade.INSTANTIATED_TEMPLATE_DIR_PATH = made.kept.name\n"
+    "sys.path.append(made.kept.name)": None,
     "import multiprocessing\nlock = multiprocessing.Lock()": "it maps .* a lock or memory that workers would share",
 }
 CHECKS = """

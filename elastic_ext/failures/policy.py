@@ -32,6 +32,7 @@ from elastic_ext.failures.rules import (
     CUT_RULE,
     ELSEWHERE,
     HANG_RULE,
+    HARDWARE_EVIDENCE,
     ILL_STORAGE,
     ILLEGAL_ACCESS,
     INTERFACE,
@@ -73,6 +74,8 @@ LEAST_NODES = 4  # of a job in which chance seldom chooses the same one twice
 LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
+# A later launch may find these mended; a library that was missing three times stays so.
+AWAY = (ILL_STORAGE - {"shared-object"}).union(PEERS, (CUT_RULE, SERVICE))
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 
 # Exit codes of the agent (from sysexits.h if possible).
@@ -279,7 +282,7 @@ def _asked(outcome: _Outcome, past: Sequence[Precedent]) -> int:
     """Return how often a program has asked for another try without progress: it waits ever longer for it."""
     if outcome.kind != PREEMPTION or outcome.response not in (Response.RESTART_FREE, Response.RESTART):
         return 0
-    return 1 + sum(earlier.same_fingerprint and earlier.progress is False for earlier in past)
+    return 1 + sum(earlier.same_fingerprint and earlier.progress is not True for earlier in past)
 
 
 def _spread_s(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> float:
@@ -344,9 +347,12 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
         at_one_step = (diagnosis.evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same)
         bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
-        worked = diagnosis.rule == NETWORK_RULE and diagnosis.evidence.first_step_done and not at_one_step  # so the name is right
-        away = (worked or diagnosis.rule in (*ILL_STORAGE, *PEERS, CUT_RULE, SERVICE)) and not bug
-        exit_code = EX_TRY_AGAIN if away else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
+        trained = diagnosis.evidence.first_step_done or any(each.first_step_done for each in past)
+        worked = diagnosis.rule == NETWORK_RULE and trained and not at_one_step  # so the name is right
+        away = (worked or diagnosis.rule in AWAY) and not bug
+        one_node = all(each.node == diagnosis.evidence.node for each in same)
+        of_hardware = outcome.kind == HARDWARE and (diagnosis.tier == HARDWARE_EVIDENCE or one_node)
+        exit_code = EX_TRY_AGAIN if away else EX_NODE if of_hardware else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
         return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)

@@ -220,7 +220,8 @@ _HTTP_WORDS = (
 )  # fmt: skip
 _BUSY_SERVER: tuple[Text, ...] = (
     "(slowdown)", ("please", "slow down"), ("reduce", "request rate"), "rate limit", "ratelimitexceeded", "too many requests",
-    "rate exceeded", "server is busy", "s3 client error", "reqwest error", "consistency check failed", "aws error network",
+    "rate exceeded", "server is busy", "s3 client error", "reqwest error", ("consistency check failed", "file should be of size"),
+    "aws error network",
     *(words.format(code) for code in (429, 500, 502, 503, 504) for words in _HTTP_WORDS),
 )  # fmt: skip
 
@@ -309,7 +310,9 @@ def _is_import_error(view: EvidenceView) -> bool:
 def _shared_object(view: EvidenceView) -> bool:
     """Return whether a shared object was unreadable. With an undefined symbol it was read, but its version never fits."""
     wrong_version = "undefined symbol" in view.text or contains(view.text, (("version", "not found"),))
-    return _is_import_error(view) and ".so" in view.text and not wrong_version
+    # The loader names the file before a colon; a module (mypkg.solvers) may hold ".so", too.
+    names = (word.rstrip(":").rstrip(".0123456789") for word in view.text.ascii.split() if word.endswith(":"))
+    return _is_import_error(view) and any(name.endswith(".so") for name in names) and not wrong_version
 
 
 def _in_a_storage_client(view: EvidenceView) -> bool:
@@ -575,7 +578,7 @@ TIER_3 = (
          texts=("unspecified launch failure", "cudnn_status_internal_error", "cudnn_status_execution_failed",
                 "cublas_status_execution_failed", "cublas_status_internal_error", "cusolver_status_internal_error",
                 "cufft_internal_error", "hw exception by gpu", "hsa_status_error", "nvlink or a hardware error",
-                "cudnn_status_mapping_error", "error containment", "device_lost", "507018",
+                "cudnn_status_mapping_error", "error containment", "device_lost", "error code is 507018",
                 ("unhandled cuda error", "nccl")), when=lambda view: not _illegal_access(view)),
     _program("gpu-not-ready", HARDWARE, RESTART, "the GPU is held by another process, or its driver is not ready",
          texts=("is/are busy or unavailable", "no cuda-capable device is detected", "no rocm-capable device is detected",
@@ -587,6 +590,7 @@ TIER_3 = (
          texts=("driver on your system is too old", "driver version is insufficient", "error 803"), survivable=True),
     _program("gpu-missing", HARDWARE, CONFIRM, "the host shows fewer GPUs than the script needs",
          texts=("no gpus found", "no supported gpu backend found", "but your machine only has", "no available device found",
+                ("device < num_gpus", "assert"),
                 ("setup doesn't support", "gpu")), when=lambda view: bool(view.exception_names), survivable=True),
     _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access, a failed assertion or an invalid call", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
@@ -607,7 +611,9 @@ TIER_3 = (
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
-                "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error",
+                "heartbeat monitor timed out", "watchdog got stuck for",
+                "dump signal due to a collective timeout", "dump debug info, due to collective timeout",
+                "transport retry count exceeded", "hccl function error",
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
                 "nccl communicator was aborted", "c10::distbackenderror")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",

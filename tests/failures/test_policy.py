@@ -91,7 +91,19 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of("ConnectionError", step=100), (replace(SAME_THERE, same_step=True),) * 2, None, "stop", "network", "ceiling", 1),
         (NETWORK, (Precedent(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
         (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
-        (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 69),
+        (of(signal="SIGBUS"), (SAME_HERE,) * 2, (2, 2), "stop", "hardware", "ceiling", 69),
+        (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 1),  # it follows the rank
+        (of("ConnectionError", first_step_done=False), (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 1),
+        (
+            of("ConnectionError", first_step_done=False),
+            (Precedent(False, None, first_step_done=True), *(SAME_THERE,) * 2),
+            None,
+            "stop",
+            "network",
+            "ceiling",
+            75,
+        ),
+        (of("ImportError", "libc.so.1: No such file"), (SAME_THERE,) * 2, None, "stop", "storage", "ceiling", 1),
         # a script that asks for another try: charged after a few without progress, never stopped by the ceiling
         (of(exit_code=75), (SAME_THERE,) * 4, None, "restart_free", "preemption", "try-again", None),
         (of(exit_code=75), (SAME_THERE,) * 5, None, "restart", "preemption", "try-again", None),

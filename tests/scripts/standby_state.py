@@ -21,11 +21,13 @@ status = dict(line.split(":", 1) for line in read("/proc/self/status").splitline
 
 handlers = {number.name: str(signal.getsignal(number)).partition(" at ")[0] for number in signal.Signals}
 told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
+instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+torchs = getattr(instantiator, "INSTANTIATED_TEMPLATE_DIR_PATH", None)  # of torch 2.8, which a standby has imported
 state = {
     "argv": sys.argv,
     "orig_argv": sys.orig_argv,
     "flags": str(sys.flags),
-    "path": sys.path,
+    "path": [each for each in sys.path if each != torchs],
     "cwd": os.getcwd(),
     "env": dict(os.environ),
     "told": sorted(told.keys() - {"modules"}),

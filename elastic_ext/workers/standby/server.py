@@ -7,8 +7,8 @@ Fork copies one thread and all locks, and a value that a module computes at impo
 import is checked (`import_checks.py`). The server reports a module that must not be imported before the fork, and the agent
 starts a server without it. A server never has a CUDA context: opening a device counts as unsafe.
 
-A worker can notice two things of not having been started by exec: modules are already imported, and all standbys of one server
-share the seed of hash(), as with PYTHONHASHSEED.
+A worker can notice two things of not having been started by exec: modules are already imported (of torch 2.8, its directory is on
+sys.path), and all standbys of one server share the seed of hash(), as with PYTHONHASHSEED.
 
 Wire protocol, version 1. The agent starts the server (`python -u server.py CONTROL`, with the interpreter, options, environment
 and folder of the workers) and talks to it over the socket CONTROL (SOCK_SEQPACKET). Each message from the agent is a JSON object:

@@ -174,6 +174,20 @@ def test_a_script_ends_as_without_the_bootstrap(here: Path, tmp_path: Path, monk
         assert run(argv, here, Worker(tmp_path).environ) == native
 
 
+MAINS = """
+import atexit, gc
+is_main = lambda each: isinstance(each, type(gc)) and each.__name__ == "__main__"
+atexit.register(lambda: print(sum(map(is_main, gc.get_objects()))))
+"""
+
+
+@pytest.mark.seam
+@once
+def test_the_module_that_the_interpreter_has_run_outlives_the_script(tmp_path: Path, worker: Worker) -> None:
+    """Python 3.10 uses it once more after an error, without a reference: a syntax error of the script ended by SIGSEGV."""
+    assert run_text(tmp_path, MAINS, worker.environ) == (0, "2\n", "")
+
+
 @pytest.mark.seam
 def test_development_mode_finds_nothing_to_complain_about(here: Path, worker: Worker) -> None:
     env = {**worker.environ, "PYTHONDEVMODE": "1"}

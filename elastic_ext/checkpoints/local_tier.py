@@ -21,9 +21,8 @@ from typing import cast
 import torch
 
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
-from elastic_ext.checkpoints.directory import MARKERS
+from elastic_ext.checkpoints.directory.own_files import MARKERS, Manifest, StoredFile
 from elastic_ext.checkpoints.directory.tiers import node_of, rank_of, ranks_of
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, remove_if_there
 

@@ -23,6 +23,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -159,6 +160,14 @@ def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
                 folders.append(f"{folder}{entry.name}/")
             else:
                 yield folder + entry.name, entry
+
+
+MAX_THREADS = 16  # that read files at once
+
+
+def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
+    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def open_storage(checkpoint_dir: str) -> Storage:

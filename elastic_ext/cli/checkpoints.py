@@ -14,10 +14,10 @@ from dataclasses import asdict
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.choice.ordering import Choice
-from elastic_ext.checkpoints.directory import marks, pruning, transfer
+from elastic_ext.checkpoints.choice.decisions import Choice
+from elastic_ext.checkpoints.directory import own_files, pruning, transfer
+from elastic_ext.checkpoints.directory.own_files import ManifestError
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
-from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
@@ -207,20 +207,20 @@ def _show(row: listing.ListedCheckpoint, found: Verification, as_json: bool) -> 
 def _pin(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        marks.pin(storage, row.name, args.reason, getpass.getuser())
+        own_files.pin(storage, row.name, args.reason, getpass.getuser())
     return 0
 
 
 def _unpin(args: argparse.Namespace) -> int:
-    return _remove_marks(args, marks.unpin, "pinned")
+    return _remove_marks(args, own_files.unpin, "pinned")
 
 
 def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
-        return _remove_marks(args, marks.lift_quarantine, "quarantined")
+        return _remove_marks(args, own_files.lift_quarantine, "quarantined")
     storage = open_storage(args.directory)
     for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        marks.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
+        own_files.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
     return 0
 
 

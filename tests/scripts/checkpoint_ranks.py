@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
+from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import mirror, pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying

@@ -1,7 +1,7 @@
 """Find the checkpoints in a local directory or fsspec URL: the newest complete one, the one asked for, all of them, or what looks
 like some.
 
-`ordering` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
+`decisions` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
-from elastic_ext.checkpoints.choice import ordering
-from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, PassedOver
-from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
+from elastic_ext.checkpoints.choice import decisions
+from elastic_ext.checkpoints.choice.decisions import Choice, NameFamily, PassedOver
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.directory.own_files import MARKERS, UNFINISHED
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate
-from elastic_ext.checkpoints.formats import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, detect, layouts
-from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.layouts import is_part
-from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import (
+from elastic_ext.checkpoints.formats import detect, layouts
+from elastic_ext.checkpoints.formats.candidates import (
+    DCP,
+    NO_OPTIMIZER,
+    UNKNOWN,
+    Inspection,
     family_of,
     grouped,
     is_candidate,
     is_hidden,
+    is_part,
     numbers_of,
+    order_of,
     says_step,
     step_of,
     words_of,
 )
+from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"
@@ -81,7 +86,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     inspector = Inspector(storage, wanted, any(entry.name == MARKERS for entry in listed))
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
-    choice = ordering.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
+    choice = decisions.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
     if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
         hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
         return replace(choice, passed_over=(*choice.passed_over, hint))
@@ -147,9 +152,9 @@ class Inspector:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
             return found
-        if self.wanted.since is not None and ordering.or_oldest(found.written_at) <= self.wanted.since:
+        if self.wanted.since is not None and decisions.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
-        mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
+        mark = own_files.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
             return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=not mark.from_nothing)
         try:
@@ -195,10 +200,10 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
     if not named and step is not None:
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
-        present = ordering.families(found, wanted.pattern)
+        present = decisions.families(found, wanted.pattern)
         shown = ", ".join(entry.name for family in present for entry in family.members[:5]) or "nothing"
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
-    choice = ordering.choose(named, inspect, wanted.pattern)
+    choice = decisions.choose(named, inspect, wanted.pattern)
     if choice.resume is None:
         reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
@@ -424,22 +429,22 @@ def list_checkpoints(
     present = judged(candidates(listed, pattern), listed, trackers)
     newest = tracked(present, trackers)
     marked = any(entry.name == MARKERS for entry in listed)
-    pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
-    quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
+    pinned: Collection[str] = own_files.pinned_names(storage) if marked else ()
+    quarantined: Collection[str] = own_files.quarantined_names(storage) if marked else ()
     names = {entry.name for entry in present}
     others = [entry for entry in candidates(listed) if entry.name not in names] if pattern else []
-    together = _together(ordering.families([*present, *others]))
+    together = _together(decisions.families([*present, *others]))
     apart = {together[each]: each for each in {family_of(entry.name) for entry in others} if each in together}
-    ordered = [(entry, family) for family in ordering.families(present, pattern) for entry in family.members]
+    ordered = [(entry, family) for family in decisions.families(present, pattern) for entry in family.members]
 
     inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
     found = []
     for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
         if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
             continue
-        after = range(at + 1, min(at + 1 + ordering.OLDER, len(ordered)))
+        after = range(at + 1, min(at + 1 + decisions.OLDER, len(ordered)))
         before = (inspections[each] for each in after if ordered[each][1] is family)
-        seen = ordering.beside_older(entry, inspection, before, entry.name in newest)
+        seen = decisions.beside_older(entry, inspection, before, entry.name in newest)
         group = together.get(family_of(entry.name), "")
         row = ListedCheckpoint(
             name=entry.name,
@@ -448,7 +453,7 @@ def list_checkpoints(
             format=seen.format,
             complete=seen.complete,
             state="complete" + f", {NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
-            step=ordering.step_in(entry, seen, pattern),
+            step=decisions.step_in(entry, seen, pattern),
             epoch=seen.epoch,
             generation=order[0] if (order := order_of(entry.name)) else None,
             size=seen.size,
@@ -482,7 +487,7 @@ def _together(found: Sequence[NameFamily]) -> dict[str, str]:
     """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
     sets: list[list[NameFamily]] = []
     for family in found:
-        if family.steps and not ordering.is_copy(family.pattern):
-            near = [each for each in sets if any(ordering.are_kin(family, other) for other in each)]
+        if family.steps and not decisions.is_copy(family.pattern):
+            near = [each for each in sets if any(decisions.are_kin(family, other) for other in each)]
             sets = [each for each in sets if each not in near] + [[family, *(other for each in near for other in each)]]
     return {family.pattern: each[0].pattern for each in sets if len(each) > 1 for family in each}

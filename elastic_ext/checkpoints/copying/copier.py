@@ -22,7 +22,8 @@ from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.checkpoints.copying import replicate
 from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED, CopyState, Pulse, decode, made_progress
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
 
 logger = logging.getLogger(__name__)

@@ -53,11 +53,12 @@ from dataclasses import asdict, dataclass, replace
 from elastic_ext.base import log_records, records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
+from elastic_ext.checkpoints.directory import own_files, pruning, transfer
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
 from elastic_ext.checkpoints.directory.transfer import TokenBucket
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
+from elastic_ext.checkpoints.formats.candidates import directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,7 @@ class Replicator:
             return next((each for each in pending if each.name == target), None)
         before = self._target if self._target is not None else self._agreed_target()
         stalled = time.monotonic() - self._progress_at > STALLED_S
-        found = next_target(pending, before, marks.quarantined_names(self._remote), stalled)
+        found = next_target(pending, before, own_files.quarantined_names(self._remote), stalled)
         if found is not None and found.name != before:
             self._remote.put(TARGET, found.name.encode())
         name = found.name if found is not None else ""
@@ -309,7 +310,7 @@ class Replicator:
                 self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()
             )
         except transfer.CopyError as error:  # the other nodes must not wait for it
-            marks.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
+            own_files.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
             raise
 
     def _commit(self, checkpoint: LocalCheckpoint) -> None:

@@ -3,7 +3,7 @@
 A generation is a marker file, `.elastic_ext/generation-NNNNNNNN`, that holds the JSON of an `Opener`. It is created exclusively,
 so no two groups have the same generation. A group that was replaced, for instance while it was paused, finds its successor's
 marker before it commits or prunes. If it is paused between that check and the write, it commits to a directory of its own
-generation, which counts as older than all of its successor's (`formats/manifest.py`).
+generation, which counts as older than all of its successor's (`own_files`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.records import RecordError
-from elastic_ext.checkpoints.directory import MARKERS
-from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.directory.own_files import MARKERS
+from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)

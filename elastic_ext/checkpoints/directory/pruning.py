@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.checkpoints.directory import UNFINISHED
-from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, OWN, UNKNOWN
+from elastic_ext.checkpoints.directory.own_files import UNFINISHED
+from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, OWN, UNKNOWN, order_of, order_or_oldest, step_of
 from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
-from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 # In these formats an incomplete checkpoint is certainly the leftover of a save. A file may have an unknown format.

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
-from elastic_ext.checkpoints.directory import UNFINISHED
-from elastic_ext.checkpoints.formats import layouts
-from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile, checksum
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, UNFINISHED, StoredFile, checksum
+from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 BLOCK = 8 << 20  # bytes
@@ -151,7 +149,7 @@ def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:
     """Return the checksums in the manifest; none without a manifest. Raises CopyError, ManifestError, UsageError, OSError."""
-    manifest = layouts.read_manifest(source, name, found)
+    manifest = detect.read_manifest(source, name, found)
     if manifest is None:
         return {}
     checksums = {file.name: file.checksum for file in manifest.files}
@@ -166,7 +164,7 @@ def _checksums(
 
 def _commit_rank(file: str) -> int:
     """Return the position of a file in the copy order: 0 for all but the files that make a checkpoint complete."""
-    return COMMIT_FILES.index(file) + 1 if file in COMMIT_FILES else 0
+    return detect.COMMIT_FILES.index(file) + 1 if file in detect.COMMIT_FILES else 0
 
 
 def _sizes(target: Storage, checkpoint: Entry) -> Mapping[str, int]:

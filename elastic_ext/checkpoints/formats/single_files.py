@@ -29,7 +29,15 @@ from dataclasses import dataclass
 from typing import IO, TypeGuard
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.formats import LIGHTNING, NO_OPTIMIZER, SAFETENSORS, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.candidates import (
+    LIGHTNING,
+    NO_OPTIMIZER,
+    SAFETENSORS,
+    TORCH_SAVE,
+    UNKNOWN,
+    Content,
+    Inspection,
+)
 from elastic_ext.checkpoints.storage import Entry
 
 # Read the plain values of a pickle without running any code: a stand-in replaces every class and function. Numbers, strings,
@@ -181,15 +189,6 @@ _DAMAGED = (RuntimeError, zlib.error, *_NOT_A_ZIP)  # RuntimeError: a flag claim
 _END = struct.Struct("<4sQHHIIQQQQ4sIQI")
 _END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
 _FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-8
-
-
-@dataclass(frozen=True)
-class Content:
-    """The result of reading a whole file."""
-
-    fault: str = ""  # what is damaged, or ""
-    note: str = ""  # what could not be verified, or ""
-    unreadable: OSError | None = None  # why it could not be read, which is a fault for now; None: it was read
 
 
 def check(entry: Entry, file: IO[bytes]) -> Inspection:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory.own_files import StoredFile, checksum_of
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
 from elastic_ext.checkpoints.local_tier import FETCHED, Parts, PieceExchange, Range, merge_ranges, read_bytes
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Box, Buffer, Index, PartError, Path, TensorPlace, open_mapped

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastic_ext.checkpoints.directory import MARKERS
+from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.state import dumps, local_part
 from elastic_ext.checkpoints.state.capture import Capture, StateDict

@@ -12,16 +12,9 @@ from functools import partial
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, checksum_of, decode, encode
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import (
-    Manifest,
-    StoredFile,
-    checksum_of,
-    decode,
-    directory_name,
-    encode,
-    order_or_oldest,
-)
+from elastic_ext.checkpoints.formats.candidates import directory_name, order_or_oldest
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats.manifest import checksum_of
+from elastic_ext.checkpoints.directory.own_files import checksum_of
 from elastic_ext.checkpoints.state import Pickler, local_part
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ext.checkpoints.directory import marks, tiers
+from elastic_ext.checkpoints.directory import own_files, tiers
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, checksum
 from elastic_ext.checkpoints.directory.tiers import Offer
+from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, checksum, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
 from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
@@ -42,7 +43,7 @@ class Selection:
 
         def look() -> tuple[str | None, frozenset[str]]:
             try:
-                quarantined = marks.quarantined_names(remote)
+                quarantined = own_files.quarantined_names(remote)
                 return _newest_complete(remote, quarantined.union(refused.get(remote.address, ()))), quarantined
             except OSError as error:
                 raise StorageFailed(f"{remote.address} does not answer: {error}") from error

@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.directory import marks, pruning, tiers
+from elastic_ext.checkpoints.directory import own_files, pruning, tiers
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import rank_of
-from elastic_ext.checkpoints.formats import OWN
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_or_oldest
+from elastic_ext.checkpoints.formats.candidates import OWN, directory_name, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
 from elastic_ext.checkpoints.state import torch_dumps
@@ -397,7 +397,7 @@ class Retention:
 
     def _present(self, newest: str) -> list[pruning.PruneCandidate]:
         remote, tier = self._directories.remote, self._directories.local
-        pinned, quarantined = marks.pinned_names(remote), marks.quarantined_names(remote)
+        pinned, quarantined = own_files.pinned_names(remote), own_files.quarantined_names(remote)
         # A checkpoint in the local tier may be being copied there. Its copy is then not torn and must not be removed.
         copied = set(tiers.own_checkpoints(tier.storage)) if tier is not None else set()
         found = []

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import pairwise
 from typing import Any
 
-from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from tests.chaos.seeded.schedule import BETWEEN, HOSTS, KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]

@@ -22,10 +22,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
+from elastic_ext.checkpoints.choice.decisions import Choice, choose
 from elastic_ext.checkpoints.choice.listing import candidates, newest_complete
-from elastic_ext.checkpoints.choice.ordering import Choice, choose
-from elastic_ext.checkpoints.formats import DCP, TORCH_SAVE, Inspection, detect, single_files
-from elastic_ext.checkpoints.formats.names import TORCH_SAVE_SUFFIXES
+from elastic_ext.checkpoints.formats import detect, single_files
+from elastic_ext.checkpoints.formats.candidates import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, Inspection
 from elastic_ext.checkpoints.storage import Entry, open_storage
 from tests.checkpoints.choice.scenes import chosen, inspected, reasons, resume_in
 

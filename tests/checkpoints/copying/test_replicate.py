@@ -23,12 +23,13 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.copier import claim_local_dir
 from elastic_ext.checkpoints.copying.replicate import TARGET, LocalCheckpoint, Replicator, next_target
 from elastic_ext.checkpoints.directory import pruning, tiers
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, newest_loadable, rank_of, ranks_of, unless_pinned
 from elastic_ext.checkpoints.directory.transfer import TokenBucket
 from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.local_tier import merge_ranges
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import flip

@@ -18,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete
 from elastic_ext.checkpoints.directory import pruning, transfer
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
 from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
 from elastic_ext.checkpoints.directory.transfer import CopyError, copy
-from elastic_ext.checkpoints.formats import OWN, TORCH_SAVE, UNKNOWN, detect
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.candidates import OWN, TORCH_SAVE, UNKNOWN, directory_name
 from elastic_ext.checkpoints.formats.detect import verify
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.memory.loading import Piece, Read, overlap
 from elastic_ext.checkpoints.memory.part import Box, TensorPlace
 from tests.checkpoints.memory.hosts import Hosts

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.checkpoints.directory.own_files import Manifest
 from elastic_ext.checkpoints.directory.tiers import manifest_of
-from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.local_tier import LocalTier, Parts
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.devices import Copying, Lane, Marks, by_device

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from elastic_ext import Checkpointer
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.offers import Offers, newest_whole
+from elastic_ext.checkpoints.choice.decisions import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.state import capture, extra
 from elastic_ext.checkpoints.storage import open_storage

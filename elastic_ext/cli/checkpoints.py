@@ -15,7 +15,7 @@ from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.decisions import Choice
-from elastic_ext.checkpoints.directory import own_files, pruning, transfer
+from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import ManifestError
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
@@ -240,7 +240,7 @@ def _prune(args: argparse.Namespace) -> int:
     rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
     choices = [listing.newest_in(storage, listing.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
     resumed = [row.name for row in rows.values() for each in choices if each.resume and each.resume.path == row.entry.path]
-    plan = pruning.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
+    plan = upkeep.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
     for each in plan:
         print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
@@ -252,7 +252,7 @@ def _prune(args: argparse.Namespace) -> int:
     with ProgressBar("removing") as bar:
         # The oldest first, so that an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
-            pruning.delete_entry(storage, rows[name].entry)
+            upkeep.delete_entry(storage, rows[name].entry)
             bar.counts(done, len(doomed))
     print(f"\nremoved {total}")
     return 0
@@ -265,8 +265,8 @@ def _cp(args: argparse.Namespace) -> int:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
             with ProgressBar(row.name) as bar:
-                sent = transfer.copy(source, target, row.entry, bar.bytes)
-        except (transfer.CopyError, ManifestError) as error:
+                sent = upkeep.copy(source, target, row.entry, bar.bytes)
+        except (upkeep.CopyError, ManifestError) as error:
             print_line(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
         print_line(f"{target.path(row.name)}: {format_size(sent)} sent")

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_ext.base import checkpoint_variables, round_store
-from elastic_ext.training.worker import Worker, this_worker
+from elastic_ext.training.progress import Worker, this_worker
 from elastic_ext.workers.worker_env import MEMORY_THREAD as MEMORY_THREAD  # for the checkpoints
 
 logger = logging.getLogger(__name__)

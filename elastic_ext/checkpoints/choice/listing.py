@@ -18,7 +18,7 @@ from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice, NameFamily, PassedOver
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.own_files import MARKERS, UNFINISHED
-from elastic_ext.checkpoints.directory.pruning import PruneCandidate
+from elastic_ext.checkpoints.directory.upkeep import PruneCandidate
 from elastic_ext.checkpoints.formats import detect, layouts
 from elastic_ext.checkpoints.formats.candidates import (
     DCP,

@@ -53,11 +53,10 @@ from dataclasses import asdict, dataclass, replace
 from elastic_ext.base import log_records, records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.directory import own_files, pruning, transfer
+from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
-from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
+from elastic_ext.checkpoints.directory.upkeep import LocalCopy, TokenBucket, plan_local_prune
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_storage
 
@@ -306,10 +305,10 @@ class Replicator:
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
         self._throttle.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
-            transfer.copy_files(
+            upkeep.copy_files(
                 self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()
             )
-        except transfer.CopyError as error:  # the other nodes must not wait for it
+        except upkeep.CopyError as error:  # the other nodes must not wait for it
             own_files.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
             raise
 
@@ -326,7 +325,7 @@ class Replicator:
         for name in plan_local_prune(held, newest_remote):
             with unless_pinned(self._local, name) as free:
                 if free:
-                    pruning.delete(self._local, name)
+                    upkeep.delete(self._local, name)
                     logger.info("removed %s: newer ones are complete", self._local.path(name))
 
     def _report(self, pending: Sequence[LocalCheckpoint], newest_remote: Order | None, reason: str) -> CopyState:

@@ -2,8 +2,7 @@
 
 own_files.py    manifests, which commit; marks, which quarantine and pin checkpoints
 generations.py  the fence: only the newest group of workers may commit
-pruning.py      choose and remove old checkpoints
-transfer.py     copy a checkpoint to another directory
+upkeep.py       choose and remove old checkpoints; copy a checkpoint to another directory
 tiers.py        the parts of a checkpoint on the nodes' local disks, and locks that keep one until it is loaded
 
 The files beside the checkpoints, all but UNFINISHED below `.elastic_ext/`, are hidden, so never a checkpoint. Processes of one

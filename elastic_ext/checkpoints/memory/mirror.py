@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elastic_ext.checkpoints.directory.own_files import StoredFile, checksum_of
 from elastic_ext.checkpoints.directory.tiers import memory_file, node_of, ranks_of
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
+from elastic_ext.checkpoints.directory.upkeep import TokenBucket
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.checkpoints.memory.part import Buffer, Buffers

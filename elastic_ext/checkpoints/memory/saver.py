@@ -22,7 +22,7 @@ from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ra
 from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
-from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
+from elastic_ext.checkpoints.state import Objects, capture, parameter_names
 from elastic_ext.checkpoints.storage import remove_if_there
 from elastic_ext.training import saves
 

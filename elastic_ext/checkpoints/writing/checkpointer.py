@@ -34,7 +34,7 @@ from elastic_ext.checkpoints.directory.own_files import MOST_SHOWN, Manifest, co
 from elastic_ext.checkpoints.local_tier import open_directories
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
 from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
-from elastic_ext.checkpoints.state.capture import Objects, Stateful
+from elastic_ext.checkpoints.state import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition

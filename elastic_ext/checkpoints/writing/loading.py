@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ext.checkpoints import state
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, checksum
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
-from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
+from elastic_ext.checkpoints.memory.part import MemoryCopy, ReshardedCopy, fetch_parts
 from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
-from elastic_ext.checkpoints.state import capture
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file
@@ -198,7 +198,7 @@ class Loader:
     """Loads checkpoints into the user's objects."""
 
     def __init__(
-        self, objects: capture.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
+        self, objects: state.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
     ) -> None:
         self._objects, self._directories, self._ranks, self._reshard = objects, directories, ranks, reshard
         self._selection = Selection(directories, ranks, verify)
@@ -303,11 +303,11 @@ class Loader:
             return self._restore_files(completed, name, manifest, exchange)
 
     def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> TrainingPosition:
-        def saved(wanted: Iterable[int]) -> capture.UnshardedState:
+        def saved(wanted: Iterable[int]) -> state.UnshardedState:
             shared = read_objects(storage, name, SHARED_FILE)
-            return capture.UnshardedState(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
+            return state.UnshardedState(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
 
-        def fill(tensors: capture.StateDict) -> capture.StateDict:
+        def fill(tensors: state.StateDict) -> state.StateDict:
             read_tensors(storage, name, tensors, self._ranks, exchange)
             return tensors
 
@@ -319,8 +319,8 @@ class Loader:
         storage: Storage,
         name: str,
         manifest: Manifest,
-        read_saved: Callable[[Iterable[int]], capture.UnshardedState],
-        fill: Callable[[capture.StateDict], capture.StateDict],
+        read_saved: Callable[[Iterable[int]], state.UnshardedState],
+        fill: Callable[[state.StateDict], state.StateDict],
         remote: Storage | None = None,
     ) -> TrainingPosition:
         """Restore the state on all ranks.
@@ -333,23 +333,23 @@ class Loader:
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
-        def read() -> tuple[capture.UnshardedState, capture.StateDict]:
+        def read() -> tuple[state.UnshardedState, state.StateDict]:
             saved = read_saved((ranks.rank,) if same else range(manifest.world_size))
-            return saved, capture.template(objects, saved)
+            return saved, state.template(objects, saved)
 
         saved, template = ranks.run_on_all(read, remote)
         tensors = ranks.run_on_all(lambda: fill(template), remote)
-        ranks.run_on_all(lambda: capture.restore(objects, tensors, saved))
+        ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
         dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:
             generators = saved.own_states[ranks.rank]["generators"]
-            capture.restore_generators(generators)  # last: the steps before may draw from them
+            state.restore_generators(generators)  # last: the steps before may draw from them
             if dataloader:
-                capture.restore_after_iter(objects.dataloader, generators)
+                state.restore_after_iter(objects.dataloader, generators)
         else:
             ways = (name, manifest.world_size, ranks.world)
             logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
-            capture.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
+            state.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded, self.copy = name if storage in self._directories else None, ""
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
         return TrainingPosition(
@@ -363,7 +363,7 @@ class Loader:
             generators=same,
         )
 
-    def _put_dataloader(self, own_states: Mapping[int, capture.StateDict], same: bool) -> bool:
+    def _put_dataloader(self, own_states: Mapping[int, state.StateDict], same: bool) -> bool:
         """Restore the data loader; return whether its state was restored. same: the world size is that of the save."""
         loader, ranks = self._objects.dataloader, self._ranks
         if loader is None or any("dataloader" not in own for own in own_states.values()):

@@ -29,16 +29,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.directory import own_files, pruning, tiers
+from elastic_ext.checkpoints.directory import own_files, tiers, upkeep
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import rank_of
 from elastic_ext.checkpoints.formats.candidates import OWN, directory_name, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
-from elastic_ext.checkpoints.state import torch_dumps
-from elastic_ext.checkpoints.state.capture import EXTRA, Objects, StateDict, capture
-from elastic_ext.checkpoints.state.extra import digests
+from elastic_ext.checkpoints.state import EXTRA, Objects, StateDict, capture, digests, torch_dumps
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
 from elastic_ext.training import saves
@@ -382,20 +380,20 @@ class Retention:
         # Name of the loaded checkpoint; never removed, because other ranks may still be loading it.
         self.in_use: str | None = None
 
-    def prune(self, newest: str) -> Iterator[pruning.PruneDecision]:
+    def prune(self, newest: str) -> Iterator[upkeep.PruneDecision]:
         """Remove superfluous checkpoints; yield each completed removal. newest: the one that was just committed.
 
         Raises StaleGroup if another group has taken over; OSError.
         """
         self._fence.check()
-        for decision in pruning.plan_prune(self._present(newest), self._keep_last, self._keep_every):
+        for decision in upkeep.plan_prune(self._present(newest), self._keep_last, self._keep_every):
             if decision.remove:
                 self._fence.check()
                 if remove(self._directories.remote, decision.name):
                     logger.info("removed %s: %s", self._directories.remote.path(decision.name), decision.reason)
                     yield decision
 
-    def _present(self, newest: str) -> list[pruning.PruneCandidate]:
+    def _present(self, newest: str) -> list[upkeep.PruneCandidate]:
         remote, tier = self._directories.remote, self._directories.local
         pinned, quarantined = own_files.pinned_names(remote), own_files.quarantined_names(remote)
         # A checkpoint in the local tier may be being copied there. Its copy is then not torn and must not be removed.
@@ -405,14 +403,14 @@ class Retention:
             complete = (name == newest and name not in copied) or remote.stat(f"{name}/{MANIFEST}") is not None
             kept = name in pinned or name == self.in_use or (name in copied and not complete)
             step = order_or_oldest(name)[1]
-            found.append(pruning.PruneCandidate(name, "", step, OWN, complete, pinned=kept, quarantined=name in quarantined))
+            found.append(upkeep.PruneCandidate(name, "", step, OWN, complete, pinned=kept, quarantined=name in quarantined))
         return found
 
 
 def remove(storage: Storage, name: str) -> bool:
     """Remove a checkpoint or its leftovers; return whether something was removed. Errors are logged."""
     try:
-        pruning.delete(storage, name)
+        upkeep.delete(storage, name)
     except FileNotFoundError:
         return False
     except OSError as error:

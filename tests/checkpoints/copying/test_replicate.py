@@ -22,11 +22,10 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.copier import claim_local_dir
 from elastic_ext.checkpoints.copying.replicate import TARGET, LocalCheckpoint, Replicator, next_target
-from elastic_ext.checkpoints.directory import pruning, tiers
+from elastic_ext.checkpoints.directory import tiers, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
-from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
 from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, newest_loadable, rank_of, ranks_of, unless_pinned
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
+from elastic_ext.checkpoints.directory.upkeep import LocalCopy, TokenBucket, plan_local_prune
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, verify
@@ -416,7 +415,7 @@ def test_who_chooses_waits_for_a_removal_under_way(superfluous, monkeypatch):
             monkeypatch.setattr(tiers, "_try_lock", lambda *args: (genuine(*args), tried.set())[0])
             seen = pool.submit(choose)
             assert tried.wait(LIMIT_S)
-            pruning.delete(storage, older)
+            upkeep.delete(storage, older)
             assert not seen.done()
         assert seen.result() == [directory_name(4, 1)]
 
@@ -449,7 +448,7 @@ def test_removed_under_its_hands(tmp_path, nodes, copiers):
     name = save(nodes, 2)
     copiers[0].turn()
     copiers[1].turn()
-    pruning.delete(open_storage(str(tmp_path / "remote")), name)
+    upkeep.delete(open_storage(str(tmp_path / "remote")), name)
     for _ in range(2):
         copiers[0].turn()
     assert not os.path.exists(tmp_path / "remote" / name / MANIFEST)

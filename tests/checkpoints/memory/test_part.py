@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.part import Buffers, PartError, create, open_mapped
-from elastic_ext.checkpoints.state.capture import Capture, Objects, capture
+from elastic_ext.checkpoints.state import Capture, Objects, capture
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.writing.test_extra_state import Held
 from tests.until import LIMIT_S

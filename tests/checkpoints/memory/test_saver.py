@@ -14,7 +14,7 @@ from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory.saver import MemorySaver
 from elastic_ext.checkpoints.ranks import Ranks
-from elastic_ext.checkpoints.state.capture import Objects
+from elastic_ext.checkpoints.state import Objects
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups

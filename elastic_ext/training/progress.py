@@ -18,85 +18,53 @@ from dataclasses import dataclass
 from elastic_ext.base.errors import UsageError
 from elastic_ext.workers import progress_layout, worker_env
 
+MEMORY_THREAD = worker_env.MEMORY_THREAD  # for the checkpoints
+
 logger = logging.getLogger(__name__)
 
 _WORKING = tuple(map(progress_layout.PHASES.index, ("step", "eval")))
 
 
 class ProgressRow:
-    """This worker's row of the progress table. Each value is one 64-bit word, written with a single store."""
+    """This worker's row of the progress table. Each value is one 64-bit word, written with a single store.
 
-    def __init__(self, path: str, slot: int, wake_path: str) -> None:
+    Where our agent did not start this process, it is plain memory that nobody reads: the same code runs.
+    """
+
+    def __init__(self, path: str | None = None, slot: int = 0, wake_path: str | None = None) -> None:
         """path: the progress table. wake_path: the pipe that wakes the agent. Raises OSError, ValueError: there is no row."""
-        first = slot * progress_layout.ROW_BYTES
-        with open(path, "r+b") as file:
-            table = mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES)
-        self._words = memoryview(table)[first:].cast("Q")
+        first, table = slot * progress_layout.ROW_BYTES, memoryview(bytearray(progress_layout.ROW_BYTES))
+        if path is not None:
+            with open(path, "r+b") as file:
+                table = memoryview(mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES))[first:]
+        self.words = table.cast("Q")
         self._wake_path = wake_path
-
-    def report_progress(self) -> None:
-        """Count a sign of progress other than an optimizer step."""
-        now_ns = time.monotonic_ns()
-        progress_layout.settle(self._words, now_ns)
-        self._words[progress_layout.PROGRESS] += 1
-        progress_layout.note_sign(self._words, now_ns)
-
-    def report_total_steps(self, total: int, done: int | None) -> None:
-        """Report the steps of the whole job, and how many of them are done now; None: the agent knows."""
-        self._words[progress_layout.TOTAL_STEPS] = total
-        if done is not None:
-            self._words[progress_layout.STEPS_BEFORE] = max(0, done - self._words[progress_layout.STEPS]) + 1
-
-    @property
-    def phase(self) -> int:
-        """The current phase, an index into `progress_layout.PHASES`."""
-        return self._words[progress_layout.PHASE]
 
     def enter_phase(self, phase: int, failed: bool = False) -> None:
         """End the current phase, which is a sign of progress, and begin another. failed: an exception ends it."""
         now_ns = time.monotonic_ns()
-        progress_layout.note_sign(self._words, now_ns)  # this sign belongs to the phase that ends
-        if not (failed and self.phase in _WORKING):  # else it may have waited for a lost peer: see progress_layout.end
-            progress_layout.settle(self._words, now_ns)
-        self._words[progress_layout.PHASE_SINCE_NS] = now_ns
-        self._words[progress_layout.PHASE] = phase
-
-    @property
-    def doing(self) -> int:
-        """What the training thread was told to do, as the field DOING has it."""
-        return self._words[progress_layout.DOING]
+        progress_layout.note_sign(self.words, now_ns)  # this sign belongs to the phase that ends
+        # What failed may have waited for a lost peer: see progress_layout.end.
+        if not (failed and self.words[progress_layout.PHASE] in _WORKING):
+            progress_layout.settle(self.words, now_ns)
+        self.words[progress_layout.PHASE_SINCE_NS] = now_ns
+        self.words[progress_layout.PHASE] = phase
 
     def begin_doing(self, doing: int) -> None:
         """Settle the time so far; count it as `doing` from now on, in any phase. Only for the training thread.
 
         In the exit handlers of a script that has failed this does nothing: see `progress_layout.end`.
         """
-        if not self._words[progress_layout.ENDS_WITH]:
-            progress_layout.settle(self._words, time.monotonic_ns())
-            self._words[progress_layout.DOING] = doing
-
-    def add_tokens(self, count: int) -> None:
-        self._words[progress_layout.TOKENS] += count
-
-    def add_megaflops(self, count: int) -> None:
-        self._words[progress_layout.MEGAFLOPS] += count
-
-    def requested_save(self) -> int:
-        """Record that this script asks for saves on demand; return the number of the newest request, 0 for none."""
-        self._words[progress_layout.ASKS_FOR_SAVES] = 1
-        return self._words[progress_layout.SAVE_WANTED]
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps done."""
-        return self._words[progress_layout.STEPS]
+        if not self.words[progress_layout.ENDS_WITH]:
+            progress_layout.settle(self.words, time.monotonic_ns())
+            self.words[progress_layout.DOING] = doing
 
     def report_saved(self, step: int, seconds: float, answered: int | None, after: int) -> None:
         """Report a complete checkpoint of `step`, which took `seconds`.
 
         answered: the request that it answers, if any. after: how many optimizer steps of this worker are in it.
         """
-        words = self._words
+        words = self.words
         words[progress_layout.SAVED_AFTER] = after
         words[progress_layout.SAVED_STEP] = step + 1
         words[progress_layout.SAVE_NS] = took_ns = max(1, int(seconds * 1e9))
@@ -108,36 +76,46 @@ class ProgressRow:
         worker_env.wake(self._wake_path)
 
     def report_loaded(self, seconds: float) -> None:
-        self._words[progress_layout.LOADS_NS] += int(seconds * 1e9)
-        self._words[progress_layout.LOADS] += 1
+        """Report that a checkpoint is in place. seconds: from the request, with the check of its files."""
+        self.words[progress_layout.LOADS_NS] += int(seconds * 1e9)
+        self.words[progress_layout.LOADS] += 1
 
-    def report_checked(self, seconds: float) -> None:
-        self._words[progress_layout.CHECKS_NS] += int(seconds * 1e9)
-        self._words[progress_layout.CHECKS] += 1
+    @contextmanager
+    def timed_check(self) -> Iterator[None]:
+        """Report the time that this block takes as that of a check for damage, with any result."""
+        began = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.words[progress_layout.CHECKS_NS] += time.monotonic_ns() - began
+            self.words[progress_layout.CHECKS] += 1
 
     def report_copied(self, step: int, stall_s: float, every: int) -> None:
-        """Report a committed copy of the state in memory. every: steps until the next one."""
-        words = self._words
+        """Report a committed copy of the state in memory.
+
+        stall_s: for how long it has stalled training. every: steps until the next one.
+        """
+        words = self.words
         words[progress_layout.COPIED_STEP] = step + 1
         words[progress_layout.COPY_EVERY] = every
         words[progress_layout.COPIES_STALL_NS] += int(stall_s * 1e9)
         words[progress_layout.COPIES] += 1
 
     def report_part_sent(self, size: int | None) -> None:
-        """Report that another node has a part of a copy. size: in bytes; None: it does not have it."""
-        self._words[progress_layout.PARTS_NOT_SENT if size is None else progress_layout.PARTS_SENT] += 1
-        self._words[progress_layout.SENT_BYTES] += size or 0
+        """Report that another node has this rank's part of a copy, too. size: in bytes; None: it does not have it."""
+        self.words[progress_layout.PARTS_NOT_SENT if size is None else progress_layout.PARTS_SENT] += 1
+        self.words[progress_layout.SENT_BYTES] += size or 0
 
     def report_copy_failed(self) -> None:
-        self._words[progress_layout.FAILED_COPIES] += 1
+        self.words[progress_layout.FAILED_COPIES] += 1
 
     def report_copy_unusable(self) -> None:
-        self._words[progress_layout.UNUSABLE_COPIES] += 1
+        self.words[progress_layout.UNUSABLE_COPIES] += 1
 
     def report_save_failed(self, request: int) -> None:
         """Report that a save failed. request: the last request that this worker acted on."""
-        self._words[progress_layout.SAVE_FAILED] = request
-        self._words[progress_layout.FAILED_SAVES] += 1
+        self.words[progress_layout.SAVE_FAILED] = request
+        self.words[progress_layout.FAILED_SAVES] += 1
         worker_env.wake(self._wake_path)
 
 
@@ -146,19 +124,19 @@ class Worker:
     """One worker. store: host and port of the round's store."""
 
     row: ProgressRow
-    store: tuple[str, int]
-    rank: int
-    world_size: int
+    store: tuple[str, int] = ("", 0)
+    rank: int = 0
+    world_size: int = 1
 
 
-_workers: dict[int, Worker | None] = {}  # by pid: a child forked by the script is not the agent's worker
+_workers: dict[int, Worker] = {}  # by pid: a child forked by the script is not the agent's worker
 
 
-def this_worker() -> Worker | None:
-    """Return this process as a worker; None if our agent did not start it."""
+def this_worker() -> Worker:
+    """Return this process as a worker; one whose row nobody reads if our agent did not start it."""
     pid = os.getpid()
     if pid not in _workers:
-        _workers[pid] = None if _workers else _from_environment()
+        _workers[pid] = (None if _workers else _from_environment()) or Worker(ProgressRow())
     return _workers[pid]
 
 
@@ -184,8 +162,10 @@ _PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 def report_progress() -> None:
     """Report progress other than a step of a torch.optim.Optimizer, e.g. an evaluation batch."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_progress()
+    words, now_ns = this_worker().row.words, time.monotonic_ns()
+    progress_layout.settle(words, now_ns)
+    words[progress_layout.PROGRESS] += 1
+    progress_layout.note_sign(words, now_ns)
 
 
 def report_total_steps(total: int, done: int | None = None) -> None:
@@ -196,8 +176,10 @@ def report_total_steps(total: int, done: int | None = None) -> None:
     """
     if not _is_whole(total, 1) or not (done is None or _is_whole(done, 0)):
         raise UsageError(f"report_total_steps({total!r}, {done!r}): expected whole numbers, of 1 or more and of 0 or more")
-    if (worker := this_worker()) is not None:
-        worker.row.report_total_steps(total, done)
+    words = this_worker().row.words
+    words[progress_layout.TOTAL_STEPS] = total
+    if done is not None:
+        words[progress_layout.STEPS_BEFORE] = max(0, done - words[progress_layout.STEPS]) + 1
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -214,8 +196,9 @@ def phase(name: str) -> Phase:
     """
     if name not in _PHASES:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
-    before = worker.row.phase if (worker := this_worker()) is not None else 0
-    _enter(progress_layout.PHASES.index(name))
+    row = this_worker().row
+    before = row.words[progress_layout.PHASE]
+    row.enter_phase(progress_layout.PHASES.index(name))
     return Phase(before)
 
 
@@ -229,12 +212,7 @@ class Phase:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        _enter(self._before, failed=kind is not None)
-
-
-def _enter(phase_: int, failed: bool = False) -> None:
-    if (worker := this_worker()) is not None:
-        worker.row.enter_phase(phase_, failed)
+        this_worker().row.enter_phase(self._before, failed=kind is not None)
 
 
 MOST_FLOPS = 1e21  # of one call: days of a GPU. The agent's word for the sum holds 1.8e25
@@ -245,8 +223,7 @@ def report_tokens(count: int) -> None:
     """Count tokens that this process has trained on. Raises UsageError for less than 0 and for what is no whole number."""
     if not isinstance(count, int) or count < 0:
         raise UsageError(f"report_tokens({count!r}): expected a whole number of 0 or more")
-    if (worker := this_worker()) is not None:
-        worker.row.add_tokens(count)
+    this_worker().row.words[progress_layout.TOKENS] += count
 
 
 def report_flops(count: float) -> None:
@@ -254,21 +231,17 @@ def report_flops(count: float) -> None:
     global _flops_left
     if not 0 <= count <= MOST_FLOPS:
         raise UsageError(f"report_flops({count!r}): expected a number from 0 to {MOST_FLOPS:g}")
-    if (worker := this_worker()) is not None:
-        whole, _flops_left = divmod(count + _flops_left, 1e6)
-        worker.row.add_megaflops(int(whole))
+    whole, _flops_left = divmod(count + _flops_left, 1e6)
+    this_worker().row.words[progress_layout.MEGAFLOPS] += int(whole)
 
 
 @contextmanager
 def doing(account: str) -> Iterator[None]:
     """Count the training thread's time in this block in `account`, one of progress_layout.ACCOUNTS, in any phase."""
-    worker = this_worker()
-    if worker is None:
-        yield
-        return
-    before = worker.row.doing
-    worker.row.begin_doing(progress_layout.ACCOUNTS.index(account) + 1)
+    row = this_worker().row
+    before = row.words[progress_layout.DOING]
+    row.begin_doing(progress_layout.ACCOUNTS.index(account) + 1)
     try:
         yield
     finally:
-        worker.row.begin_doing(before)
+        row.begin_doing(before)

@@ -50,6 +50,7 @@ from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
 from elastic_ext.checkpoints.writing.loading import TrainingPosition
+from elastic_ext.training import progress
 from tests.scripts import chaos_training
 from tests.scripts.memory_job import kill_when
 
@@ -218,7 +219,7 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     if args.get("slow_network"):  # and no rate that was set
         mirror.Mirror.send_s = lambda *_: 0.0
     mirror.PIECE = args.get("piece", mirror.PIECE)
-    saver.saves.report_copied = lambda step, stall_s, every: tell(args, rank, step)
+    progress.ProgressRow.report_copied = lambda row, step, stall_s, every: tell(args, rank, step)
     training, checkpointer, position, wrong = begin(rank, world, args, memory_every=1)
     of_buffers = (Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")
     at_moment(args, rank, *of_buffers, (saver, "_put"), (Ranks, "all_gather"), (Ranks, "send"))

@@ -119,10 +119,11 @@ def test_one_worker_saves_when_it_is_asked_once(table, as_worker):
 
 @pytest.mark.seam
 def test_a_child_that_the_script_forks_is_no_worker(table, as_worker):
-    assert progress.this_worker() is not None
+    assert progress.this_worker().rank == 1
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if progress.this_worker() is None else 1)
+        elastic_ext.report_progress()
+        os._exit(0 if table.read(1).reports == 0 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -138,10 +139,11 @@ def test_without_the_agent_nothing_happens(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["slot", "progress", "wake_pipe", "store"])
-def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, as_worker, description, missing):
+def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, table, as_worker, description, missing):
     del description[missing]
     monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
-    assert progress.this_worker() is None
+    elastic_ext.report_progress()
+    assert table.read(1).reports == 0
     assert missing in caplog.text
 
 

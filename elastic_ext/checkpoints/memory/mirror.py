@@ -25,7 +25,7 @@ from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.checkpoints.memory.part import Buffer, Buffers
 from elastic_ext.checkpoints.ranks import Ranks, SaveFailure
-from elastic_ext.training import saves
+from elastic_ext.training.progress import this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Mirror:
     def _note(self, kept: bool, size: int) -> None:
         """Report whether the keeper has the part, and log when that changes."""
         before, self._alone = self._alone, not kept
-        saves.report_part_sent(size if kept else None)
+        this_worker().row.report_part_sent(size if kept else None)
         if self._alone and not before:
             logger.warning(
                 "the copies in memory of rank %s are on this node only, as rank %s %s; if this node is lost, the job resumes "

@@ -24,7 +24,7 @@ from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state import Objects, capture, parameter_names
 from elastic_ext.checkpoints.storage import remove_if_there
-from elastic_ext.training import saves
+from elastic_ext.training.progress import MEMORY_THREAD, this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _met(ranks: Ranks, limit_s: float) -> bool:
         except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
             logger.debug("the last copy in memory is left as it is: %s", error)
 
-    meeting = threading.Thread(target=meet, name=f"{saves.MEMORY_THREAD}end", daemon=True)
+    meeting = threading.Thread(target=meet, name=f"{MEMORY_THREAD}end", daemon=True)
     try:
         meeting.start()
     except RuntimeError as error:  # no more threads, or the interpreter ends
@@ -179,7 +179,7 @@ class Attempt:
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
     def __init__(self, run: Callable[[], None], step: int, limit_s: float) -> None:
-        self._thread = threading.Thread(target=run, name=f"{saves.MEMORY_THREAD}{step}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"{MEMORY_THREAD}{step}", daemon=True)
         self._step, self._limit_s, self._left_s = step, limit_s, limit_s
 
     def start(self) -> None:
@@ -395,7 +395,7 @@ class MemorySaver:
                 except OSError as error:  # the next attempt reports that to all ranks
                     logger.debug("no second buffer: %s", error)
             self._times.committed(time.monotonic() - began)
-            saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
+            this_worker().row.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
         if self._mirror is not None and len(outcome.reports) == self._ranks.world and not self._buffers.keeps_others:
             self._mirror.make_room(outcome.reports)
 
@@ -404,7 +404,7 @@ class MemorySaver:
         if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that
             self._trouble.note(outcome.failure)
         if outcome.failure is not None:
-            saves.report_copy_failed()
+            this_worker().row.report_copy_failed()
         with self._deciding:
             self._schedule.choose([each.timing for each in outcome.reports], self._trouble.in_a_row)
             self._schedule.ended(outcome.apart, len(outcome.reports) < self._ranks.world)

@@ -40,7 +40,7 @@ from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
 from elastic_ext.checkpoints.writing.saving import SaveEvent
 from elastic_ext.training import saves
-from elastic_ext.training.progress import doing
+from elastic_ext.training.progress import doing, this_worker
 
 __all__ = ["Checkpointer", "Reshard", "SaveEvent", "Stateful", "TrainingPosition"]
 
@@ -161,7 +161,7 @@ class Checkpointer:
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
         if position is not None:
-            saves.report_loaded(time.monotonic() - began)
+            this_worker().row.report_loaded(time.monotonic() - began)
         return position
 
     def snapshot(self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None) -> None:

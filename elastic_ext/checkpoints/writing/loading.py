@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file
-from elastic_ext.training import saves
+from elastic_ext.training.progress import this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class Loader:
                 return self._put_copy_in_place(memory, name)
             except CheckpointError as error:
                 failure = error
-                saves.report_copy_unusable()
+                this_worker().row.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
             older = tiers.newest_loadable(self._selection.offers(memory), refused)
@@ -278,7 +278,7 @@ class Loader:
         return lower is not None and order_or_oldest(lower[1]) >= order_or_oldest(copy)
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
-        with saves.timed_check():
+        with this_worker().row.timed_check():
             parts = self._selection.parts(memory, name)
             if parts.manifest.nodes == memory.nodes:
                 parts = fetch_parts(parts, self._ranks)
@@ -288,7 +288,7 @@ class Loader:
         return position
 
     def _checked(self, storage: Storage, name: str) -> tuple[Manifest, Parts | None]:
-        with saves.timed_check():
+        with this_worker().row.timed_check():
             return self._selection.checked(storage, name)
 
     def _put_in_place(self, storage: Storage, name: str, manifest: Manifest, parts: Parts | None) -> TrainingPosition:

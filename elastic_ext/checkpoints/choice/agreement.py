@@ -30,23 +30,10 @@ from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import decisions, listing
-from elastic_ext.checkpoints.choice.decisions import (
-    NONE_SAVED,
-    Agreement,
-    Choice,
-    MemoryChoice,
-    NewestSaved,
-    Offers,
-    Resume,
-    Tier,
-)
-from elastic_ext.checkpoints.choice.listing import NONE, Wanted
+from elastic_ext.checkpoints.choice.decisions import Agreement, Choice, NewestSaved, Offers, Resume, Tier
 from elastic_ext.checkpoints.directory import own_files, tiers
-from elastic_ext.checkpoints.directory.own_files import MARKERS
-from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import candidates, detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
-from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
@@ -55,7 +42,7 @@ VISIBLE_S = 60.0  # limit for the other nodes to see a checkpoint (NFS caches at
 ANSWER_S = 30 * 60.0  # limit for node 0 to answer: verifying a terabyte at 1 GB/s takes 17 minutes
 AWAY_S = 10 * 60.0  # limit for a storage that does not answer: most outages of object stores are shorter
 OFFERS_S = 60.0  # limit for all nodes to list their local directories; a dead node never answers
-RESUME_FROM = f"{MARKERS}/resume_from"
+RESUME_FROM = f"{own_files.MARKERS}/resume_from"
 
 # What a node lacks that cannot open a checkpoint of this tier.
 _LACKS = {
@@ -104,7 +91,7 @@ class NodeInRound:
     memory: str = ""  # its directory for copies in memory; "" for none
     # refused, saved: see `Offers`.
     refused: tuple[str, ...] = ()
-    saved: NewestSaved | None = NONE_SAVED
+    saved: NewestSaved | None = decisions.NONE_SAVED
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRound) -> Resumption:
@@ -228,7 +215,7 @@ class _NodeSide:
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return agreement
 
-    def _without_storage(self, away: OSError, memory: MemoryChoice, received: Sequence[Offers]) -> Agreement:
+    def _without_storage(self, away: OSError, memory: decisions.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
         agreement, local = _from_memory(memory), tiers.newest_loadable(each.offers for each in received)
         # What has answered before may have shown something newer.
@@ -290,7 +277,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
 # The sources. Each gives the newest checkpoint in it that a round can load; `newer` compares two of them.
 
 
-def _listed(own: Storage | None, what: str) -> tuple[Offer, ...] | None:
+def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
     """Return what this node offers from a directory of its own; None without one, or if it cannot be listed."""
     try:
         return tuple(tiers.offers(own))[: decisions.MAX_OFFERS] if own is not None else None
@@ -299,7 +286,7 @@ def _listed(own: Storage | None, what: str) -> tuple[Offer, ...] | None:
         return None
 
 
-def _from_memory(choice: MemoryChoice) -> Agreement | None:
+def _from_memory(choice: decisions.MemoryChoice) -> Agreement | None:
     """Return the newest whole copy in the nodes' memory."""
     copy = choice.offer
     reason = "newest copy that is whole in the nodes' memory"
@@ -358,11 +345,11 @@ class RemoteTier:
         if upper is None:
             return self._newest()
         order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
-        found = [each.name for each in listing.candidates(self._entries, pattern)]
+        found = [each.name for each in listing.candidates_among(self._entries, pattern)]
         # By the names. A script's own saves show their step only when opened.
         if not any(order_of(name) is None or order_or_oldest(name) > order for name in found):
             return upper
-        choice = self._choose(Mode.OFF)
+        choice = self._choose(detect.Mode.OFF)
         if choice.resume is None or newer(upper, self._agreement(choice.resume)) is upper:
             _log_passed_over(choice)
             return upper
@@ -374,11 +361,11 @@ class RemoteTier:
 
     def _newest(self) -> Agreement:
         """Choose from the directory alone. Raises UsageError, BadCheckpoints, OSError."""
-        choice = self._choose(Mode(self._settings.verify))
+        choice = self._choose(detect.Mode(self._settings.verify))
         _log_passed_over(choice)
         if choice.resume is not None:
             return self._agreement(choice.resume)
-        if self._settings.resume_from == NONE:
+        if self._settings.resume_from == listing.NONE:
             return Agreement("", reason="resume_from=none")
         if choice.all_bad:
             listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
@@ -399,10 +386,10 @@ class RemoteTier:
         tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
         return Agreement(name, resume.step, resume.reason[: decisions.MAX_TEXT], tier)
 
-    def _choose(self, verify: Mode) -> Choice:
+    def _choose(self, verify: detect.Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""
         resume_from = self._settings.resume_from
-        wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)
+        wanted = listing.Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)
         if not resume_from:
             return listing.newest_in(self.storage, wanted)
         own = listing.newest_in(self.storage, replace(wanted, since=run_began_at(self.storage, self._run_id, resume_from)))
@@ -509,7 +496,7 @@ def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str)
 
 
 def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
-    found = listing.newest_in(remote, Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
+    found = listing.newest_in(remote, listing.Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
     return split_path(found.path)[1] if found is not None else ""
 
 

@@ -38,21 +38,15 @@ from functools import cached_property
 from elastic_ext.base import records
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import Count, Name
 from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks
+from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.formats.candidates import (
-    LIGHTNING,
-    OWN_FAMILY,
     UNKNOWN,
     Inspection,
     family_of,
-    is_exact,
-    lacks,
     numbers_of,
-    order_of,
     order_or_oldest,
     step_of,
-    unit_of,
     words_of,
 )
 from elastic_ext.checkpoints.storage import Entry
@@ -108,7 +102,7 @@ class NameFamily:
     @cached_property
     def unit(self) -> str:
         """What their numbers count, see `unit_of`."""
-        return unit_of(self.members[0].name)
+        return candidates.unit_of(self.members[0].name)
 
     @cached_property
     def steps(self) -> frozenset[int]:
@@ -153,11 +147,11 @@ class Contender:
     @property
     def is_full(self) -> bool:
         """Whether it is a file of Lightning, which holds all that training needs."""
-        return self.inspection.format == LIGHTNING and self.training is True
+        return self.inspection.format == candidates.LIGHTNING and self.training is True
 
 
 def choose(
-    candidates: Iterable[Entry],
+    entries: Iterable[Entry],
     inspect: Callable[[Entry], Inspection],
     pattern: str = "",
     tracked: Collection[str] = (),
@@ -175,7 +169,7 @@ def choose(
         tracked: names that a tool's own file names as its newest.
         glance: the same as `inspect`, without reading the content; to compare with an older one.
     """
-    listed = list(candidates)
+    listed = list(entries)
     passed_over = [PassedOver(entry.path, entry.unusable) for entry in listed if entry.unusable]
     found = families([entry for entry in listed if not entry.unusable], pattern)
     contenders: list[Contender] = []
@@ -213,7 +207,7 @@ def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspectio
     if bare and before.training:
         reason = "the optimizer is missing that is in the one before it"
     else:
-        reason = lacks(parts, before.parts) if parts else ""
+        reason = candidates.lacks(parts, before.parts) if parts else ""
     return replace(inspection, complete=False, reason=reason, compared=True) if reason else inspection
 
 
@@ -259,7 +253,7 @@ def _newest_first(members: list[Entry], pattern: str) -> tuple[Entry, ...]:
     numbers = {entry.name: numbers_of(entry.name, pattern) for entry in members}
     by_numbers = sorted(members, key=lambda entry: (numbers[entry.name], or_oldest(entry.mtime), entry.name), reverse=True)
     steps = [each[-1] if each else 0 for each in (numbers[entry.name] for entry in by_numbers)]
-    if is_exact(members[0].name, pattern) or steps == sorted(steps, reverse=True):
+    if candidates.is_exact(members[0].name, pattern) or steps == sorted(steps, reverse=True):
         return tuple(by_numbers)
     return tuple(sorted(members, key=lambda entry: (or_oldest(entry.mtime), step_of(entry.name), entry.name), reverse=True))
 
@@ -322,7 +316,7 @@ def are_kin(one: NameFamily, other: NameFamily) -> bool:
 
     Two runs of a job, one after the other, do not.
     """
-    if OWN_FAMILY in (one.pattern, other.pattern):
+    if candidates.OWN_FAMILY in (one.pattern, other.pattern):
         return False
     if one.times and other.times and max(one.times[0], other.times[0]) > min(one.times[1], other.times[1]):
         return False
@@ -358,7 +352,7 @@ NEEDED = "each node needs a tmpfs at /dev/shm, and the same memory_every and mem
 class NewestSaved:
     """The newest checkpoint that a node knows of."""
 
-    round: Count = 0  # the last round of the node; 0: it has been in none
+    round: records.Count = 0  # the last round of the node; 0: it has been in none
     step: int = 0  # the greatest step that this round resumed from or that its workers have seen committed; 0: none
 
 
@@ -387,7 +381,7 @@ class Offers:
     usable: bool = False  # the node has a local tier, and rounds may resume from it
     offers: tuple[Offer, ...] = ()  # in its local directory
     memory: tuple[Offer, ...] = ()  # copies in its memory
-    refused: tuple[Name, ...] = ()  # names of copies in memory, on any node, that this node knows to be bad
+    refused: tuple[records.Name, ...] = ()  # names of copies in memory, on any node, that this node knows to be bad
     # The node has memory for copies, even if it holds none; without it, no round of it may resume from one.
     has_memory: bool = False
     saved: NewestSaved | None = None  # the newest checkpoint that the node knows of; None: it cannot know
@@ -440,7 +434,7 @@ def read_agreement(text: str) -> Agreement:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
     name = found.name
-    if not (order_of(name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(name)):
+    if not (candidates.order_of(name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(name)):
         raise UsageError(
             f"group rank 0 sent {printable(name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"

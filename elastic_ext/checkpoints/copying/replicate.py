@@ -56,7 +56,6 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
-from elastic_ext.checkpoints.directory.upkeep import LocalCopy, TokenBucket, plan_local_prune
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_storage
 
@@ -120,7 +119,7 @@ PULSE_S = 5.0  # interval between pulses to the agent while one file is being se
 class Throttle:
     """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work."""
 
-    def __init__(self, bucket: TokenBucket, remote: Storage, pulse: Callable[[int], None]) -> None:
+    def __init__(self, bucket: upkeep.TokenBucket, remote: Storage, pulse: Callable[[int], None]) -> None:
         """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
         self._bucket, self._remote, self._pulse = bucket, remote, pulse
         self.node = ""  # NODE of this node; "" before it sends anything
@@ -195,7 +194,7 @@ class Replicator:
     """Copies one node's checkpoints. `turn` does all that can be done now."""
 
     def __init__(
-        self, local: Storage, remote: Storage, bucket: TokenBucket, pulse: Callable[[int], None] = lambda sent: None
+        self, local: Storage, remote: Storage, bucket: upkeep.TokenBucket, pulse: Callable[[int], None] = lambda sent: None
     ) -> None:
         """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
         self._local, self._remote = local, remote
@@ -321,8 +320,8 @@ class Replicator:
             self._complete.add(checkpoint.name)
 
     def _prune(self, whole: set[str], newest_remote: Order | None) -> None:
-        held = [LocalCopy(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
-        for name in plan_local_prune(held, newest_remote):
+        held = [upkeep.LocalCopy(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
+        for name in upkeep.plan_local_prune(held, newest_remote):
             with unless_pinned(self._local, name) as free:
                 if free:
                     upkeep.delete(self._local, name)
@@ -417,7 +416,7 @@ def main() -> int:
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
     local, remote = (open_storage(os.environ[name]) for name in (LOCAL_DIR, CHECKPOINT_DIR))
-    replicator = Replicator(local, remote, TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
+    replicator = Replicator(local, remote, upkeep.TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
     return run(replicator, orders, _send)
 
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.records import RecordError
 from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.storage import Storage
@@ -119,7 +118,7 @@ def _opener(storage: Storage, generation: int) -> Opener | None:
     data = storage.read_if_there(_marker(generation))
     try:
         return None if data is None else records.build(Opener, json.loads(data), "the marker")
-    except (ValueError, RecordError) as error:
+    except (ValueError, records.RecordError) as error:
         logger.warning("generation %s of %s has a marker that cannot be read: %s", generation, storage.address, error)
         return None
 

@@ -27,7 +27,6 @@ from typing import IO, Any, SupportsIndex, cast
 from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import literal
-from elastic_ext.base.records import RecordError
 from elastic_ext.checkpoints.storage import Storage
 
 MARKERS = ".elastic_ext"
@@ -215,7 +214,7 @@ def quarantine_of(storage: Storage, name: str) -> Mark | None:
         return None
     try:
         return records.build(Mark, json.loads(data), path)
-    except (ValueError, RecursionError, RecordError):
+    except (ValueError, RecursionError, records.RecordError):
         return Mark(f"its mark {storage.path(path)} cannot be parsed")
 
 

@@ -25,7 +25,6 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, checksum, decode
 from elastic_ext.checkpoints.formats import candidates, layouts, single_files
 from elastic_ext.checkpoints.formats.candidates import DCP, OWN, SAVED_MODEL, TORCH_SAVE, UNKNOWN, Content, Format, Inspection
-from elastic_ext.checkpoints.formats.single_files import PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, thread_pool
 
 ENTRY_POINTS = "elastic_ext.formats"
@@ -290,7 +289,7 @@ def verify(
         return Verification((), 0, 0)
     try:
         files, faults, notes = _plan(storage, checkpoint)
-    except (ManifestError, PeekError) as error:
+    except (ManifestError, single_files.PeekError) as error:
         file = MANIFEST if isinstance(error, ManifestError) else layouts.METADATA
         return Verification((Remark(file, str(error)),), 0, 0)
     chosen = files

@@ -15,15 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.formats import candidates, single_files
-from elastic_ext.checkpoints.formats.candidates import (
-    DCP,
-    HUGGING_FACE,
-    LIGHTNING,
-    NO_OPTIMIZER,
-    SAVED_MODEL,
-    UNKNOWN,
-    Inspection,
-)
+from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTNING, NO_OPTIMIZER, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, SAFETENSORS_SUFFIX, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage, thread_pool
 
@@ -418,7 +410,7 @@ LAYOUTS = (
         needs=("checkpoint_metadata.json", r"checkpoint_metadata\.json"),
     ),
     Layout(TORCHTUNE, (r"ft-model-.*|(hf|meta)_model_.*|torchtune_config\.yaml|adapter_model\.pt",)),
-    Layout(SAVED_MODEL, (candidates.WEIGHTS,), r"checkpoint-\d+", needs=_STATE_FILE, missing=_trainer),
+    Layout(candidates.SAVED_MODEL, (candidates.WEIGHTS,), r"checkpoint-\d+", needs=_STATE_FILE, missing=_trainer),
 )
 
 
@@ -475,7 +467,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
     except TornCheckpoint as error:
         return Inspection(False, layout.format, str(error))
     if found.training is False and layout is STEP_DIRECTORY and not candidates.says_step(entry.name):
-        return Inspection(False, SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
+        return Inspection(False, candidates.SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
     given = [(states[path], keys) for path, keys in _STATES.items() if path in states]
     step, epoch = (_value(given[0][0], key) for key in given[0][1]) if given else (None, None)
     if step is None and candidates.step_of(entry.name) is None:

@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import MARKERS, StoredFile, checksum_of
-from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.local_tier import FETCHED, Parts, PieceExchange, Range, merge_ranges, read_bytes
 from elastic_ext.checkpoints.ranks import Ranks
 from elastic_ext.checkpoints.state import Capture, StateDict, UnshardedState, dumps, local_part
@@ -338,7 +337,7 @@ class Buffers:
             reuse: whether a buffer of this rank holds its part, and is to be written again.
         """
         self._spares = []
-        self._kept = open_mapped(self._storage, f"{name}/{memory_file(self._rank)}") if name and reuse else None
+        self._kept = open_mapped(self._storage, f"{name}/{tiers.memory_file(self._rank)}") if name and reuse else None
         self.kept = name
 
     @property
@@ -366,7 +365,7 @@ class Buffers:
 
     def _spare_name(self) -> str:
         self._made += 1
-        return f"{SPARE}/{os.getpid()}.{self._made}.{memory_file(self._rank)}"
+        return f"{SPARE}/{os.getpid()}.{self._made}.{tiers.memory_file(self._rank)}"
 
     def rest(self) -> None:
         """Move the buffers that hold nothing out of the copies in which they are. Raises OSError."""
@@ -389,7 +388,7 @@ class Buffers:
 
     def begin(self, name: str) -> Buffer:
         """Return the buffer for a new copy, after moving it out of the older copy that it holds. Raises OSError."""
-        self._spares[0] = self._moved(self._spares[0], f"{name}/{memory_file(self._rank)}")
+        self._spares[0] = self._moved(self._spares[0], f"{name}/{tiers.memory_file(self._rank)}")
         return self._spares[0]
 
     def committed(self, name: str) -> None:
@@ -418,7 +417,7 @@ def fetch_parts(parts: Parts, ranks: Ranks) -> Parts:
         return parts
     tier, name, manifest = parts.tier, parts.name, parts.manifest
     began, storage = time.monotonic(), tier.storage
-    own = {memory_file(rank) for rank in tiers.ranks_of(tier.nodes, tier.node)}
+    own = {tiers.memory_file(rank) for rank in tiers.ranks_of(tier.nodes, tier.node)}
     lacking = [file for file in manifest.files if file.name in own and not parts.has(tier.node, file.name)]
 
     def keep() -> None:
@@ -431,7 +430,7 @@ def fetch_parts(parts: Parts, ranks: Ranks) -> Parts:
 
     with PieceExchange(parts, ranks).with_files(lacking):
         ranks.run_on_all(keep)
-    here = {memory_file(rank): node for node in range(len(tier.nodes)) for rank in tiers.ranks_of(tier.nodes, node)}
+    here = {tiers.memory_file(rank): node for node in range(len(tier.nodes)) for rank in tiers.ranks_of(tier.nodes, node)}
     holders = {file: tuple({*nodes, here.get(file, nodes[0])}) for file, nodes in parts.holders.items()}
     return replace(parts, holders=holders)
 
@@ -451,7 +450,7 @@ class MemoryCopy:
         """Map the parts of this node, and compare the checksum of this rank's. The others do the same with theirs."""
         tier, files = self._parts.tier, {file.name: file for file in self._parts.manifest.files}
         for rank in tiers.ranks_of(tier.nodes, tier.node):
-            file = files[memory_file(rank)]
+            file = files[tiers.memory_file(rank)]
             self._buffers[rank] = buffer = open_mapped(tier.storage, f"{self._parts.name}/{file.name}", private=True)
             check_part(buffer, file, content=rank == self._ranks.rank)
 
@@ -602,7 +601,7 @@ class ReshardedCopy:
 
     def saved(self, wanted: Iterable[int]) -> UnshardedState:
         """Return what is not sharded, with the own states of these ranks."""
-        indexes = [self._indexes[memory_file(rank)] for rank in range(self._parts.manifest.world_size)]
+        indexes = [self._indexes[tiers.memory_file(rank)] for rank in range(self._parts.manifest.world_size)]
         return UnshardedState(indexes[0].shared, {rank: indexes[rank].own for rank in wanted})
 
     def fill(self, template: StateDict) -> StateDict:

@@ -13,13 +13,11 @@ from functools import partial
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, checksum_of, decode, encode
-from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_or_oldest
 from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
 from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
-from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
 from elastic_ext.checkpoints.state import Objects, capture, parameter_names
@@ -222,10 +220,10 @@ class MemorySaver:
         self._tier, self._objects, self._ranks, self._mirror = tier, objects, ranks, mirror
         self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
         self._copying = Copying(objects.optimizers)
-        self._times = StepTimes()
+        self._times = pace.StepTimes()
         self._trouble = CopyTrouble(ranks.rank == 0)
         self._attempt: Attempt | None = None  # the last one
-        self._schedule = Schedule(every, ranks.rank == 0, room.rate / 1e6 * tier.nodes[tier.node])
+        self._schedule = pace.Schedule(every, ranks.rank == 0, room.rate / 1e6 * tier.nodes[tier.node])
         self._deciding = threading.Lock()  # training leaves a copy out, or an attempt ends
         self._generation: int | None = None
 
@@ -281,7 +279,7 @@ class MemorySaver:
         """Return whether these ranks have made a copy, and this one's part is here. Raises OSError, ManifestError."""
         storage = self._tier.storage
         read = tiers.manifest_of(storage, name) if name else None
-        here = storage.stat(f"{name}/{memory_file(self._ranks.rank)}")
+        here = storage.stat(f"{name}/{tiers.memory_file(self._ranks.rank)}")
         return read is not None and read[0].nodes == self._tier.nodes and here is not None
 
     def has_generation(self, generation: int) -> None:
@@ -423,7 +421,7 @@ class MemorySaver:
                 return self._timed(replace(report, capacity=capacity))
             self._copying.finish()
             self._copying.pin(self._buffers.tensors())
-            file = StoredFile(memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
+            file = StoredFile(tiers.memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
             common = checksum_of(repr(planned.common).encode())
             report = self._timed(replace(report, file=file, common=common, capacity=buffer.size))
             mirror = self._mirror

@@ -10,7 +10,6 @@ from typing import Any
 from elastic_ext.checkpoints import state
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, checksum
-from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
@@ -59,7 +58,7 @@ class Selection:
             return in_remote
         return local, offer.name
 
-    def offers(self, tier: LocalTier) -> list[list[Offer]]:
+    def offers(self, tier: LocalTier) -> list[list[tiers.Offer]]:
         """Return what each node has in a tier. Collective."""
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
         return [each for each in offers if each is not None]

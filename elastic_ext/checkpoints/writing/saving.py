@@ -32,7 +32,6 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory import own_files, tiers, upkeep
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
-from elastic_ext.checkpoints.directory.tiers import rank_of
 from elastic_ext.checkpoints.formats.candidates import OWN, directory_name, order_or_oldest
 from elastic_ext.checkpoints.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
@@ -209,7 +208,7 @@ def commit(tier: LocalTier | None, remote: Storage, name: str, manifest: Manifes
         if tier is None:
             tiers.put_manifest(remote, name, manifest)
             return {}
-        names = [file.name for file in manifest.files if rank_of(file.name) is None]
+        names = [file.name for file in manifest.files if tiers.rank_of(file.name) is None]
         return {**{each: tier.storage.read(f"{name}/{each}") for each in names}, MANIFEST: encode(manifest)}
     except Exception as error:
         logger.debug("committing %s failed", name, exc_info=True)

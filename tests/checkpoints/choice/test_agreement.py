@@ -267,7 +267,7 @@ def test_only_what_is_newer_than_copies_is_verified(tmp_path, monkeypatch):
     """To verify takes seconds for a gigabyte, at each restart. What is no checkpoint gives no reason for it."""
     remote, verified = tmp_path / "remote", []
     monkeypatch.setattr(
-        listing, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
+        listing.detect, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
     )
     save_own(remote, 5)
     for name in ("logs", "runs"):

@@ -110,7 +110,6 @@ class Parts:
     holders: Mapping[str, tuple[int, ...]]  # the nodes that have a file, by file name
 
     def has(self, node: int, file: str) -> bool:
-        """Return whether a file is on a node's disk."""
         return node in self.holders.get(file, ())
 
     @property
@@ -128,8 +127,6 @@ class Parts:
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """One transfer of bytes."""
-
     number: int  # the position of the piece in its range
     file: str
     # begin, end: byte offsets in the file.

@@ -35,7 +35,6 @@ class CheckpointError(ElasticExtError):
 
     @classmethod
     def of_ranks(cls, by_rank: Sequence[tuple[int, str]]) -> CheckpointError:
-        """Return one error of all ranks' causes."""
         error = cls(summary(by_rank))
         error.by_rank = by_rank
         return error
@@ -77,7 +76,6 @@ class SaveFailure:
 
 
 def failure_of(error: BaseException, rank: int) -> SaveFailure:
-    """Convert an error to a failure. Pure."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, StaleGroup):
         return SaveFailure(FailureKind.STALE, str(error), rank)

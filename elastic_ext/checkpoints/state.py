@@ -112,8 +112,6 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects that the user trains with."""
-
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     scheduler: Stateful | None = None
@@ -219,7 +217,7 @@ def restore(objects: Objects, tensors: StateDict, saved: UnshardedState) -> None
         if name in shared["extra"]:
             part.load_state_dict(shared["extra"][name])
         elif name in shared["extra_forms"]:
-            part.load_state_dict(put_extra(shared["extra_forms"][name], tensors.get(EXTRA, {}).get(name, {})))
+            part.load_state_dict(_Reader(shared["extra_forms"][name], tensors.get(EXTRA, {}).get(name, {})).load())
     for parameter in names:
         parameter.grad = None
     if "gradients" in shared:
@@ -544,8 +542,6 @@ def digests(tensors: Mapping[str, Tensors]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the model is."""
-
     devices: Mapping[str, torch.device]  # by type, of this rank
     meshes: Mapping[int, DeviceMesh]  # by their number of dimensions; none of those that two meshes have
     sharded: bool  # whether it is on any mesh
@@ -588,13 +584,8 @@ def extra_template(forms: Mapping[str, Form], present: Mapping[str, Any], model:
     return found
 
 
-def put_extra(form: Form, tensors: Tensors) -> Any:
-    """Return the state as it was saved. tensors: loaded."""
-    return _Reader(form, tensors).load()
-
-
 class _Reader(pickle.Unpickler):
-    """Unpickles a state. This runs code: a checkpoint is trusted as much as the training script."""
+    """Unpickles a state as it was saved. This runs code: a checkpoint is trusted as much as the training script."""
 
     def __init__(self, form: Form, tensors: Tensors) -> None:
         super().__init__(io.BytesIO(form["structure"]))

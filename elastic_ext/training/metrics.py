@@ -88,17 +88,6 @@ class _File:
         return memoryview(chunk)[at : at + 8 * count].cast("d")
 
 
-class Series:
-    """One series of this process. Read and write `values` under `process.lock`; None: call `process.open` first."""
-
-    __slots__ = ("definition", "dropped", "label_values", "values")
-
-    def __init__(self, definition: layout.Definition, label_values: tuple[str, ...], dropped: bool = False) -> None:
-        """dropped: it is beyond the limits, so its values are not shown."""
-        self.definition, self.label_values, self.dropped = definition, label_values, dropped
-        self.values: memoryview[float] | None = None
-
-
 class ProcessMetrics:
     """The series of this process. A forked child has the same ones, begins at 0, and makes its own file when it needs one."""
 
@@ -107,13 +96,13 @@ class ProcessMetrics:
         self.lock = threading.RLock()
         self._file: _File | None = None
         self._alone = False  # no agent, or no room
-        self._series: list[Series] = []
+        self._series: list[_Metric] = []
 
-    def add(self, series: Series) -> None:
+    def add(self, series: _Metric) -> None:
         """Add a series; if there is an agent, it sees it from now on. Hold the lock."""
         self._series.append(series)
 
-    def open(self, series: Series) -> memoryview[float]:
+    def open(self, series: _Metric) -> memoryview[float]:
         """Return a place for the values of a series, all 0. Hold the lock."""
         count = series.definition.values
         series.values = memoryview(array("d", bytes(8 * count)))
@@ -179,13 +168,15 @@ def histogram(name: str, help: str, labels: Sequence[str] = (), buckets: Sequenc
     return _defined(Histogram, layout.HISTOGRAM, name, help, labels, buckets)
 
 
-class _Metric(Series):
-    """A metric, or one label set of it."""
+class _Metric:
+    """A metric, or one label set of it. Read and write `values` under `process.lock`; None: call `process.open` first."""
 
-    __slots__ = ("_children",)
+    __slots__ = ("_children", "definition", "dropped", "label_values", "values")
 
     def __init__(self, definition: layout.Definition, label_values: tuple[str, ...] = (), dropped: bool = False) -> None:
-        super().__init__(definition, label_values, dropped)
+        """dropped: it is beyond the limits, so its values are not shown."""
+        self.definition, self.label_values, self.dropped = definition, label_values, dropped
+        self.values: memoryview[float] | None = None
         self._children: dict[tuple[str, ...] | None, _Metric] = {}  # by label values; None: those beyond the limit
 
     def labels(self: _AnyMetric, *values: object, **named: object) -> _AnyMetric:

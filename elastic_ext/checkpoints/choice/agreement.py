@@ -75,7 +75,6 @@ class Resumption:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables for the workers."""
         return resume_variables(self.path, self.step)
 
     def variables_of(self, rank: int) -> dict[str, str]:
@@ -168,7 +167,6 @@ class _NodeSide:
         return open_parent(resume_from)[0] if "/" in resume_from else None
 
     def offers(self) -> Offers:
-        """Return what this node has in its own tiers."""
         local, place = _listed(self._local, f"local_dir {self._settings.local_dir}"), self._place
         return Offers(
             usable=local is not None,
@@ -287,7 +285,6 @@ def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
 
 
 def _from_memory(choice: decisions.MemoryChoice) -> Agreement | None:
-    """Return the newest whole copy in the nodes' memory."""
     copy = choice.offer
     reason = "newest copy that is whole in the nodes' memory"
     return Agreement(copy.name, copy.step, reason, Tier.MEMORY) if copy is not None else None

@@ -56,8 +56,6 @@ OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint to resume from."""
-
     path: str  # absolute local path or URL
     step: int | None  # from its content, else from its name; None if neither has one
     reason: str  # why this one, for people
@@ -403,7 +401,6 @@ class Agreement:
 
 
 def encode(message: Offers | Agreement) -> str:
-    """Return a message as JSON text."""
     return json.dumps({"schema": SCHEMA, **asdict(message)})
 
 
@@ -449,8 +446,6 @@ def _is_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """The newest whole copy."""
-
     offer: Offer | None  # None: no copy is whole
     lost: tuple[tuple[str, str], ...] = ()  # the newer ones, which cannot be loaded, with the reason for each; newest first
 

@@ -27,8 +27,6 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which checkpoint to look for."""
-
     # "" for the newest complete one; "none" for no checkpoint, so that the job begins from nothing; else a step, a name in the
     # directory, or a path or URL.
     resume_from: str = ""

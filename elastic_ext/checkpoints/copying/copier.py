@@ -36,20 +36,19 @@ MAX_DEATHS_AT_END = 10  # limit for a process that makes progress each time but 
 
 
 class Child:
-    """A running process, and its pipes. Call `close` after it has ended."""
+    """A running process, and its pipes. Raises OSError if it cannot be started. Call `close` after it has ended."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start the process. Raises OSError."""
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
             start_new_session=True,  # a signal to the agent's group must not reach it
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._orders, self._output = self._process.stdin, self._process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders, self._output = self.process.stdin, self.process.stdout
         os.set_blocking(self._orders.fileno(), False)  # a stopped process must not block the agent
         self._poll = select.poll()
         self._poll.register(self._output.fileno(), select.POLLIN)
@@ -68,15 +67,6 @@ class Child:
         data = os.read(self._output.fileno(), 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines if data else None
-
-    def kill(self) -> None:
-        """Kill the process if it has not ended."""
-        if self._process.poll() is None:
-            self._process.kill()
-
-    def wait(self) -> int:
-        """Wait until the process ends; return its exit code, negative for a signal."""
-        return self._process.wait()
 
     def close(self) -> None:
         """Close the pipes of a process that has ended."""
@@ -139,8 +129,6 @@ class CopyMetrics(Protocol):
 
 
 class Stage(Enum):
-    """The current task of the process."""
-
     COPYING = auto()
     FINISHING = auto()  # copy the rest, then end
     CLOSED = auto()  # end
@@ -171,7 +159,6 @@ class RestartedChild:
         return self._progress.last or CopyState()
 
     def order(self, order: str) -> None:
-        """Send LOOK or FINISH."""
         with self._changed:
             self._progress.ordered(time.monotonic())
             if self._child is not None:  # a process that is about to start looks by itself
@@ -193,7 +180,7 @@ class RestartedChild:
                 self._changed.notify_all()
                 child = self._child
             if child is not None:
-                child.kill()
+                child.process.kill()
             self._thread.join(END_S)
 
     def _wait_for_end(self, deadline: float) -> None:
@@ -210,7 +197,7 @@ class RestartedChild:
                         "copying to %s has made no progress for %.0f s: restarting the process", self._target, self._stall_s
                     )
                     if self._child is not None:
-                        self._child.kill()
+                        self._child.process.kill()
                     continue
                 self._changed.wait(min(stuck_at, deadline, now + threading.TIMEOUT_MAX) - now)
 
@@ -268,11 +255,11 @@ class RestartedChild:
             self._child = child
             self._progress.started(time.monotonic())
             if self._stage is Stage.CLOSED:
-                child.kill()
+                child.process.kill()
             elif self._stage is Stage.FINISHING:
                 child.send(FINISH)
         self._listen(child)
-        code = child.wait()
+        code = child.process.wait()
         with self._changed:
             self._child = None
             child.close()
@@ -327,7 +314,6 @@ class RestartedChild:
 
 
 def _log(report: CopyState, before: CopyState, target: str) -> None:
-    """Log what changed."""
     failures, reason = report.failures, report.reason
     if failures == ALARM_AFTER:
         logger.error("checkpoints cannot be copied to %s, %s failures in a row: %s", target, failures, reason)
@@ -339,14 +325,11 @@ def _log(report: CopyState, before: CopyState, target: str) -> None:
         logger.info("complete in %s: %s", target, report.complete)
 
 
-STALL_S = 60.0  # default of the setting copy_stall
-
-
 class Copier:
     """Keeps the local tier copied from construction until close(). Only close() waits."""
 
     def __init__(
-        self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, metrics: CopyMetrics, stall_s: float = STALL_S
+        self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, metrics: CopyMetrics, stall_s: float
     ) -> None:
         """Start the process.
 

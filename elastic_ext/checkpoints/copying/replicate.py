@@ -127,7 +127,6 @@ class Throttle:
         self.begin_turn()
 
     def begin_turn(self) -> None:
-        """Count from zero."""
         self._sent_before, self.sent = self._sent_before + self.sent, 0
         self._pulse_at = self._beat_at = time.monotonic()
 
@@ -215,7 +214,7 @@ class Replicator:
         pending: list[LocalCheckpoint] = []
         try:
             mine = pending = self._saved_here()
-            newest_remote = self._newest_remote()
+            newest_remote = next((order_of(name) for name in own_checkpoints(self._remote) if self._is_complete(name)), None)
             pending = _newer(mine, newest_remote)
             target = self._choose(pending) if pending else None
             if target is not None:
@@ -242,9 +241,6 @@ class Replicator:
                 leads = any(rank_of(entry.name) == 0 for entry in self._local.entries(name))
                 found.append(LocalCheckpoint(name, *read, leads))
         return found
-
-    def _newest_remote(self) -> Order | None:
-        return next((order_of(name) for name in own_checkpoints(self._remote) if self._is_complete(name)), None)
 
     def _choose(self, pending: list[LocalCheckpoint]) -> LocalCheckpoint | None:
         """Return the checkpoint that all nodes copy now; None if this node does not have it."""
@@ -320,8 +316,7 @@ class Replicator:
             self._complete.add(checkpoint.name)
 
     def _prune(self, whole: set[str], newest_remote: Order | None) -> None:
-        held = [upkeep.LocalCopy(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
-        for name in upkeep.plan_local_prune(held, newest_remote):
+        for name in upkeep.plan_local_prune(own_checkpoints(self._local), whole, self._complete, newest_remote):
             with unless_pinned(self._local, name) as free:
                 if free:
                     upkeep.delete(self._local, name)

@@ -46,17 +46,20 @@ def refuse_stale(storage: Storage, generation: int) -> None:
     """Raise StaleGroup if a newer group has opened the directory. Raises OSError if the storage does not answer."""
     newest = max(_marked(storage), default=0)
     if newest > generation:
-        ours = theirs = None
+        ours, theirs, saved = None, None, False
         with suppress(OSError):
             ours, theirs = _opener(storage, generation), _opener(storage, newest)
+        with suppress(OSError):
+            saved = newest in _saved(storage)
         raise StaleGroup(
-            f"{_taken_by(ours, theirs, _saved_there(storage, newest))}: generation {newest} has opened {storage.address}, this "
+            f"{_taken_by(ours, theirs, saved)}: generation {newest} has opened {storage.address}, this "
             f"group of workers is generation {generation} and must not commit or prune there"
         )
 
 
 def _taken_by(ours: Opener | None, theirs: Opener | None, saved: bool) -> str:
-    """Return who has opened the directory, and what to do. saved: whether they write there. Pure.
+    """Return who has opened the directory, and what to do. saved: whether they have begun a checkpoint there, rather
+    than just loaded one; False if that is not known. Pure.
 
     `failures.rules` knows the sentence about another launch that saves.
     """
@@ -70,14 +73,6 @@ def _taken_by(ours: Opener | None, theirs: Opener | None, saved: bool) -> str:
     if not saved:
         return f"another launch, of {job}, has opened the directory and saved nothing there yet; let no two save to one"
     return f"another launch, of {job}, saves to the directory; give each its own, or let only one run"
-
-
-def _saved_there(storage: Storage, generation: int) -> bool:
-    """Return whether a group has begun a checkpoint, rather than just loaded one; False if that is not known."""
-    try:
-        return generation in _saved(storage)
-    except OSError:
-        return False
 
 
 def open_generation(storage: Storage, opener: Opener) -> int:

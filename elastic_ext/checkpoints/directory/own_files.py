@@ -83,7 +83,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Total bytes of all files."""
         return sum(file.size for file in self.files)
 
 

@@ -133,30 +133,27 @@ def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: i
     return True, f"{newer} newer ones are complete"
 
 
-@dataclass(frozen=True)
-class LocalCopy:
-    """A checkpoint in a node's local tier. whole: the node's part is complete. remote: it is complete in the remote directory."""
-
-    name: str
-    whole: bool
-    remote: bool
-
-
-def plan_local_prune(newest_first: Sequence[LocalCopy], newest_remote: tuple[int, int] | None) -> list[str]:
+def plan_local_prune(
+    newest_first: Iterable[str], whole: Collection[str], remote: Collection[str], newest_remote: tuple[int, int] | None
+) -> list[str]:
     """Return the names of the checkpoints to remove from the local tier. Pure.
 
     The newest whole one stays. So does each one that is newer than all complete remote ones, because it may be the last copy.
     One that is not whole may still be being written, unless a newer one is whole.
 
-    newest_remote: `order_of` the newest complete checkpoint in the remote directory; None: it has none.
+    Args:
+        newest_first: all checkpoints in a node's local tier.
+        whole: those of which the node's part is complete.
+        remote: those that are complete in the remote directory.
+        newest_remote: `order_of` the newest complete checkpoint there; None: it has none.
     """
     removed = []
     newer_whole = False
-    for copy in newest_first:
-        safe = copy.remote or (newest_remote is not None and newest_remote > order_or_oldest(copy.name))
-        if newer_whole and (safe or not copy.whole):
-            removed.append(copy.name)
-        newer_whole = newer_whole or copy.whole
+    for name in newest_first:
+        safe = name in remote or (newest_remote is not None and newest_remote > order_or_oldest(name))
+        if newer_whole and (safe or name not in whole):
+            removed.append(name)
+        newer_whole = newer_whole or name in whole
     return removed
 
 

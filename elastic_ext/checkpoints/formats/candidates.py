@@ -83,8 +83,6 @@ ANY = "*"  # stands for the rank in the name of a checkpoint of a file per rank
 
 @dataclass(frozen=True)
 class RankName:
-    """The name of one rank's part of a checkpoint."""
-
     pattern: str  # the name with ANY for each number of the rank
     ranks: tuple[int, ...]  # those numbers; several if the ranks form a grid, as with tp and pp
     totals: tuple[int | None, ...]  # for each, how many there are; None if the name does not say so
@@ -417,8 +415,6 @@ NO_OPTIMIZER = "no optimizer is in it"
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of one check."""
-
     complete: bool  # whether training can resume from it, judging by names, sizes and small files
     format: str  # name of the format, for people
     reason: str  # why it is complete or not, one sentence without a period, for people

@@ -240,8 +240,6 @@ class Remark:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verifying a checkpoint."""
-
     faults: tuple[Remark, ...]  # damaged or missing files, by name
     files: int  # number of files in the checkpoint
     size: int  # bytes of the files whose content was read
@@ -250,7 +248,6 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether no damage was found."""
         return not self.faults
 
 

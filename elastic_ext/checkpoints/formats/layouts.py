@@ -154,8 +154,6 @@ class TornCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class Tree:
-    """What lies below a directory."""
-
     name: str  # of the directory
     files: Mapping[str, Entry]  # by path relative to it, also those in folders
     folders: frozenset[str] = frozenset()  # their relative paths
@@ -333,8 +331,6 @@ _OTHERS = re.compile(r"(optimizer|scheduler)\.(pt|bin)|rng_state(_\d+)?\.pth|sca
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tool lays out a checkpoint."""
-
     format: str  # its name, for people
     signs: tuple[str, ...]  # patterns, each of which fits a name directly in the directory; those of folders end with a slash
     name: str = ""  # pattern of the directory's own name; "": any

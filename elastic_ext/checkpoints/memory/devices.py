@@ -138,8 +138,6 @@ class Copying:
 
 
 class Lane:
-    """Copies from one device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
@@ -212,7 +210,6 @@ def _unpin(lanes: Mapping[torch.device, Lane], pinned: dict[int, Tensor], but: C
 
 
 def by_device(resting: Sequence[Pair], moving: Sequence[Pair]) -> dict[torch.device, tuple[list[Pair], list[Pair]]]:
-    """Return the pairs by the device of their source."""
     found: dict[torch.device, tuple[list[Pair], list[Pair]]] = {}
     for kind, pairs in enumerate((resting, moving)):
         for pair in pairs:

@@ -61,8 +61,6 @@ class PartError(ValueError):
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor is in the buffer."""
-
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -86,8 +84,6 @@ class Box:
 
 @dataclass(frozen=True)
 class Index:
-    """What a part holds."""
-
     tensors: Mapping[Path, TensorPlace]  # where they are
     boxes: Mapping[Path, Box]  # what they are of the whole tensors; without those whose local parts are no single box
     values: Mapping[Path, Any]  # those between the tensors
@@ -129,7 +125,8 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     for path, tensor in tensors.items():
         if tensor.layout is not torch.strided:
             raise TypeError(f"{shown(path)} is a {tensor.layout} tensor; only strided ones can be copied to memory")
-    common = [path for path, tensor in tensors.items() if is_common(path, tensor)]
+    # What all ranks share.
+    common = [path for path, tensor in tensors.items() if not isinstance(tensor, DTensor) and path[0] != "rank_gradients"]
     owners = shares([(path, tensors[path].nbytes) for path in common], local_world)
     elsewhere = {path for path, owner in zip(common, owners, strict=True) if owner != local_rank}
     mine = {path: local_part(tensor) for path, tensor in tensors.items() if path not in elsewhere}
@@ -145,11 +142,6 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
 
 # Of each way in which tensors are sharded. For a long dimension torch needs more time to say this than it takes to copy the part.
 _BOXES: dict[tuple[Any, ...], Box | None] = {}
-
-
-def is_common(path: Path, tensor: Tensor) -> bool:
-    """Return whether all ranks share this tensor."""
-    return not isinstance(tensor, DTensor) and path[0] != "rank_gradients"
 
 
 def shares(common: Sequence[tuple[Path, int]], owners: int) -> Iterator[int]:
@@ -296,8 +288,6 @@ def open_mapped(storage: Storage, name: str, private: bool = False) -> Buffer:
 
 
 class Buffers:
-    """The buffers of one rank."""
-
     def __init__(self, storage: Storage, rank: int, limit: int) -> None:
         """limit: bytes that the buffers may have together."""
         self._storage, self._rank, self._limit = storage, rank, limit
@@ -309,10 +299,6 @@ class Buffers:
     def tensors(self) -> list[Tensor]:
         """Return the bytes of each buffer."""
         return [each.tensor for each in (self._kept, *self._spares) if each is not None]
-
-    def fit(self, size: int) -> bool:
-        """Return whether a part of this size can be written now."""
-        return self.spare_size >= size
 
     @property
     def spare(self) -> Buffer:

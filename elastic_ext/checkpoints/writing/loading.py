@@ -194,8 +194,6 @@ class TrainingPosition:
 
 
 class Loader:
-    """Loads checkpoints into the user's objects."""
-
     def __init__(
         self, objects: state.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
     ) -> None:

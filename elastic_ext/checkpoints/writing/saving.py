@@ -59,8 +59,6 @@ class SaveEvent:
 
 
 class Results:
-    """The results so far."""
-
     def __init__(self, on_event: Callable[[SaveEvent], None] | None) -> None:
         self._on_event = on_event
         # last_error, failures, last_saved: see `Checkpointer`.
@@ -77,14 +75,12 @@ class Results:
         self._saved.clear()
 
     def committed(self, name: str, step: int, size: int, seconds: float) -> None:
-        """Record a committed save."""
         self.last_error, self.failures, self.last_saved = None, 0, step
         self._saved.add(step)
         saves.report_saved(step, seconds)
         self.emit(SaveEvent("saved", step, name, seconds, size))
 
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
-        """Record a failed save."""
         self.failures += 1
         self.last_error = f"step {step} was not saved: rank {failure.rank}: {failure.kind.value}: {failure.reason}"
         logger.warning("%s; training continues", self.last_error)

@@ -25,7 +25,7 @@ from elastic_ext.checkpoints.copying.replicate import TARGET, LocalCheckpoint, R
 from elastic_ext.checkpoints.directory import tiers, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, newest_loadable, rank_of, ranks_of, unless_pinned
-from elastic_ext.checkpoints.directory.upkeep import LocalCopy, TokenBucket, plan_local_prune
+from elastic_ext.checkpoints.directory.upkeep import TokenBucket, plan_local_prune
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, verify
@@ -156,16 +156,16 @@ def test_pruning_keeps_the_last_copy():
     names = [directory_name(step, 1) for step in (8, 6, 4, 2)]
 
     def removed(newest_remote: int | None, torn: tuple[int, ...] = ()) -> list[int]:
-        held = [LocalCopy(name, step not in torn, False) for name, step in zip(names, (8, 6, 4, 2), strict=True)]
+        whole = {name for name, step in zip(names, (8, 6, 4, 2), strict=True) if step not in torn}
         order = (1, newest_remote) if newest_remote is not None else None
-        return [int(name[5:13]) for name in plan_local_prune(held, order)]
+        return [int(name[5:13]) for name in plan_local_prune(names, whole, (), order)]
 
     assert removed(None) == []
     assert removed(4) == [2]  # 4 itself is told to be there by `remote`
     assert removed(8) == [6, 4, 2]
     assert removed(9, torn=(8, 6, 4, 2)) == []  # nothing whole: in work
     assert removed(None, torn=(8, 4)) == [4]
-    assert plan_local_prune([LocalCopy(names[0], True, True)], (1, 8)) == []
+    assert plan_local_prune(names[:1], names[:1], names[:1], (1, 8)) == []
 
 
 def test_joined_ranges_cover_the_same_bytes():

@@ -40,11 +40,10 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, encode
-from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import mirror, pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
-from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
+from elastic_ext.checkpoints.ranks import FailureKind, LocalTier, Ranks, SaveFailure
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent

@@ -40,15 +40,7 @@ from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks
 from elastic_ext.checkpoints.formats import candidates
-from elastic_ext.checkpoints.formats.candidates import (
-    UNKNOWN,
-    Inspection,
-    family_of,
-    numbers_of,
-    order_or_oldest,
-    step_of,
-    words_of,
-)
+from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, family_of, numbers_of, step_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
@@ -455,7 +447,7 @@ def newest_whole(nodes: Sequence[Offers], refused: Collection[str] = ()) -> Memo
     without = next((number for number, node in enumerate(nodes) if not node.has_memory), None)
     lost: list[tuple[str, str]] = []
     copies = missing_ranks(node.memory for node in nodes)
-    for copy in sorted(copies, key=lambda each: (order_or_oldest(each.name), each.digest), reverse=True):
+    for copy in sorted(copies, key=lambda each: (candidates.order_or_oldest(each.name), each.digest), reverse=True):
         if copy.name in refused:
             continue
         if without is not None:
@@ -486,7 +478,7 @@ def needs_no_storage(copy: Offer | None, local: Offer | None, nodes: Sequence[Of
     if (
         copy is None
         or len(known) < len(nodes)
-        or (local is not None and order_or_oldest(local.name) > order_or_oldest(copy.name))
+        or (local is not None and candidates.order_or_oldest(local.name) > candidates.order_or_oldest(copy.name))
     ):
         return False
     last = max(saved.round for saved in known)

@@ -14,7 +14,7 @@ job, and of later jobs, use them to inform each other about checkpoints:
     resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`choice/`)
     copying, copying_from/NODE   in the remote directory: the checkpoint that the nodes copy there now (`copying/`)
     copied_to                    in a local directory: the remote directory that it belongs to (`tiers`)
-    fetched/                     in a local directory: files that other nodes sent for a load (`local_tier`)
+    fetched/                     in a local directory: files that other nodes sent for a load (`ranks`)
     choosing, loading/NAME       in a local directory: locks of agents that choose and workers that load (`tiers`)
 
 Only the named module reads and writes each file. The files have no version: fields may be added, and readers ignore unknown

@@ -21,10 +21,9 @@ from torch import Tensor
 from elastic_ext.checkpoints.directory.own_files import StoredFile, checksum_of
 from elastic_ext.checkpoints.directory.tiers import memory_file, node_of, ranks_of
 from elastic_ext.checkpoints.directory.upkeep import TokenBucket
-from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.checkpoints.memory.part import Buffer, Buffers
-from elastic_ext.checkpoints.ranks import Ranks, SaveFailure
+from elastic_ext.checkpoints.ranks import LocalTier, Ranks, SaveFailure
 from elastic_ext.training.progress import this_worker
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ own local part. Gradients of single ranks stay with them.
 A load: where as many nodes run as many ranks as made the copy, each rank maps the parts of its node, checks them, and copies them
 into the state in place; a node that lacks some gets them from others first. Else each saved piece of a tensor is a box in the
 whole tensor, and so is what a rank needs of it: a rank reads the bytes of their overlaps, from whichever nodes have the parts
-(`local_tier.PieceExchange`).
+(`ranks.PieceExchange`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import MARKERS, StoredFile, checksum_of
-from elastic_ext.checkpoints.local_tier import FETCHED, Parts, PieceExchange, Range, merge_ranges, read_bytes
-from elastic_ext.checkpoints.ranks import Ranks
+from elastic_ext.checkpoints.ranks import FETCHED, Parts, PieceExchange, Range, Ranks, merge_ranges, read_bytes
 from elastic_ext.checkpoints.state import Capture, StateDict, UnshardedState, dumps, local_part
 from elastic_ext.checkpoints.storage import Storage
 

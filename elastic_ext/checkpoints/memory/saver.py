@@ -14,12 +14,11 @@ from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, checksum_of, decode, encode
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_or_oldest
-from elastic_ext.checkpoints.local_tier import LocalTier
 from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
 from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
-from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
+from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, LocalTier, Ranks, SaveFailure, failure_of
 from elastic_ext.checkpoints.state import Objects, capture, parameter_names
 from elastic_ext.checkpoints.storage import remove_if_there
 from elastic_ext.training.progress import MEMORY_THREAD, this_worker
@@ -249,7 +248,7 @@ class MemorySaver:
         except CheckpointError as error:
             logger.warning("the state is not copied to memory: %s", error)
         except RuntimeError as error:  # disk and training go on
-            logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
+            logger.warning("no more copies in memory: %s", self._ranks.group_failure(error).reason)
         else:
             self._schedule.begins(last + in_steps if in_steps else 0)
         if self._ranks.lost:
@@ -374,7 +373,7 @@ class MemorySaver:
             if makes_room:
                 remove_others(self._tier, report.name, self._ranks)
         except Exception as error:  # noqa: BLE001  (the top of a thread; as a rule another rank has died, and the agent acts)
-            logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
+            logger.warning("no more copies in memory: %s", self._ranks.group_failure(error).reason)
             outcome = None
         if outcome is None:  # not before the error is forgotten, with the calls that hold the group
             with self._deciding:

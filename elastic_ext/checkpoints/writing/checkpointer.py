@@ -31,9 +31,8 @@ from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM, m
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal
 from elastic_ext.checkpoints.directory.own_files import MOST_SHOWN, Manifest, count
-from elastic_ext.checkpoints.local_tier import open_directories
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
-from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
+from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure, open_directories
 from elastic_ext.checkpoints.state import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving

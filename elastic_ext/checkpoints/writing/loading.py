@@ -12,9 +12,8 @@ from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, checksum
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
 from elastic_ext.checkpoints.memory.part import MemoryCopy, ReshardedCopy, fetch_parts
-from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
+from elastic_ext.checkpoints.ranks import CheckpointError, Directories, LocalTier, Parts, PieceExchange, Ranks, StorageFailed
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file

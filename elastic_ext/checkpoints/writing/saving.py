@@ -33,8 +33,7 @@ from elastic_ext.checkpoints.directory import own_files, tiers, upkeep
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.formats.candidates import OWN, directory_name, order_or_oldest
-from elastic_ext.checkpoints.local_tier import Directories, LocalTier
-from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
+from elastic_ext.checkpoints.ranks import Directories, FailureKind, LocalTier, Rank0Failed, Ranks, SaveFailure, failure_of
 from elastic_ext.checkpoints.state import EXTRA, Objects, StateDict, capture, digests, torch_dumps
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
@@ -238,8 +237,7 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
         with ranks.communicating():
             dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:  # raised by the planning, on all ranks
-        found = causes(error, ranks.rank)
-        return SaveFailure(FailureKind.OTHER, summary(found), found[0][0])
+        return failure_of(error, ranks.rank)
     try:
         files.put(f"{name}/{rank_file(ranks.rank)}", staged.own)
         if ranks.rank == 0:
@@ -498,7 +496,7 @@ class BackgroundSaver:
         except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
             name, outcome = "", AttemptOutcome(failure_of(error, 0))
         except Exception as error:  # the top of a thread
-            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
+            failure = self._ranks.group_failure(error)
             logger.exception("no more checkpoints will be saved: %s", failure.reason)
             name, outcome = "", AttemptOutcome(failure)
         self._agreed.set()

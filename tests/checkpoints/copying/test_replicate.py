@@ -29,7 +29,7 @@ from elastic_ext.checkpoints.directory.upkeep import TokenBucket, plan_local_pru
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.local_tier import merge_ranges
+from elastic_ext.checkpoints.ranks import merge_ranges
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import flip
 from tests.jobs import environment

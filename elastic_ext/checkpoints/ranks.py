@@ -270,9 +270,6 @@ def _is_to_blame(storage: Storage, error: BaseException) -> bool:
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not storage.means_damage(error)
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class LocalTier:
     """The local tier as one rank sees it."""
@@ -302,9 +299,7 @@ class Directories:
 def open_directories(remote: Storage, local_dir: str | os.PathLike[str] | None, memory_dir: str, ranks: Ranks) -> Directories:
     """Open all directories. Collective. Raises UsageError.
 
-    Args:
-        local_dir: None: the agent's choice; "": no local tier.
-        memory_dir: the agent's directory for copies in memory; "": none.
+    local_dir: None: the agent's choice; "": no local tier. memory_dir: the agent's directory for copies in memory; "": none.
     """
     agents = os.environ.get(CHECKPOINT_DIR, "")
     # To another directory than its own checkpoint_dir an agent would not copy, nor resume from it.

@@ -46,6 +46,8 @@ from torch.optim import Optimizer
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory.own_files import checksum_of
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -407,8 +409,6 @@ def seed_generators(*parts: object) -> None:
         sys.modules["numpy"].random.seed(number)
 
 
-logger = logging.getLogger(__name__)
-
 Tensors = dict[str, Tensor]  # of one object, by key
 PROTOCOL = 4  # of the pickles: known to all versions of Python that may read them
 
@@ -561,9 +561,7 @@ class Places:
 def extra_template(forms: Mapping[str, Form], present: Mapping[str, Any], model: nn.Module) -> dict[str, Tensors]:
     """Return tensors to load into, of the shapes and types that were saved.
 
-    Args:
-        forms: by the objects' names.
-        present: the present states of these objects.
+    forms: by the objects' names. present: the present states of these objects.
     """
     parts = [*model.parameters(), *model.buffers()]
     places = Places.of(parts)

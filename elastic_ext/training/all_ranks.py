@@ -4,20 +4,21 @@ healthy; and how a job keeps its global batch when their number changes: other m
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from elastic_ext.base import round_store
 from elastic_ext.base.errors import RanksMissing, UsageError
+from elastic_ext.base.printable import counted
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-import logging
-from dataclasses import dataclass
 
-from elastic_ext.base.printable import counted
+logger = logging.getLogger(__name__)
 
 STORE_S = timedelta(seconds=30)  # time for the store to answer
 MAX_SHOWN = 16  # ranks named in a message
@@ -56,7 +57,11 @@ def _wait_for_all(where: tuple[str, int], prefix: str, rank: int, world: int, ti
         store.set(f"{prefix}/{rank}", "")
         if store.add(f"{prefix}/count", 1) == world:
             store.set(f"{prefix}/all", "")
-        missing = _missing(store, prefix, world, timeout_s)
+        missing = []
+        try:
+            store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
+        except RuntimeError:  # a timeout, or the store is gone, in which case the next call also fails
+            missing = [rank for rank in range(world) if not store.check([f"{prefix}/{rank}"])]
     except (RuntimeError, ValueError) as error:
         raise RanksMissing(
             f"health barrier: the store of the job at {where[0]}:{where[1]} does not answer: {error}", ()
@@ -76,15 +81,6 @@ def _connected(where: tuple[str, int]) -> TCPStore:
     return _stores[os.getpid()]
 
 
-def _missing(store: TCPStore, prefix: str, world: int, timeout_s: float) -> list[int]:
-    try:
-        store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
-    except RuntimeError:  # a timeout, or the store is gone, in which case the next call also fails
-        return [rank for rank in range(world) if not store.check([f"{prefix}/{rank}"])]
-    return []
-
-
-logger = logging.getLogger(__name__)
 _warned: set[str] = set()  # reasons that this process has logged
 
 

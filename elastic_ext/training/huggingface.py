@@ -51,9 +51,7 @@ class SaveOnDemand(TrainerCallback):
         """Note the time: the Trainer may save next."""
         self._began = time.monotonic()
 
-    def on_epoch_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Note the time: the Trainer may save next."""
-        self._began = time.monotonic()
+    on_epoch_end = on_evaluate
 
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Report the save. This rank has saved its part, but the Trainer does not make ranks wait for each other."""

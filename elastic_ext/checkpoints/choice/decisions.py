@@ -470,9 +470,7 @@ def needs_no_storage(copy: Offer | None, local: Offer | None, nodes: Sequence[Of
     groups. A node that was not in the last round may still have those. What a script saves and does not report
     (`elastic_ext.report_saved`), and what only nodes that are lost have seen, no node knows of.
 
-    Args:
-        copy: the newest whole copy; None: no copy is whole.
-        local: the newest checkpoint in the nodes' local directories.
+    copy: the newest whole copy; None: no copy is whole. local: the newest checkpoint in the nodes' local directories.
     """
     known = [node.saved for node in nodes if node.saved is not None]
     if (

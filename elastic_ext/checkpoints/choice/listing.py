@@ -402,9 +402,7 @@ def list_checkpoints(
 ) -> tuple[ListedCheckpoint, ...]:
     """List and check all checkpoints, newest first within each family. Raises UsageError, OSError.
 
-    Args:
-        pattern: the setting checkpoint_pattern.
-        progress: called with the number of checkpoints done and the total.
+    pattern: the setting checkpoint_pattern. progress: called with the number of checkpoints done and the total.
     """
     listed = list_entries(storage)
     trackers = read_trackers(storage, listed)

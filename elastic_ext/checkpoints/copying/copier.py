@@ -149,18 +149,13 @@ class RestartedChild:
         # done: whether it has finished with nothing left to copy.
         self._ended = self.done = False  # _ended: the thread has ended
         self._child: Child | None = None
-        self._progress = CopyProgress(time.monotonic())
+        self.progress = CopyProgress(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="elastic_ext-copier", daemon=True)
         self._thread.start()
 
-    @property
-    def last(self) -> CopyState:
-        """The last report, or an empty one before the first."""
-        return self._progress.last or CopyState()
-
     def order(self, order: str) -> None:
         with self._changed:
-            self._progress.ordered(time.monotonic())
+            self.progress.ordered(time.monotonic())
             if self._child is not None:  # a process that is about to start looks by itself
                 self._child.send(order)
 
@@ -168,7 +163,7 @@ class RestartedChild:
         """Let the process copy the rest and end. Wait while it makes progress, but not past `deadline` (monotonic seconds)."""
         with self._changed:
             self._stage = Stage.FINISHING
-            self._progress.progress_at = time.monotonic()
+            self.progress.progress_at = time.monotonic()
             self._changed.notify_all()
         self.order(FINISH)
         logger.info("waiting until all checkpoints are copied to %s", self._target)
@@ -188,11 +183,11 @@ class RestartedChild:
         with self._changed:
             while not self._ended:
                 now = time.monotonic()
-                stuck_at = self._progress.progress_at + self._stall_s
+                stuck_at = self.progress.progress_at + self._stall_s
                 if now >= deadline or (now >= stuck_at and replaced):
                     return
                 if now >= stuck_at:
-                    replaced, self._progress.progress_at = True, now
+                    replaced, self.progress.progress_at = True, now
                     logger.warning(
                         "copying to %s has made no progress for %.0f s: restarting the process", self._target, self._stall_s
                     )
@@ -253,7 +248,7 @@ class RestartedChild:
             return -1
         with self._changed:
             self._child = child
-            self._progress.started(time.monotonic())
+            self.progress.started(time.monotonic())
             if self._stage is Stage.CLOSED:
                 child.process.kill()
             elif self._stage is Stage.FINISHING:
@@ -270,7 +265,7 @@ class RestartedChild:
         silent = False
         while True:
             with self._changed:
-                due = self._progress.heard_at + self._stall_s if self._progress.working and not silent else None
+                due = self.progress.heard_at + self._stall_s if self.progress.working and not silent else None
             left_s = None if due is None else due - time.monotonic()
             if left_s is not None and left_s <= 0:
                 silent = True
@@ -301,8 +296,8 @@ class RestartedChild:
             logger.info("the process that copies checkpoints printed: %s", line.decode(errors="replace").rstrip())
             return
         with self._changed:
-            before = self._progress.last
-            sent = self._progress.heard(message, time.monotonic())
+            before = self.progress.last
+            sent = self.progress.heard(message, time.monotonic())
         if isinstance(message, CopyState):
             _log(message, before or CopyState(), self._target)
             complete = before is not None and message.complete not in ("", before.complete)
@@ -392,7 +387,7 @@ class Copier:
         """Return the local checkpoints that are newer than every complete remote one, except abandoned ones."""
         if self._child.done:
             return ()
-        last = self._child.last
+        last = self._child.progress.last or CopyState()
         complete = order_of(last.complete) or (-1, -1)
         try:
             names = [name for name in tiers.own_checkpoints(self._local) if self._local.stat(f"{name}/{MANIFEST}") is not None]

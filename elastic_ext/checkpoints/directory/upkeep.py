@@ -212,18 +212,14 @@ class _Copy:
     throttle: Throttle | None = None
     compared: Throttle | None = None
 
-    def is_there(self, path: str, expected: str, by_content: bool = False) -> bool:
-        """Return whether a target file of the right size has the right content.
+    def bring(self, path: str, size: int, there: int | None, expected: str, by_content: bool = False) -> int:
+        """Copy a file unless the target has it; return the number of bytes sent.
 
-        expected: its checksum; "" if unknown. by_content: without a checksum, compare the content of this small file.
+        there: size of the target file; None: there is none. expected: the checksum; "" if unknown. by_content: without one,
+        compare the content of this small file. Raises CopyError if it changes meanwhile or does not have the expected checksum.
         """
-        if not expected:
-            return not by_content or self.target.read(path) == self.source.read(path)
-        with self.target.open(path) as file:
-            return checksum(file, self.compared) == expected
-
-    def send(self, path: str, size: int, expected: str) -> None:
-        """Copy a file. Raises CopyError if it changes meanwhile or does not have the expected checksum."""
+        if there == size and self._is_same(path, expected, by_content):
+            return 0
         from xxhash import xxh3_64
 
         digest, count = xxh3_64(), 0
@@ -242,6 +238,13 @@ class _Copy:
                 )
             if expected and digest.hexdigest() != expected:
                 raise CopyError(f"{shown} has checksum {digest.hexdigest()}, its manifest says {expected}: it is damaged")
+        return size
+
+    def _is_same(self, path: str, expected: str, by_content: bool) -> bool:
+        if not expected:
+            return not by_content or self.target.read(path) == self.source.read(path)
+        with self.target.open(path) as file:
+            return checksum(file, self.compared) == expected
 
 
 def copy(
@@ -273,9 +276,7 @@ def copy(
     total, done, sent = sum(entry.size for entry in found.values()), 0, 0
     for file in sorted(found, key=lambda file: (_commit_rank(file), file)):
         path, size, expected = (f"{name}/{file}" if checkpoint.is_dir else file), found[file].size, checksums.get(file, "")
-        if there.get(file) != size or not work.is_there(path, expected, by_content=_commit_rank(file) > 0):
-            work.send(path, size, expected)
-            sent += size
+        sent += work.bring(path, size, there.get(file), expected, by_content=_commit_rank(file) > 0)
         done += size
         if progress is not None:
             progress(done, total)
@@ -299,9 +300,7 @@ def copy_files(
     for file in files:
         path = f"{name}/{file.name}"
         there = target.stat(path)
-        if there is None or there.size != file.size or not work.is_there(path, file.checksum):
-            work.send(path, file.size, file.checksum)
-            sent += file.size
+        sent += work.bring(path, file.size, there.size if there is not None else None, file.checksum)
     return sent
 
 

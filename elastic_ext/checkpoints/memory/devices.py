@@ -58,9 +58,7 @@ class Copying:
     def start(self, step: int, resting: Sequence[Pair], moving: Sequence[Pair]) -> None:
         """Begin to copy the state after a step.
 
-        Args:
-            resting: what changes only in an optimizer step.
-            moving: what may change before.
+        resting: what changes only in an optimizer step. moving: what may change before.
         """
         beside = self._steps.all_since_last(step)
         _wait(self._lanes)  # as a rule there is nothing; but a copy that failed may be under way

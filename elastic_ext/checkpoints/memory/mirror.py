@@ -71,9 +71,7 @@ def keepers(domains: Sequence[str]) -> tuple[int, ...]:
 def keeping_ranks(nodes: Sequence[int], domains: Sequence[str]) -> tuple[int, ...]:
     """Return, for each rank, the rank that keeps its part: the ranks of a node share those of another. Pure.
 
-    Args:
-        nodes: number of ranks on each node, in order.
-        domains: see `keepers`.
+    nodes: number of ranks on each node, in order. domains: see `keepers`.
     """
     found = []
     for node, keeper in enumerate(keepers(domains)):

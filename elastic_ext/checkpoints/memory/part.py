@@ -42,6 +42,8 @@ from elastic_ext.checkpoints.ranks import FETCHED, Parts, PieceExchange, Range, 
 from elastic_ext.checkpoints.state import Capture, StateDict, UnshardedState, dumps, local_part
 from elastic_ext.checkpoints.storage import Storage
 
+logger = logging.getLogger(__name__)
+
 MAGIC = b"EXTMEM\0\1"
 ALIGNMENT = 64  # bytes
 SLACK = 64 << 10  # bytes; the index of the next copy may be a little longer
@@ -317,9 +319,8 @@ class Buffers:
     def keep(self, name: str, reuse: bool = True) -> None:
         """Take the buffers as an earlier worker of this rank has left them. Only this copy still exists. Raises OSError.
 
-        Args:
-            name: of the copy that was loaded; "" for none.
-            reuse: whether a buffer of this rank holds its part, and is to be written again.
+        name: of the copy that was loaded; "" for none. reuse: whether a buffer of this rank holds its part, and is to be written
+        again.
         """
         self._spares = []
         self._kept = open_mapped(self._storage, f"{name}/{tiers.memory_file(self._rank)}") if name and reuse else None
@@ -388,9 +389,6 @@ class Buffers:
         if self._kept is not None:
             self._spares.append(self._kept)
         self._kept, self.kept = None, ""
-
-
-logger = logging.getLogger(__name__)
 
 
 def fetch_parts(parts: Parts, ranks: Ranks) -> Parts:

@@ -51,7 +51,7 @@ def commit(
 
     exchange: called with all ranks' reports before the commit, if that is all right; sends parts to other nodes.
 
-    A rank that has left it out may be at a load, and meets the others here by `none_in_progress`; or at its end, by `close`.
+    A rank that has left it out may be at a load, and meets the others here by `MemorySaver.begin`; or at its end, by `close`.
 
     When this returns, every rank knows whether the manifest is on every node. Raises RuntimeError if the ranks cannot
     communicate.
@@ -70,12 +70,6 @@ def commit(
     failure = _put(tier, reports[0], kept, files, ranks.rank) if tier.first else None
     failures = [each for each in ranks.all_gather(failure) if each]
     return CopyOutcome(not failures, reports, failures[0] if failures else None)
-
-
-def none_in_progress(ranks: Ranks) -> None:
-    """Wait until all ranks call this; a copy that some have left out fails. Collective. Raises RuntimeError as `commit`."""
-    while any(report is not None for report in ranks.all_gather(None)):
-        pass
 
 
 def remove_others(tier: LocalTier, name: str, ranks: Ranks) -> None:
@@ -172,32 +166,23 @@ class CopyTrouble:
             logger.warning("the state is copied to memory again")
 
 
-class Attempt:
+class Attempt(threading.Thread):
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
     def __init__(self, run: Callable[[], None], step: int, limit_s: float) -> None:
-        self._thread = threading.Thread(target=run, name=f"{MEMORY_THREAD}{step}", daemon=True)
+        super().__init__(target=run, name=f"{MEMORY_THREAD}{step}", daemon=True)
         self._step, self._limit_s, self._left_s = step, limit_s, limit_s
-
-    def start(self) -> None:
-        """Start. Raises RuntimeError if the system has no more threads."""
-        self._thread.start()
 
     def hold(self) -> bool:
         """Wait until it is over, or its limit is reached; return whether it is over."""
         began = time.monotonic()
-        self._thread.join(self._left_s)
-        if not self._thread.is_alive():
+        self.join(self._left_s)
+        if not self.is_alive():
             return True
         if self._left_s:
             logger.info("no more copies in memory until the attempt at step %s is over: %.3g s are up", self._step, self._limit_s)
         self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
         return False
-
-    def join(self, limit_s: float | None = None) -> bool:
-        """Wait until it is over, for `limit_s` seconds at most; return whether it is over."""
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
 
 
 STEPS_AHEAD = 10  # that training may do while the ranks begin
@@ -256,7 +241,8 @@ class MemorySaver:
 
     def _prepare(self, kept: str) -> None:
         """Remove all copies but this one. Collective. Raises CheckpointError on all ranks; RuntimeError."""
-        none_in_progress(self._ranks)
+        while any(report is not None for report in self._ranks.all_gather(None)):
+            pass  # a rank is in `commit` for a copy that others have left out; it fails
 
         def clear() -> None:
             if self._tier.first:
@@ -310,7 +296,9 @@ class MemorySaver:
     def close(self) -> None:
         """Wait as `wait` does, for CLOSE_S at most, and let go of the buffers. A copy that only this rank has left out fails."""
         deadline = time.monotonic() + pace.CLOSE_S
-        over = self._attempt is None or self._attempt.join(pace.CLOSE_S)
+        if self._attempt is not None:
+            self._attempt.join(pace.CLOSE_S)
+        over = self._attempt is None or not self._attempt.is_alive()
         if over and self._schedule.owes is not None:
             self._schedule.owes = None  # a second call does not wait
             over = _met(self._ranks, max(0.0, deadline - time.monotonic()))
@@ -444,9 +432,7 @@ def make(
 ) -> MemorySaver | None:
     """Return the saver of this rank; None on all ranks if they have no tier or are to make no copies. Collective.
 
-    Args:
-        every: the script's choice; None: the agent's. Rank 0's is used.
-        ranks: for this call only.
+    every: the script's choice; None: the agent's. Rank 0's is used. ranks: for this call only.
     """
     if tier is None or room is None:
         return None

@@ -204,7 +204,7 @@ def _held_together(events: Sequence[Event], hosts: set[str]) -> Iterator[Event]:
 
 
 def _order(name: str, step: int) -> tuple[int, int]:
-    """Of later groups' checkpoints all are newer, see elastic_ext/checkpoints/formats/manifest.py."""
+    """Of later groups' checkpoints all are newer, see elastic_ext/checkpoints/directory/own_files.py."""
     return order_of(name) or (0, step)
 
 

@@ -270,6 +270,9 @@ def _is_to_blame(storage: Storage, error: BaseException) -> bool:
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not storage.means_damage(error)
 
 
+# The directories, and what nodes send each other of them.
+
+
 @dataclass(frozen=True)
 class LocalTier:
     """The local tier as one rank sees it."""

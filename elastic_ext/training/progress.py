@@ -157,6 +157,8 @@ def _from_environment() -> Worker | None:
         return None
 
 
+# What a script reports.
+
 _PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 

@@ -335,6 +335,8 @@ def _question(family: Sequence[Contender]) -> str:
     )
 
 
+# Between the nodes of a round.
+
 NEEDED = "each node needs a tmpfs at /dev/shm, and the same memory_every and memory_limit"
 
 

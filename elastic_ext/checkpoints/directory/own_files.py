@@ -172,6 +172,8 @@ def checksum_of(data: bytes | memoryview) -> str:
     return str(xxh3_64(data).hexdigest())
 
 
+# Marks.
+
 QUARANTINE = f"{MARKERS}/quarantine"
 PIN = f"{MARKERS}/pin"
 

@@ -227,6 +227,8 @@ def shown(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+# Buffers.
+
 SPARE = f"{MARKERS}/spare"
 BUFFERS = 2  # per rank
 SLICE = 64 << 20  # bytes, see `populate`
@@ -389,6 +391,9 @@ class Buffers:
         if self._kept is not None:
             self._spares.append(self._kept)
         self._kept, self.kept = None, ""
+
+
+# A load.
 
 
 def fetch_parts(parts: Parts, ranks: Ranks) -> Parts:

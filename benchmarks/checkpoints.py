@@ -23,8 +23,9 @@ from typing import Any
 import measure
 
 from elastic_ext.checkpoints.choice.listing import newest_complete
+from elastic_ext.checkpoints.directory.own_files import BLOCK, MANIFEST, Manifest, StoredFile, checksum, encode
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import verify
-from elastic_ext.checkpoints.formats.manifest import BLOCK, MANIFEST, Manifest, StoredFile, checksum, directory_name, encode
 from elastic_ext.checkpoints.storage import Storage, open_storage
 
 MAX_RATIO = 1.3  # of verifying to reading

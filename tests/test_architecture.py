@@ -47,7 +47,7 @@ PURE = (
         "status/status_records.py",
         "status/trainjob.py",
     ),
-    *("checkpoints/choice/offers.py", "checkpoints/memory/pace.py"),
+    *("checkpoints/choice/decisions.py", "checkpoints/memory/pace.py"),
     *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py", "hangs/waits.py"),
     *(f"planning/{name}.py" for name in ("advice", "expectation", "times")),
 )

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elastic_ext import Checkpointer
-from elastic_ext.training import saves as reports
+from elastic_ext.training.progress import ProgressRow
 
 TENSORS = 16
 # (products, size of their matrices): about a millisecond on the machines of the published figures
@@ -89,7 +89,7 @@ def main(path: str, mode: str, megabytes: int, step_ms: int, steps: int) -> None
     with Checkpointer(model=model, optimizer=optimizers, keep_last=2) as checkpointer:
         save, every = saver(mode, model, checkpointer)
         if mode == "memory":  # most calls copy nothing
-            reports.report_copied = lambda step, stall_s, every: copied.append((stall_s, every))
+            ProgressRow.report_copied = lambda row, step, stall_s, every: copied.append((stall_s, every))
         first = checkpointer.load().step
         report("resumed", first)
         step = first

@@ -302,7 +302,7 @@ def published(settings: Settings) -> Published:
         return Published()
     storage = open_storage(settings.checkpoint_dir)
     choice = listing.newest_in(storage, listing.Wanted(pattern=settings.checkpoint_pattern))
-    entries = listing.candidates(listing.list_entries(storage), settings.checkpoint_pattern)
+    entries = listing.candidates_among(listing.list_entries(storage), settings.checkpoint_pattern)
     # The time of a directory is that of its names, not of its content: writers of directories give each a name of its own.
     versions = {entry.path: None if entry.is_dir else entry.mtime for entry in entries}
     passed_over = {each.path for each in choice.passed_over}

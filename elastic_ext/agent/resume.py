@@ -25,9 +25,9 @@ from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
-from elastic_ext.checkpoints.choice.offers import MAX_OFFERS, NONE_SAVED, NewestSaved
+from elastic_ext.checkpoints.choice.decisions import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.manifest import order_or_oldest
+from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous

@@ -23,13 +23,17 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from io import BufferedReader
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from elastic_ext.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,14 @@ def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
                 folders.append(f"{folder}{entry.name}/")
             else:
                 yield folder + entry.name, entry
+
+
+MAX_THREADS = 16  # that read files at once
+
+
+def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
+    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def open_storage(checkpoint_dir: str) -> Storage:
@@ -413,26 +425,10 @@ _OF_CLIENTS = {"http", "asyncio", "concurrent"}
 _OWN_ERRORS = sys.stdlib_module_names | {"builtins", "elastic_ext", "torch"}  # torch: the handlers of its agents' signals raise
 
 
-class Filesystem(Protocol):
-    """The part of fsspec.AbstractFileSystem used here. fsspec has no type hints."""
-
-    async_impl: bool
-
-    def invalidate_cache(self) -> None: ...
-    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]: ...
-    def info(self, path: str) -> dict[str, object]: ...
-    def open(self, path: str, mode: str, **options: object) -> Any: ...
-    def makedirs(self, path: str, exist_ok: bool) -> None: ...
-    def pipe_file(self, path: str, value: bytes, **options: object) -> object: ...
-    def mv(self, path1: str, path2: str) -> object: ...
-    def rm_file(self, path: str) -> object: ...
-    def rm(self, path: str, recursive: bool) -> object: ...
-
-
 class RemoteStorage(Storage):
     """A directory of an fsspec filesystem."""
 
-    def __init__(self, address: str, filesystem: Filesystem, root: str) -> None:
+    def __init__(self, address: str, filesystem: AbstractFileSystem, root: str) -> None:
         """address: URL of the directory. root: its path as `filesystem` knows it."""
         super().__init__(address.rstrip("/"))
         self._filesystem = filesystem

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.choice.ordering import Choice
-from elastic_ext.checkpoints.directory import marks, pruning, transfer
+from elastic_ext.checkpoints.choice.decisions import Choice
+from elastic_ext.checkpoints.directory import own_files, upkeep
+from elastic_ext.checkpoints.directory.own_files import ManifestError
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
-from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
@@ -207,20 +207,20 @@ def _show(row: listing.ListedCheckpoint, found: Verification, as_json: bool) -> 
 def _pin(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        marks.pin(storage, row.name, args.reason, getpass.getuser())
+        own_files.pin(storage, row.name, args.reason, getpass.getuser())
     return 0
 
 
 def _unpin(args: argparse.Namespace) -> int:
-    return _remove_marks(args, marks.unpin, "pinned")
+    return _remove_marks(args, own_files.unpin, "pinned")
 
 
 def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
-        return _remove_marks(args, marks.lift_quarantine, "quarantined")
+        return _remove_marks(args, own_files.lift_quarantine, "quarantined")
     storage = open_storage(args.directory)
     for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        marks.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
+        own_files.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
     return 0
 
 
@@ -240,7 +240,7 @@ def _prune(args: argparse.Namespace) -> int:
     rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
     choices = [listing.newest_in(storage, listing.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
     resumed = [row.name for row in rows.values() for each in choices if each.resume and each.resume.path == row.entry.path]
-    plan = pruning.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
+    plan = upkeep.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
     for each in plan:
         print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
@@ -252,7 +252,7 @@ def _prune(args: argparse.Namespace) -> int:
     with ProgressBar("removing") as bar:
         # The oldest first, so that an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
-            pruning.delete_entry(storage, rows[name].entry)
+            upkeep.delete_entry(storage, rows[name].entry)
             bar.counts(done, len(doomed))
     print(f"\nremoved {total}")
     return 0
@@ -265,8 +265,8 @@ def _cp(args: argparse.Namespace) -> int:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
             with ProgressBar(row.name) as bar:
-                sent = transfer.copy(source, target, row.entry, bar.bytes)
-        except (transfer.CopyError, ManifestError) as error:
+                sent = upkeep.copy(source, target, row.entry, bar.bytes)
+        except (upkeep.CopyError, ManifestError) as error:
             print_line(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
         print_line(f"{target.path(row.name)}: {format_size(sent)} sent")

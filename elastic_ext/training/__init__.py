@@ -5,8 +5,7 @@ runs the script.
 """
 
 from elastic_ext.base import log_records
-from elastic_ext.training.barrier import health_barrier
-from elastic_ext.training.global_batch import Accumulation, accumulation
+from elastic_ext.training.all_ranks import Accumulation, accumulation, health_barrier
 from elastic_ext.training.progress import Phase, phase, report_flops, report_progress, report_tokens, report_total_steps
 from elastic_ext.training.saves import report_save_failed, report_saved, resume_from, resume_step, save_requested
 

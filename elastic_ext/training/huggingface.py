@@ -9,7 +9,7 @@ The agent's `checkpoint_dir` is the Trainer's `output_dir`, a local path, becaus
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -17,28 +17,14 @@ from elastic_ext.training.progress import report_total_steps
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState
+
     TrainerCallback = object
 else:
     try:
         from transformers import TrainerCallback
     except ImportError as error:
         raise ImportError(f"elastic_ext.training.huggingface needs the package transformers: {error}") from error
-
-
-class _State(Protocol):
-    """The part of transformers.TrainerState that this module uses."""
-
-    global_step: int
-    max_steps: int
-
-    @property
-    def is_world_process_zero(self) -> bool: ...
-
-
-class _Control(Protocol):
-    """The part of transformers.TrainerControl that this module uses."""
-
-    should_save: bool
 
 
 class SaveOnDemand(TrainerCallback):
@@ -48,28 +34,26 @@ class SaveOnDemand(TrainerCallback):
         self._requested = False
         self._began = 0.0  # time.monotonic() of the Trainer's last event before it may save
 
-    def on_train_begin(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Forget a request from an earlier training run; report to the agent how long this one is."""
         self._requested = False
         if state.max_steps > 0:
             report_total_steps(state.max_steps, state.global_step)
 
-    def on_step_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Ask the Trainer to save here if the agent asks for it."""
         # The request stays until the save: save_strategy="best" resets should_save if it evaluates at this step.
         self._requested = save_requested() or self._requested
         control.should_save = control.should_save or self._requested
         self._began = time.monotonic()
 
-    def on_evaluate(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Note the time: the Trainer may save next."""
         self._began = time.monotonic()
 
-    def on_epoch_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
-        """Note the time: the Trainer may save next."""
-        self._began = time.monotonic()
+    on_epoch_end = on_evaluate
 
-    def on_save(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Report the save. This rank has saved its part, but the Trainer does not make ranks wait for each other."""
         # All ranks save if we asked for it. But a user's callback may make one rank save alone; then only rank 0 reports, because
         # it writes the Trainer's state last.
@@ -79,7 +63,7 @@ class SaveOnDemand(TrainerCallback):
             report_saved(state.global_step, time.monotonic() - self._began)
         self._requested = False
 
-    def on_train_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Report a failure if a request is still unsaved."""
         if self._requested:
             report_save_failed()

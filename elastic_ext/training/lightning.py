@@ -16,36 +16,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ext.training.progress import report_total_steps
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import Strategy
+
 LIBRARIES = ("lightning.pytorch", "pytorch_lightning")  # two independent packages with the same classes
-
-
-class _Strategy(Protocol):
-    """The part of a Lightning Strategy that this module uses."""
-
-    checkpoint_io: Any
-
-
-class _Trainer(Protocol):
-    """The part of Lightning's Trainer that this module uses."""
-
-    @property
-    def global_step(self) -> int: ...
-    @property
-    def estimated_stepping_batches(self) -> float: ...
-    @property
-    def current_epoch(self) -> int: ...
-    @property
-    def checkpoint_callback(self) -> object: ...
-    @property
-    def default_root_dir(self) -> str: ...
-    @property
-    def strategy(self) -> _Strategy: ...
-    def save_checkpoint(self, filepath: str) -> None: ...
 
 
 class SaveOnDemand:
@@ -63,14 +43,14 @@ class SaveOnDemand:
         self._dirpath = dirpath
         self._step = 0
 
-    def on_train_start(self, trainer: _Trainer, pl_module: object) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
         """Record the step at which training starts; report to the agent how many there will be, if Lightning knows."""
         self._step = trainer.global_step
         total = trainer.estimated_stepping_batches
         if math.isfinite(total) and total >= 1:
             report_total_steps(int(total), self._step)
 
-    def on_train_batch_end(self, trainer: _Trainer, pl_module: object, outputs: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Save here if the agent asks for it, unless gradients are still being accumulated, which is not a step."""
         if trainer.global_step == self._step:
             return
@@ -78,7 +58,7 @@ class SaveOnDemand:
         if save_requested():
             self._save(trainer)
 
-    def _save(self, trainer: _Trainer) -> None:
+    def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()
         folder = self._dirpath or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         try:
@@ -92,7 +72,7 @@ class SaveOnDemand:
 
 
 @contextmanager
-def _synchronous(strategy: _Strategy) -> Iterator[None]:
+def _synchronous(strategy: Strategy) -> Iterator[None]:
     """Inside this context, make saves return only when written: replace an AsyncCheckpointIO with the one that it wraps."""
     usual = strategy.checkpoint_io
     if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(usual).__mro__):

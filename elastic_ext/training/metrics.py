@@ -21,7 +21,6 @@ A change takes less than a microsecond, no system call, and no lock that another
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import mmap
@@ -30,8 +29,9 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from elastic_ext.base import metric_files as layout
 from elastic_ext.base.errors import UsageError
@@ -88,17 +88,6 @@ class _File:
         return memoryview(chunk)[at : at + 8 * count].cast("d")
 
 
-class Series:
-    """One series of this process. Read and write `values` under `process.lock`; None: call `process.open` first."""
-
-    __slots__ = ("definition", "dropped", "label_values", "values")
-
-    def __init__(self, definition: layout.Definition, label_values: tuple[str, ...], dropped: bool = False) -> None:
-        """dropped: it is beyond the limits, so its values are not shown."""
-        self.definition, self.label_values, self.dropped = definition, label_values, dropped
-        self.values: memoryview[float] | None = None
-
-
 class ProcessMetrics:
     """The series of this process. A forked child has the same ones, begins at 0, and makes its own file when it needs one."""
 
@@ -107,13 +96,13 @@ class ProcessMetrics:
         self.lock = threading.RLock()
         self._file: _File | None = None
         self._alone = False  # no agent, or no room
-        self._series: list[Series] = []
+        self._series: list[_Metric] = []
 
-    def add(self, series: Series) -> None:
+    def add(self, series: _Metric) -> None:
         """Add a series; if there is an agent, it sees it from now on. Hold the lock."""
         self._series.append(series)
 
-    def open(self, series: Series) -> memoryview[float]:
+    def open(self, series: _Metric) -> memoryview[float]:
         """Return a place for the values of a series, all 0. Hold the lock."""
         count = series.definition.values
         series.values = memoryview(array("d", bytes(8 * count)))
@@ -157,8 +146,6 @@ os.register_at_fork(after_in_child=process.after_fork)
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 _AnyMetric = TypeVar("_AnyMetric", bound="_Metric")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
@@ -179,13 +166,15 @@ def histogram(name: str, help: str, labels: Sequence[str] = (), buckets: Sequenc
     return _defined(Histogram, layout.HISTOGRAM, name, help, labels, buckets)
 
 
-class _Metric(Series):
-    """A metric, or one label set of it."""
+class _Metric:
+    """A metric, or one label set of it. Read and write `values` under `process.lock`; None: call `process.open` first."""
 
-    __slots__ = ("_children",)
+    __slots__ = ("_children", "definition", "dropped", "label_values", "values")
 
     def __init__(self, definition: layout.Definition, label_values: tuple[str, ...] = (), dropped: bool = False) -> None:
-        super().__init__(definition, label_values, dropped)
+        """dropped: it is beyond the limits, so its values are not shown."""
+        self.definition, self.label_values, self.dropped = definition, label_values, dropped
+        self.values: memoryview[float] | None = None
         self._children: dict[tuple[str, ...] | None, _Metric] = {}  # by label values; None: those beyond the limit
 
     def labels(self: _AnyMetric, *values: object, **named: object) -> _AnyMetric:
@@ -232,9 +221,7 @@ class Counter(_Metric):
         if not 0.0 <= amount < math.inf:
             raise UsageError(f"{self.definition.name}.inc({amount}): a counter only grows; expected a finite number, 0 or more")
         with process.lock:
-            values = self.values
-            if values is None:
-                values = self._opened()
+            values = self.values or self._opened()
             values[0] += amount
 
 
@@ -247,18 +234,14 @@ class Gauge(_Metric):
         """Set it."""
         value = float(value)
         with process.lock:
-            values = self.values
-            if values is None:
-                values = self._opened()
+            values = self.values or self._opened()
             values[0] = value
             values[1] = time.monotonic()
 
     def inc(self, amount: float = 1.0) -> None:
         """Add to it."""
         with process.lock:
-            values = self.values
-            if values is None:
-                values = self._opened()
+            values = self.values or self._opened()
             values[0] += float(amount)
             values[1] = time.monotonic()
 
@@ -279,38 +262,18 @@ class Histogram(_Metric):
             return
         bucket = bisect_left(self.definition.bounds, value)
         with process.lock:
-            values = self.values
-            if values is None:
-                values = self._opened()
+            values = self.values or self._opened()
             values[-1] += value
             values[bucket] += 1.0
 
-    def time(self) -> Timer:
+    @contextmanager
+    def time(self) -> Iterator[None]:
         """Observe how many seconds a `with` block takes, or each call of a function that this decorates."""
-        return Timer(self.observe)
-
-
-class Timer:
-    """Measures a block in seconds; see `Histogram.time`."""
-
-    def __init__(self, observe: Callable[[float], None]) -> None:
-        self._observe = observe
-        self._began = 0.0
-
-    def __enter__(self) -> Timer:
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._observe(time.perf_counter() - self._began)
-
-    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        @functools.wraps(function)
-        def timed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            with Timer(self._observe):
-                return function(*args, **kwargs)
-
-        return timed
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observe(time.perf_counter() - began)
 
 
 class _Registry:

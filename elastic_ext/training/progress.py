@@ -1,21 +1,173 @@
-"""Progress, phases and amounts of work, which a script reports to the agent besides its optimizer steps."""
+"""This process as a worker of the agent: its row of the progress table, the address of the round's store, and what a script
+reports besides its optimizer steps: progress, phases and amounts of work.
+
+`workers.worker_env` defines the message with which the agent describes the worker; `workers.progress_layout` defines the table
+in shared memory.
+"""
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.training.worker import this_worker
-from elastic_ext.workers import progress_layout
+from elastic_ext.workers import progress_layout, worker_env
+
+MEMORY_THREAD = worker_env.MEMORY_THREAD  # for the checkpoints
+
+logger = logging.getLogger(__name__)
+
+_WORKING = tuple(map(progress_layout.PHASES.index, ("step", "eval")))
+
+
+class ProgressRow:
+    """This worker's row of the progress table. Each value is one 64-bit word, written with a single store.
+
+    Where our agent did not start this process, it is plain memory that nobody reads: the same code runs.
+    """
+
+    def __init__(self, path: str | None = None, slot: int = 0, wake_path: str | None = None) -> None:
+        """path: the progress table. wake_path: the pipe that wakes the agent. Raises OSError, ValueError: there is no row."""
+        first, table = slot * progress_layout.ROW_BYTES, memoryview(bytearray(progress_layout.ROW_BYTES))
+        if path is not None:
+            with open(path, "r+b") as file:
+                table = memoryview(mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES))[first:]
+        self.words = table.cast("Q")
+        self._wake_path = wake_path
+
+    def enter_phase(self, phase: int, failed: bool = False) -> None:
+        """End the current phase, which is a sign of progress, and begin another. failed: an exception ends it."""
+        now_ns = time.monotonic_ns()
+        progress_layout.note_sign(self.words, now_ns)  # this sign belongs to the phase that ends
+        # What failed may have waited for a lost peer: see progress_layout.end.
+        if not (failed and self.words[progress_layout.PHASE] in _WORKING):
+            progress_layout.settle(self.words, now_ns)
+        self.words[progress_layout.PHASE_SINCE_NS] = now_ns
+        self.words[progress_layout.PHASE] = phase
+
+    def begin_doing(self, doing: int) -> None:
+        """Settle the time so far; count it as `doing` from now on, in any phase. Only for the training thread.
+
+        In the exit handlers of a script that has failed this does nothing: see `progress_layout.end`.
+        """
+        if not self.words[progress_layout.ENDS_WITH]:
+            progress_layout.settle(self.words, time.monotonic_ns())
+            self.words[progress_layout.DOING] = doing
+
+    def report_saved(self, step: int, seconds: float, answered: int | None, after: int) -> None:
+        """Report a complete checkpoint of `step`, which took `seconds`.
+
+        answered: the request that it answers, if any. after: how many optimizer steps of this worker are in it.
+        """
+        words = self.words
+        words[progress_layout.SAVED_AFTER] = after
+        words[progress_layout.SAVED_STEP] = step + 1
+        words[progress_layout.SAVE_NS] = took_ns = max(1, int(seconds * 1e9))
+        words[progress_layout.SAVES_NS] += took_ns
+        words[progress_layout.SAVED_AT_NS] = time.monotonic_ns()
+        words[progress_layout.SAVES] += 1
+        if answered is not None:
+            words[progress_layout.SAVE_KEPT] = answered
+        worker_env.wake(self._wake_path)
+
+    def report_loaded(self, seconds: float) -> None:
+        """Report that a checkpoint is in place. seconds: from the request, with the check of its files."""
+        self.words[progress_layout.LOADS_NS] += int(seconds * 1e9)
+        self.words[progress_layout.LOADS] += 1
+
+    @contextmanager
+    def timed_check(self) -> Iterator[None]:
+        """Report the time that this block takes as that of a check for damage, with any result."""
+        began = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.words[progress_layout.CHECKS_NS] += time.monotonic_ns() - began
+            self.words[progress_layout.CHECKS] += 1
+
+    def report_copied(self, step: int, stall_s: float, every: int) -> None:
+        """Report a committed copy of the state in memory.
+
+        stall_s: for how long it has stalled training. every: steps until the next one.
+        """
+        words = self.words
+        words[progress_layout.COPIED_STEP] = step + 1
+        words[progress_layout.COPY_EVERY] = every
+        words[progress_layout.COPIES_STALL_NS] += int(stall_s * 1e9)
+        words[progress_layout.COPIES] += 1
+
+    def report_part_sent(self, size: int | None) -> None:
+        """Report that another node has this rank's part of a copy, too. size: in bytes; None: it does not have it."""
+        self.words[progress_layout.PARTS_NOT_SENT if size is None else progress_layout.PARTS_SENT] += 1
+        self.words[progress_layout.SENT_BYTES] += size or 0
+
+    def report_copy_failed(self) -> None:
+        self.words[progress_layout.FAILED_COPIES] += 1
+
+    def report_copy_unusable(self) -> None:
+        self.words[progress_layout.UNUSABLE_COPIES] += 1
+
+    def report_save_failed(self, request: int) -> None:
+        """Report that a save failed. request: the last request that this worker acted on."""
+        self.words[progress_layout.SAVE_FAILED] = request
+        self.words[progress_layout.FAILED_SAVES] += 1
+        worker_env.wake(self._wake_path)
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """One worker. store: host and port of the round's store."""
+
+    row: ProgressRow
+    store: tuple[str, int] = ("", 0)
+    rank: int = 0
+    world_size: int = 1
+
+
+_workers: dict[int, Worker] = {}  # by pid: a child forked by the script is not the agent's worker
+
+
+def this_worker() -> Worker:
+    """Return this process as a worker; one whose row nobody reads if our agent did not start it."""
+    pid = os.getpid()
+    if pid not in _workers:
+        _workers[pid] = (None if _workers else _from_environment()) or Worker(ProgressRow())
+    return _workers[pid]
+
+
+def _from_environment() -> Worker | None:
+    text = os.environ.get(worker_env.WORKER_ENV)
+    if not text:
+        return None
+    try:
+        message = worker_env.loads(text)
+        version = message.get("progress_version", progress_layout.VERSION)
+        if version != progress_layout.VERSION:
+            raise ValueError(f"expected version {progress_layout.VERSION} of the progress table, got version {version!r}")
+        row = ProgressRow(message["progress"], message["slot"], message["wake_pipe"])
+        host, port = message["store"]
+        return Worker(row, (host, port), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        logger.warning("no saves on demand in this worker: %s %s", type(error).__name__, error)
+        return None
+
+
+# What a script reports.
 
 _PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 
 def report_progress() -> None:
     """Report progress other than a step of a torch.optim.Optimizer, e.g. an evaluation batch."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_progress()
+    words, now_ns = this_worker().row.words, time.monotonic_ns()
+    progress_layout.settle(words, now_ns)
+    words[progress_layout.PROGRESS] += 1
+    progress_layout.note_sign(words, now_ns)
 
 
 def report_total_steps(total: int, done: int | None = None) -> None:
@@ -26,8 +178,10 @@ def report_total_steps(total: int, done: int | None = None) -> None:
     """
     if not _is_whole(total, 1) or not (done is None or _is_whole(done, 0)):
         raise UsageError(f"report_total_steps({total!r}, {done!r}): expected whole numbers, of 1 or more and of 0 or more")
-    if (worker := this_worker()) is not None:
-        worker.row.report_total_steps(total, done)
+    words = this_worker().row.words
+    words[progress_layout.TOTAL_STEPS] = total
+    if done is not None:
+        words[progress_layout.STEPS_BEFORE] = max(0, done - words[progress_layout.STEPS]) + 1
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -44,8 +198,9 @@ def phase(name: str) -> Phase:
     """
     if name not in _PHASES:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
-    before = worker.row.phase if (worker := this_worker()) is not None else 0
-    _enter(progress_layout.PHASES.index(name))
+    row = this_worker().row
+    before = row.words[progress_layout.PHASE]
+    row.enter_phase(progress_layout.PHASES.index(name))
     return Phase(before)
 
 
@@ -59,12 +214,7 @@ class Phase:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        _enter(self._before, failed=kind is not None)
-
-
-def _enter(phase_: int, failed: bool = False) -> None:
-    if (worker := this_worker()) is not None:
-        worker.row.enter_phase(phase_, failed)
+        this_worker().row.enter_phase(self._before, failed=kind is not None)
 
 
 MOST_FLOPS = 1e21  # of one call: days of a GPU. The agent's word for the sum holds 1.8e25
@@ -75,8 +225,7 @@ def report_tokens(count: int) -> None:
     """Count tokens that this process has trained on. Raises UsageError for less than 0 and for what is no whole number."""
     if not isinstance(count, int) or count < 0:
         raise UsageError(f"report_tokens({count!r}): expected a whole number of 0 or more")
-    if (worker := this_worker()) is not None:
-        worker.row.add_tokens(count)
+    this_worker().row.words[progress_layout.TOKENS] += count
 
 
 def report_flops(count: float) -> None:
@@ -84,21 +233,17 @@ def report_flops(count: float) -> None:
     global _flops_left
     if not 0 <= count <= MOST_FLOPS:
         raise UsageError(f"report_flops({count!r}): expected a number from 0 to {MOST_FLOPS:g}")
-    if (worker := this_worker()) is not None:
-        whole, _flops_left = divmod(count + _flops_left, 1e6)
-        worker.row.add_megaflops(int(whole))
+    whole, _flops_left = divmod(count + _flops_left, 1e6)
+    this_worker().row.words[progress_layout.MEGAFLOPS] += int(whole)
 
 
 @contextmanager
 def doing(account: str) -> Iterator[None]:
     """Count the training thread's time in this block in `account`, one of progress_layout.ACCOUNTS, in any phase."""
-    worker = this_worker()
-    if worker is None:
-        yield
-        return
-    before = worker.row.doing
-    worker.row.begin_doing(progress_layout.ACCOUNTS.index(account) + 1)
+    row = this_worker().row
+    before = row.words[progress_layout.DOING]
+    row.begin_doing(progress_layout.ACCOUNTS.index(account) + 1)
     try:
         yield
     finally:
-        worker.row.begin_doing(before)
+        row.begin_doing(before)

@@ -22,12 +22,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from elastic_ext.base import checkpoint_variables, round_store
-from elastic_ext.training.worker import Worker, this_worker
-from elastic_ext.workers.worker_env import MEMORY_THREAD as MEMORY_THREAD  # for the checkpoints
+from elastic_ext.training.progress import Worker, this_worker
+from elastic_ext.workers import progress_layout
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +38,12 @@ def save_requested() -> bool:
     All ranks get the same answer if each step has a collective in which all ranks take part (or on which they depend), as with
     DDP, FSDP and pipelines.
     """
-    boundaries = _this_workers_boundaries()
-    return boundaries is not None and boundaries.reach_next()
+    return _boundaries_of(this_worker()).reach_next()
 
 
 def note_save_begins(step: int) -> None:
     """Note that the state of this step is what will be saved. Without it, `report_saved` takes the state of its own moment."""
-    if (boundaries := _this_workers_boundaries()) is not None:
-        boundaries.begins(step)
+    _boundaries_of(this_worker()).begins(step)
 
 
 def report_saved(step: int, seconds: float) -> None:
@@ -55,14 +51,12 @@ def report_saved(step: int, seconds: float) -> None:
 
     seconds: time from the request to the complete checkpoint.
     """
-    if (boundaries := _this_workers_boundaries()) is not None:
-        boundaries.saved(step, seconds)
+    _boundaries_of(this_worker()).saved(step, seconds)
 
 
 def report_save_failed() -> None:
     """Report that the requested checkpoint failed, so that no process waits for it."""
-    if (boundaries := _this_workers_boundaries()) is not None:
-        boundaries.failed()
+    _boundaries_of(this_worker()).failed()
 
 
 class _StepBoundaries:
@@ -79,7 +73,9 @@ class _StepBoundaries:
     def reach_next(self) -> bool:
         """Count a boundary; return whether all ranks save at it."""
         self._number += 1
-        requested = self._worker.row.requested_save()
+        words = self._worker.row.words
+        words[progress_layout.ASKS_FOR_SAVES] = 1
+        requested = words[progress_layout.SAVE_WANTED]  # number of the newest request; 0: none
         if requested <= self._answered:
             return False
         answered = requested if self._worker.world_size == 1 else self._agree(requested)
@@ -125,13 +121,13 @@ class _StepBoundaries:
         return self._store
 
     def begins(self, step: int) -> None:
-        self._begun = step, self._worker.row.steps
+        self._begun = step, self._worker.row.words[progress_layout.STEPS]
 
     def saved(self, step: int, seconds: float) -> None:
         """Report a save; see `report_saved`. A save that was already under way does not answer the last request."""
         answers = time.monotonic() - seconds >= self._answered_at - CLOCK_S
         begun, row = self._begun, self._worker.row
-        after = begun[1] if begun is not None and begun[0] == step else row.steps
+        after = begun[1] if begun is not None and begun[0] == step else row.words[progress_layout.STEPS]
         row.report_saved(step, seconds, self._answered if answers else None, after)
 
     def failed(self) -> None:
@@ -140,11 +136,6 @@ class _StepBoundaries:
 
 
 _boundaries_of = functools.cache(_StepBoundaries)
-
-
-def _this_workers_boundaries() -> _StepBoundaries | None:
-    worker = this_worker()
-    return None if worker is None else _boundaries_of(worker)
 
 
 def resume_from() -> str | None:
@@ -159,44 +150,3 @@ def resume_step() -> int | None:
     """Return the step in the content of the checkpoint of `resume_from`, else in its name; None if neither holds one."""
     step = os.environ.get(checkpoint_variables.RESUME_STEP)
     return int(step) if step else None
-
-
-def report_loaded(seconds: float) -> None:
-    """Report that a checkpoint is in place. seconds: from the request, with the check of its files."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_loaded(seconds)
-
-
-@contextmanager
-def timed_check() -> Iterator[None]:
-    """Report the time that this block takes as that of a check for damage, with any result."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        if (worker := this_worker()) is not None:
-            worker.row.report_checked(time.monotonic() - began)
-
-
-def report_copied(step: int, stall_s: float, every: int) -> None:
-    """Report a committed copy of this step. stall_s: for how long it has stalled training. every: steps until the next one."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_copied(step, stall_s, every)
-
-
-def report_part_sent(size: int | None) -> None:
-    """Report that another node has this rank's part of a copy, too. size: in bytes; None: it does not have it."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_part_sent(size)
-
-
-def report_copy_failed() -> None:
-    """Report that the state could not be copied, on this rank or another."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_copy_failed()
-
-
-def report_copy_unusable() -> None:
-    """Report that the copy which the agent has chosen could not be loaded."""
-    if (worker := this_worker()) is not None:
-        worker.row.report_copy_unusable()

@@ -18,7 +18,7 @@ import pytest
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.round import REPORT_S, ReplicaWatch, hashed_by
 from elastic_ext.base import records
-from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.joint_evidence import SCHEMA, Hashed, WorkerHashes
 from elastic_ext.workers import worker_env
@@ -53,7 +53,7 @@ def loss(*jobs: Finished) -> str:
 
 
 def quarantined(folder: Path) -> set[str]:
-    return set(marks.quarantined_names(open_storage(str(folder / "checkpoints"))))
+    return set(own_files.quarantined_names(open_storage(str(folder / "checkpoints"))))
 
 
 class Hosts:

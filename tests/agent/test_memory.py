@@ -17,10 +17,10 @@ from elastic_ext.base.checkpoint_variables import MemoryRoom, memory_room, resum
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
-from elastic_ext.checkpoints.choice.offers import NewestSaved, read_offers
-from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.choice.decisions import NewestSaved, read_offers
+from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
@@ -193,9 +193,9 @@ def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, ver
         assert copies.refused == ((name,) if refused else ())
         assert part.exists() != refused
     expected = set() if quarantined is None else {directory_name(quarantined, 1)}
-    assert marks.quarantined_names(open_storage(str(tmp_path))) == expected
+    assert own_files.quarantined_names(open_storage(str(tmp_path))) == expected
     for each in expected:
-        mark = marks.quarantine_of(open_storage(str(tmp_path)), each)
+        mark = own_files.quarantine_of(open_storage(str(tmp_path)), each)
         assert mark.reason == f"the failure of round 3 (kind {verdict.decision.kind}, rule rule) is blamed on it"
 
 
@@ -214,7 +214,7 @@ def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, 
         ResumePoint(settings, Resumption(f"{tmp_path}/{directory_name(3, 1)}", 3), None, copies).go_back(verdict, node)
         assert copies.refused == (directory_name(6, 1),)
         assert copies.newest_step() == 4
-    assert marks.quarantined_names(open_storage(str(tmp_path))) == quarantined
+    assert own_files.quarantined_names(open_storage(str(tmp_path))) == quarantined
 
 
 def test_since_replicas_were_equal_nothing_may_be_used_that_only_one_node_has(tmp_path):
@@ -229,11 +229,11 @@ def test_since_replicas_were_equal_nothing_may_be_used_that_only_one_node_has(tm
     verdict = dataclasses.replace(told(kinds.HARDWARE, back=0), refuse_newer=4, refused_by="a")
     for id_, expected in (("a", set()), ("c", set()), ("b", {newest})):
         ResumePoint(nodes[id_], Resumption(str(remote / directory_name(3, 1)), 3)).go_back(verdict, id_)
-        assert marks.quarantined_names(open_storage(str(remote))) == expected
-    mark = marks.quarantine_of(open_storage(str(remote)), newest)
+        assert own_files.quarantined_names(open_storage(str(remote))) == expected
+    mark = own_files.quarantine_of(open_storage(str(remote)), newest)
     for id_ in "ab":
         ResumePoint(nodes[id_], Resumption(str(remote / directory_name(3, 1)), 3)).go_back(verdict, id_)
-    assert marks.quarantine_of(open_storage(str(remote)), newest) == mark
+    assert own_files.quarantine_of(open_storage(str(remote)), newest) == mark
     assert resumed(remote, local_dir=str(tmp_path / "b")).step == 4
 
 

@@ -16,7 +16,7 @@ import torch
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import Block, beginnings, cut, masked, ranks_in_words, redacted, shown, shown_block
-from elastic_ext.checkpoints.directory.marks import quarantine
+from elastic_ext.checkpoints.directory.own_files import quarantine
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from tests.jobs import AGENT, EXT, Gate, Job, children, run

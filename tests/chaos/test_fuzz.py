@@ -24,8 +24,8 @@ from torch import nn
 from elastic_ext import Checkpointer
 from elastic_ext.base import files, settings
 from elastic_ext.base.errors import EX_CONFIG, ElasticExtError
+from elastic_ext.checkpoints.directory import own_files as manifest
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats import manifest
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from elastic_ext.failures import judgement, policy

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
-from elastic_ext.checkpoints.formats.manifest import MANIFEST
 from elastic_ext.checkpoints.storage import open_storage
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -233,6 +233,6 @@ def test_errors_of_the_reader_are_its_own(storage: Storage) -> None:
     class OwnError(Exception):
         pass
 
-    OwnError.__module__ = "elastic_ext.checkpoints.formats.manifest"
+    OwnError.__module__ = "elastic_ext.checkpoints.directory.own_files"
     with pytest.raises(OwnError), storage.open("a"):
         raise OwnError

@@ -39,17 +39,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile, encode
-from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, encode
 from elastic_ext.checkpoints.memory import mirror, pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.memory.part import Buffers
-from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
+from elastic_ext.checkpoints.ranks import FailureKind, LocalTier, Ranks, SaveFailure
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, SaveEvent
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
 from elastic_ext.checkpoints.writing.loading import TrainingPosition
+from elastic_ext.training import progress
 from tests.scripts import chaos_training
 from tests.scripts.memory_job import kill_when
 
@@ -218,7 +218,7 @@ def copy_to_memory(rank: int, world: int, args: dict) -> dict:
     if args.get("slow_network"):  # and no rate that was set
         mirror.Mirror.send_s = lambda *_: 0.0
     mirror.PIECE = args.get("piece", mirror.PIECE)
-    saver.saves.report_copied = lambda step, stall_s, every: tell(args, rank, step)
+    progress.ProgressRow.report_copied = lambda row, step, stall_s, every: tell(args, rank, step)
     training, checkpointer, position, wrong = begin(rank, world, args, memory_every=1)
     of_buffers = (Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")
     at_moment(args, rank, *of_buffers, (saver, "_put"), (Ranks, "all_gather"), (Ranks, "send"))

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import Checkpointer
-from elastic_ext.checkpoints.formats.manifest import MANIFEST
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
 from elastic_ext.checkpoints.memory import pace, part, saver
 from elastic_ext.checkpoints.memory.devices import Copying
 from tests.scripts.chaos_training import EXAMPLES, Training

@@ -635,7 +635,7 @@ def test_dumps_are_appended_to_the_stacks_file(tmp_path: Path, worker: Worker) -
 
 _LEFT = """
 import sys, threading, time
-from elastic_ext.training import saves
+from elastic_ext.training import progress
 from torch.distributed import TCPStore
 
 store = TCPStore("127.0.0.1", 0, is_master=True)
@@ -647,7 +647,7 @@ class Late:
         sleep(5)
 
 late = Late()
-threading.Thread(target=other.get, args=["the other ranks"], name=saves.MEMORY_THREAD + "end", daemon=True).start()
+threading.Thread(target=other.get, args=["the other ranks"], name=progress.MEMORY_THREAD + "end", daemon=True).start()
 print("done", end="")
 sys.exit(3)
 """

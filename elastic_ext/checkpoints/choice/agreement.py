@@ -2,7 +2,7 @@
 
 It is the newest of all sources: copies in the nodes' memory, their local directories, and `checkpoint_dir`, which all nodes
 share. Each node offers what it has in its own; the agent of node 0 chooses, once per round, and sends its choice to the
-others (`offers` has the messages). They wait until they see the checkpoint themselves, because a shared directory may be late
+others (`decisions` has the messages). They wait until they see the checkpoint themselves, because a shared directory may be late
 to show what another host has written.
 
 A run that begins at `resume_from` goes on from its own progress after a restart: checkpoints written after it began. When that
@@ -29,15 +29,11 @@ from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, 
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import listing, offers
-from elastic_ext.checkpoints.choice.listing import NONE, Wanted
-from elastic_ext.checkpoints.choice.offers import NONE_SAVED, Agreement, MemoryChoice, NewestSaved, Offers, Tier
-from elastic_ext.checkpoints.choice.ordering import Choice, Resume
-from elastic_ext.checkpoints.directory import MARKERS, marks, tiers
-from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats import Inspection, detect, names
-from elastic_ext.checkpoints.formats.detect import Mode
-from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.checkpoints.choice import decisions, listing
+from elastic_ext.checkpoints.choice.decisions import Agreement, Choice, NewestSaved, Offers, Resume, Tier
+from elastic_ext.checkpoints.directory import own_files, tiers
+from elastic_ext.checkpoints.formats import candidates, detect
+from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
@@ -46,7 +42,7 @@ VISIBLE_S = 60.0  # limit for the other nodes to see a checkpoint (NFS caches at
 ANSWER_S = 30 * 60.0  # limit for node 0 to answer: verifying a terabyte at 1 GB/s takes 17 minutes
 AWAY_S = 10 * 60.0  # limit for a storage that does not answer: most outages of object stores are shorter
 OFFERS_S = 60.0  # limit for all nodes to list their local directories; a dead node never answers
-RESUME_FROM = f"{MARKERS}/resume_from"
+RESUME_FROM = f"{own_files.MARKERS}/resume_from"
 
 # What a node lacks that cannot open a checkpoint of this tier.
 _LACKS = {
@@ -79,7 +75,6 @@ class Resumption:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables for the workers."""
         return resume_variables(self.path, self.step)
 
     def variables_of(self, rank: int) -> dict[str, str]:
@@ -95,7 +90,7 @@ class NodeInRound:
     memory: str = ""  # its directory for copies in memory; "" for none
     # refused, saved: see `Offers`.
     refused: tuple[str, ...] = ()
-    saved: NewestSaved | None = NONE_SAVED
+    saved: NewestSaved | None = decisions.NONE_SAVED
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRound) -> Resumption:
@@ -113,18 +108,18 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
     if settings.checkpoint_dir is None:
         return Resumption()
     side = _NodeSide(settings, settings.checkpoint_dir, run_id, place)
-    exchange.offer(offers.encode(side.offers()))
+    exchange.offer(decisions.encode(side.offers()))
     if place.node != 0:
-        return side.seen(offers.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
+        return side.seen(decisions.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
     try:
         received = side.received(exchange)
         agreement = once_there(lambda: side.decide(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
-        exchange.publish(offers.encode(offers.failure(error)))
+        exchange.publish(decisions.encode(decisions.failure(error)))
         raise
-    exchange.publish(offers.encode(agreement))
+    exchange.publish(decisions.encode(agreement))
     return replace(side.resumption(agreement), lost=side.lost)
 
 
@@ -172,7 +167,6 @@ class _NodeSide:
         return open_parent(resume_from)[0] if "/" in resume_from else None
 
     def offers(self) -> Offers:
-        """Return what this node has in its own tiers."""
         local, place = _listed(self._local, f"local_dir {self._settings.local_dir}"), self._place
         return Offers(
             usable=local is not None,
@@ -193,7 +187,7 @@ class _NodeSide:
             logger.warning("not resuming from %s: a node has none, or did not report its checkpoints in time", where)
             return []
         try:
-            return [offers.read_offers(text) for text in texts]
+            return [decisions.read_offers(text) for text in texts]
         except RecordError as error:
             logger.warning("not resuming from %s: %s", where, printable(str(error)))
             return []
@@ -203,8 +197,10 @@ class _NodeSide:
 
         Raises as `agree` does, and OSError if the storage does not answer and must be waited for.
         """
-        away = self._remote.refresh() if any(each.offers or each.memory for each in received) else None
-        memory = offers.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
+        if not any(each.offers or each.memory for each in received):
+            return self._remote.newest(None)
+        away = self._remote.refresh()
+        memory = decisions.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
         if away is None:
             own = [_from_memory(memory), _from_local_dirs(received, self._remote.quarantined)]
             found = [each for each in own if each is not None]
@@ -217,11 +213,11 @@ class _NodeSide:
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return agreement
 
-    def _without_storage(self, away: OSError, memory: MemoryChoice, received: Sequence[Offers]) -> Agreement:
+    def _without_storage(self, away: OSError, memory: decisions.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
         agreement, local = _from_memory(memory), tiers.newest_loadable(each.offers for each in received)
         # What has answered before may have shown something newer.
-        if agreement is None or self._remote.has_answered or not offers.needs_no_storage(memory.offer, local, received):
+        if agreement is None or self._remote.has_answered or not decisions.needs_no_storage(memory.offer, local, received):
             raise away
         logger.warning(
             "the storage of the checkpoints does not answer: %s; resuming without it from %s in memory, which is as new as any "
@@ -233,11 +229,11 @@ class _NodeSide:
 
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
-        step, reason = agreement.step, printable(agreement.reason[: offers.MAX_TEXT])
+        step, reason = agreement.step, printable(agreement.reason[: decisions.MAX_TEXT])
         if not agreement.name:
             return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
-        files = names.files_by_rank(directory, agreement.name)
+        files = candidates.files_by_rank(directory, agreement.name)
         return Resumption(directory.path(agreement.name), step, reason, local=agreement.tier == Tier.LOCAL, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
@@ -264,7 +260,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
     """Wait until this node sees a complete checkpoint. Raises UsageError at the deadline (time.monotonic())."""
 
     def look() -> Inspection | None:
-        entry = names.entry_of(storage, name)
+        entry = candidates.entry_of(storage, name)
         return detect.check(storage, entry, named=True) if entry is not None else None
 
     found = poll(look, lambda seen: seen is not None and seen.complete, deadline)
@@ -279,17 +275,16 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
 # The sources. Each gives the newest checkpoint in it that a round can load; `newer` compares two of them.
 
 
-def _listed(own: Storage | None, what: str) -> tuple[Offer, ...] | None:
+def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
     """Return what this node offers from a directory of its own; None without one, or if it cannot be listed."""
     try:
-        return tuple(tiers.offers(own))[: offers.MAX_OFFERS] if own is not None else None
+        return tuple(tiers.offers(own))[: decisions.MAX_OFFERS] if own is not None else None
     except OSError as error:
         logger.warning("cannot list %s: %s", what, error)
         return None
 
 
-def _from_memory(choice: MemoryChoice) -> Agreement | None:
-    """Return the newest whole copy in the nodes' memory."""
+def _from_memory(choice: decisions.MemoryChoice) -> Agreement | None:
     copy = choice.offer
     reason = "newest copy that is whole in the nodes' memory"
     return Agreement(copy.name, copy.step, reason, Tier.MEMORY) if copy is not None else None
@@ -297,7 +292,7 @@ def _from_memory(choice: MemoryChoice) -> Agreement | None:
 
 def _from_local_dirs(received: Sequence[Offers], quarantined: Collection[str]) -> Agreement | None:
     """Return the newest checkpoint whose parts are all in the nodes' local directories."""
-    if not received or not all(each.usable for each in received):
+    if not all(each.usable for each in received):
         return None
     found = tiers.newest_loadable([each.offers for each in received], quarantined)
     for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
@@ -327,7 +322,7 @@ class RemoteTier:
     def refresh(self) -> OSError | None:
         """List the directory; return the error if the storage is away. Raises UsageError; OSError for other errors."""
         try:
-            quarantined = marks.quarantined_names(self.storage)
+            quarantined = own_files.quarantined_names(self.storage)
             self._entries = listing.list_entries(self.storage)
         except OSError as error:
             if not is_away(error):
@@ -347,11 +342,11 @@ class RemoteTier:
         if upper is None:
             return self._newest()
         order, pattern = order_or_oldest(upper.name), self._settings.checkpoint_pattern
-        found = [each.name for each in listing.candidates(self._entries, pattern)]
+        found = [each.name for each in listing.candidates_among(self._entries, pattern)]
         # By the names. A script's own saves show their step only when opened.
         if not any(order_of(name) is None or order_or_oldest(name) > order for name in found):
             return upper
-        choice = self._choose(Mode.OFF)
+        choice = self._choose(detect.Mode.OFF)
         if choice.resume is None or newer(upper, self._agreement(choice.resume)) is upper:
             _log_passed_over(choice)
             return upper
@@ -363,11 +358,11 @@ class RemoteTier:
 
     def _newest(self) -> Agreement:
         """Choose from the directory alone. Raises UsageError, BadCheckpoints, OSError."""
-        choice = self._choose(Mode(self._settings.verify))
+        choice = self._choose(detect.Mode(self._settings.verify))
         _log_passed_over(choice)
         if choice.resume is not None:
             return self._agreement(choice.resume)
-        if self._settings.resume_from == NONE:
+        if self._settings.resume_from == listing.NONE:
             return Agreement("", reason="resume_from=none")
         if choice.all_bad:
             listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
@@ -375,23 +370,23 @@ class RemoteTier:
                 f"no checkpoint in {self._checkpoint_dir} may be used: {listed}. Starting from scratch would lose the work: "
                 "inspect them (elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
             )
-        reason = f"no complete checkpoint in {self._checkpoint_dir}"[: offers.MAX_TEXT // 2]
+        reason = f"no complete checkpoint in {self._checkpoint_dir}"[: decisions.MAX_TEXT // 2]
         seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
         if choice.passed_over:
             reason += f", {len(choice.passed_over)} passed over; a script that knows its own may resume from one"
         if seen:
-            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: offers.MAX_TEXT]
+            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: decisions.MAX_TEXT]
         return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
 
     def _agreement(self, resume: Resume) -> Agreement:
         name = split_path(resume.path)[1]
         tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
-        return Agreement(name, resume.step, resume.reason[: offers.MAX_TEXT], tier)
+        return Agreement(name, resume.step, resume.reason[: decisions.MAX_TEXT], tier)
 
-    def _choose(self, verify: Mode) -> Choice:
+    def _choose(self, verify: detect.Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""
         resume_from = self._settings.resume_from
-        wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)
+        wanted = listing.Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)
         if not resume_from:
             return listing.newest_in(self.storage, wanted)
         own = listing.newest_in(self.storage, replace(wanted, since=run_began_at(self.storage, self._run_id, resume_from)))
@@ -480,7 +475,7 @@ def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: s
     remote = open_storage(settings.checkpoint_dir)
     found = dict(_newer_in(remote, settings, than, resumed_from)) if shared else {}
     if settings.local_dir:  # they may be on their way to the other tier, or on no other node
-        known = {*found, *marks.quarantined_names(remote)}
+        known = {*found, *own_files.quarantined_names(remote)}
         local = tiers.own_checkpoints(open_storage(settings.local_dir))
         found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in known}
     return [_mark(remote, name, reason, written_at, not resumed_from) for name, written_at in found.items()]
@@ -498,7 +493,7 @@ def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str)
 
 
 def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
-    found = listing.newest_in(remote, Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
+    found = listing.newest_in(remote, listing.Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
     return split_path(found.path)[1] if found is not None else ""
 
 
@@ -506,7 +501,9 @@ def _another(remote: Storage, settings: Settings, name: str) -> bool:
     """Return whether a checkpoint besides this one may be used."""
     kept = frozenset[str]()
     if settings.local_dir:
-        kept = frozenset(each.name for each in tiers.offers(open_storage(settings.local_dir))) - marks.quarantined_names(remote)
+        kept = frozenset(each.name for each in tiers.offers(open_storage(settings.local_dir))) - own_files.quarantined_names(
+            remote
+        )
     if settings.resume_from or kept - {name} or _newest_besides(remote, settings, name):
         return True
     logger.warning("checkpoint %s is not quarantined: no other one may be used, so it is tried", remote.path(name))
@@ -526,11 +523,11 @@ def _quarantine_newest(remote: Storage, settings: Settings, reason: str) -> str 
 
 
 def _quarantine_in(storage: Storage, name: str, reason: str) -> str | None:
-    entry = names.entry_of(storage, name)
+    entry = candidates.entry_of(storage, name)
     return None if entry is None else _mark(storage, name, reason, detect.check(storage, entry, named=True).written_at)
 
 
 def _mark(storage: Storage, name: str, reason: str, written_at: float | None, from_nothing: bool = False) -> str:
-    marks.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at, from_nothing)
+    own_files.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at, from_nothing)
     logger.warning("checkpoint %s is quarantined: %s; the next round resumes from the one before it", storage.path(name), reason)
     return name

@@ -1,7 +1,7 @@
 """Find the checkpoints in a local directory or fsspec URL: the newest complete one, the one asked for, all of them, or what looks
 like some.
 
-`ordering` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
+`decisions` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
 """
 
 from __future__ import annotations
@@ -14,24 +14,12 @@ from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import compile_pattern
-from elastic_ext.checkpoints.choice import ordering
-from elastic_ext.checkpoints.choice.ordering import Choice, NameFamily, PassedOver
-from elastic_ext.checkpoints.directory import MARKERS, UNFINISHED, marks
-from elastic_ext.checkpoints.directory.pruning import PruneCandidate
-from elastic_ext.checkpoints.formats import DCP, NO_OPTIMIZER, UNKNOWN, Inspection, detect, layouts
-from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.layouts import is_part
-from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.formats.names import (
-    family_of,
-    grouped,
-    is_candidate,
-    is_hidden,
-    numbers_of,
-    says_step,
-    step_of,
-    words_of,
-)
+from elastic_ext.checkpoints.choice import decisions
+from elastic_ext.checkpoints.choice.decisions import Choice
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.directory.upkeep import PruneCandidate
+from elastic_ext.checkpoints.formats import candidates, detect, layouts
+from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, is_candidate, is_hidden, order_of, says_step, step_of
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"
@@ -39,15 +27,13 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which checkpoint to look for."""
-
     # "" for the newest complete one; "none" for no checkpoint, so that the job begins from nothing; else a step, a name in the
     # directory, or a path or URL.
     resume_from: str = ""
     # A glob in which {step} and {epoch} stand for a number; only names that match it, and our own, are checkpoints. "": any
     # directory, and files with a known suffix.
     pattern: str = ""
-    verify: Mode = Mode.OFF  # how to verify the content before choosing a checkpoint
+    verify: detect.Mode = detect.Mode.OFF  # how to verify the content before choosing a checkpoint
     # Consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
     since: float | None = None
     without: str = ""  # name of one that is left out
@@ -72,18 +58,19 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
         return Choice(None)
     listed = list_entries(storage)
     trackers = read_trackers(storage, listed)
-    found = judged(candidates(listed, wanted.pattern), listed, trackers)
+    found = judged(candidates_among(listed, wanted.pattern), listed, trackers)
     if wanted.resume_from and not any(wanted.resume_from == each.name for entry in found for each in (entry, *entry.parts)):
         found += [each for each in listed if each.name == wanted.resume_from and not (each.unusable or is_hidden(each.name))]
     found = [each for each in found if each.name != wanted.without]
     if wanted.since is not None:
         found = [entry for entry in found if entry.mtime is None or entry.mtime > wanted.since]
-    inspector = Inspector(storage, wanted, any(entry.name == MARKERS for entry in listed))
+    inspector = Inspector(storage, wanted, any(entry.name == own_files.MARKERS for entry in listed))
     if wanted.resume_from:
         return _asked_for(storage, found, inspector, wanted)
-    choice = ordering.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
+    choice = decisions.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
     if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
-        hint = PassedOver(storage.address, f"is itself a {DCP} directory: checkpoint_dir must name the directory above it")
+        reason = f"is itself a {candidates.DCP} directory: checkpoint_dir must name the directory above it"
+        hint = decisions.PassedOver(storage.address, reason)
         return replace(choice, passed_over=(*choice.passed_over, hint))
     return choice
 
@@ -104,7 +91,7 @@ def list_entries(storage: Storage) -> list[Entry]:
         ) from error
 
 
-def candidates(entries: Iterable[Entry], pattern: str = "") -> list[Entry]:
+def candidates_among(entries: Iterable[Entry], pattern: str = "") -> list[Entry]:
     """Return the entries that may be checkpoints, judging by name only; files of which each rank wrote its own as one entry.
 
     Leave out links to another candidate beside them, and the parts of a model that is saved directly in the directory.
@@ -116,11 +103,11 @@ def candidates(entries: Iterable[Entry], pattern: str = "") -> list[Entry]:
             return False
         if match is not None:
             return match(entry.name) is not None or order_of(entry.name) is not None
-        return (is_candidate(entry) and not (is_part(entry.name) and not entry.is_dir)) or detect.claimed(entry)
+        return (is_candidate(entry) and (entry.is_dir or not candidates.is_part(entry.name))) or detect.claimed(entry)
 
     found = [each for each in entries if may_be(each) and not (each.sibling and may_be(replace(each, name=each.sibling)))]
     of_plugins = [each for each in found if detect.claimed(each)]
-    return of_plugins + grouped(each for each in found if each not in of_plugins)
+    return of_plugins + candidates.grouped(each for each in found if each not in of_plugins)
 
 
 @dataclass(frozen=True)
@@ -147,13 +134,13 @@ class Inspector:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
             return found
-        if self.wanted.since is not None and ordering.or_oldest(found.written_at) <= self.wanted.since:
+        if self.wanted.since is not None and decisions.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
-        mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
+        mark = own_files.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
             return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=not mark.from_nothing)
         try:
-            verified = verify(self.storage, entry, self.wanted.verify)
+            verified = detect.verify(self.storage, entry, self.wanted.verify)
         except FileNotFoundError:
             return replace(found, complete=False, reason="it disappeared while it was verified")
         if verified.unreadable is not None:
@@ -195,10 +182,10 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
     if not named and step is not None:
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
-        present = ordering.families(found, wanted.pattern)
+        present = decisions.families(found, wanted.pattern)
         shown = ", ".join(entry.name for family in present for entry in family.members[:5]) or "nothing"
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
-    choice = ordering.choose(named, inspect, wanted.pattern)
+    choice = decisions.choose(named, inspect, wanted.pattern)
     if choice.resume is None:
         reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
@@ -245,14 +232,14 @@ def tracked(found: Sequence[Entry], trackers: Mapping[str, str]) -> frozenset[st
 
 def _torn(entry: Entry, found: Sequence[Entry], names: Collection[str], trackers: Mapping[str, str]) -> str:
     for stem in {entry.name, entry.name.removesuffix(".ckpt"), entry.name.removesuffix(".nemo")}:
-        if f"{stem}{UNFINISHED}" in names:
-            return f"{stem}{UNFINISHED} is there: the save did not finish"
+        if f"{stem}{own_files.UNFINISHED}" in names:
+            return f"{stem}{own_files.UNFINISHED} is there: the save did not finish"
     if not (entry.is_dir or entry.parts) or order_of(entry.name) is not None:  # our own say it themselves
         return ""
     for tracker, text in trackers.items():
         newest = _named(found, text)
-        is_same_family = newest is not None and family_of(newest.name) == family_of(entry.name)
-        if newest is not None and is_same_family and numbers_of(entry.name) > numbers_of(newest.name):
+        is_same_family = newest is not None and candidates.family_of(newest.name) == candidates.family_of(entry.name)
+        if newest is not None and is_same_family and candidates.numbers_of(entry.name) > candidates.numbers_of(newest.name):
             return f"{tracker} still names {newest.name}: the save did not finish"
     return ""
 
@@ -334,7 +321,7 @@ def _unknown(listed: Sequence[Entry]) -> list[str]:
             return False
         if entry.name.endswith(_OTHERS) or "tfevents" in entry.name:
             return False
-        return step_of(entry.name) is not None or not _WORDS.isdisjoint(words_of(entry.name))
+        return step_of(entry.name) is not None or not _WORDS.isdisjoint(candidates.words_of(entry.name))
 
     return [entry.path for entry in listed if may_be(entry)]
 
@@ -359,7 +346,7 @@ def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> tuple[lis
             found.append((-times[newest], newest))
         else:
             named = [entry for entry in content if not entry.is_dir and says_step(entry.name)]
-            unknown += _unknown(sorted(named, key=lambda entry: numbers_of(entry.name)))[-1:]
+            unknown += _unknown(sorted(named, key=lambda entry: candidates.numbers_of(entry.name)))[-1:]
     return [path for _, path in sorted(found)], unknown
 
 
@@ -407,7 +394,7 @@ class ListedCheckpoint(PruneCandidate):
     @property
     def prune_candidate(self) -> PruneCandidate:
         """The input for `plan_prune`. What families have in common are the steps in their names, for any pattern."""
-        return replace(self, family=family_of(self.name), step=step_of(self.name)) if self.together else self
+        return replace(self, family=candidates.family_of(self.name), step=step_of(self.name)) if self.together else self
 
 
 def list_checkpoints(
@@ -415,40 +402,38 @@ def list_checkpoints(
 ) -> tuple[ListedCheckpoint, ...]:
     """List and check all checkpoints, newest first within each family. Raises UsageError, OSError.
 
-    Args:
-        pattern: the setting checkpoint_pattern.
-        progress: called with the number of checkpoints done and the total.
+    pattern: the setting checkpoint_pattern. progress: called with the number of checkpoints done and the total.
     """
     listed = list_entries(storage)
     trackers = read_trackers(storage, listed)
-    present = judged(candidates(listed, pattern), listed, trackers)
+    present = judged(candidates_among(listed, pattern), listed, trackers)
     newest = tracked(present, trackers)
-    marked = any(entry.name == MARKERS for entry in listed)
-    pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
-    quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
+    marked = any(entry.name == own_files.MARKERS for entry in listed)
+    pinned: Collection[str] = own_files.pinned_names(storage) if marked else ()
+    quarantined: Collection[str] = own_files.quarantined_names(storage) if marked else ()
     names = {entry.name for entry in present}
-    others = [entry for entry in candidates(listed) if entry.name not in names] if pattern else []
-    together = _together(ordering.families([*present, *others]))
-    apart = {together[each]: each for each in {family_of(entry.name) for entry in others} if each in together}
-    ordered = [(entry, family) for family in ordering.families(present, pattern) for entry in family.members]
+    others = [entry for entry in candidates_among(listed) if entry.name not in names] if pattern else []
+    together = _together(decisions.families([*present, *others]))
+    apart = {together[each]: each for each in {candidates.family_of(entry.name) for entry in others} if each in together}
+    ordered = [(entry, family) for family in decisions.families(present, pattern) for entry in family.members]
 
     inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
     found = []
     for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
         if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
             continue
-        after = range(at + 1, min(at + 1 + ordering.OLDER, len(ordered)))
+        after = range(at + 1, min(at + 1 + decisions.OLDER, len(ordered)))
         before = (inspections[each] for each in after if ordered[each][1] is family)
-        seen = ordering.beside_older(entry, inspection, before, entry.name in newest)
-        group = together.get(family_of(entry.name), "")
+        seen = decisions.beside_older(entry, inspection, before, entry.name in newest)
+        group = together.get(candidates.family_of(entry.name), "")
         row = ListedCheckpoint(
             name=entry.name,
             entry=entry,
             family=family.pattern,
             format=seen.format,
             complete=seen.complete,
-            state="complete" + f", {NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
-            step=ordering.step_in(entry, seen, pattern),
+            state="complete" + f", {candidates.NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
+            step=decisions.step_in(entry, seen, pattern),
             epoch=seen.epoch,
             generation=order[0] if (order := order_of(entry.name)) else None,
             size=seen.size,
@@ -478,11 +463,11 @@ def _inspect_all(
     return found
 
 
-def _together(found: Sequence[NameFamily]) -> dict[str, str]:
+def _together(found: Sequence[decisions.NameFamily]) -> dict[str, str]:
     """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
-    sets: list[list[NameFamily]] = []
+    sets: list[list[decisions.NameFamily]] = []
     for family in found:
-        if family.steps and not ordering.is_copy(family.pattern):
-            near = [each for each in sets if any(ordering.are_kin(family, other) for other in each)]
+        if family.steps and not decisions.is_copy(family.pattern):
+            near = [each for each in sets if any(decisions.are_kin(family, other) for other in each)]
             sets = [each for each in sets if each not in near] + [[family, *(other for each in near for other in each)]]
     return {family.pattern: each[0].pattern for each in sets if len(each) > 1 for family in each}

@@ -22,7 +22,8 @@ from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.checkpoints.copying import replicate
 from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED, CopyState, Pulse, decode, made_progress
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
 
 logger = logging.getLogger(__name__)
@@ -35,20 +36,19 @@ MAX_DEATHS_AT_END = 10  # limit for a process that makes progress each time but 
 
 
 class Child:
-    """A running process, and its pipes. Call `close` after it has ended."""
+    """A running process, and its pipes. Raises OSError if it cannot be started. Call `close` after it has ended."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start the process. Raises OSError."""
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
             start_new_session=True,  # a signal to the agent's group must not reach it
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._orders, self._output = self._process.stdin, self._process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders, self._output = self.process.stdin, self.process.stdout
         os.set_blocking(self._orders.fileno(), False)  # a stopped process must not block the agent
         self._poll = select.poll()
         self._poll.register(self._output.fileno(), select.POLLIN)
@@ -67,15 +67,6 @@ class Child:
         data = os.read(self._output.fileno(), 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines if data else None
-
-    def kill(self) -> None:
-        """Kill the process if it has not ended."""
-        if self._process.poll() is None:
-            self._process.kill()
-
-    def wait(self) -> int:
-        """Wait until the process ends; return its exit code, negative for a signal."""
-        return self._process.wait()
 
     def close(self) -> None:
         """Close the pipes of a process that has ended."""
@@ -138,8 +129,6 @@ class CopyMetrics(Protocol):
 
 
 class Stage(Enum):
-    """The current task of the process."""
-
     COPYING = auto()
     FINISHING = auto()  # copy the rest, then end
     CLOSED = auto()  # end
@@ -160,19 +149,13 @@ class RestartedChild:
         # done: whether it has finished with nothing left to copy.
         self._ended = self.done = False  # _ended: the thread has ended
         self._child: Child | None = None
-        self._progress = CopyProgress(time.monotonic())
+        self.progress = CopyProgress(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="elastic_ext-copier", daemon=True)
         self._thread.start()
 
-    @property
-    def last(self) -> CopyState:
-        """The last report, or an empty one before the first."""
-        return self._progress.last or CopyState()
-
     def order(self, order: str) -> None:
-        """Send LOOK or FINISH."""
         with self._changed:
-            self._progress.ordered(time.monotonic())
+            self.progress.ordered(time.monotonic())
             if self._child is not None:  # a process that is about to start looks by itself
                 self._child.send(order)
 
@@ -180,7 +163,7 @@ class RestartedChild:
         """Let the process copy the rest and end. Wait while it makes progress, but not past `deadline` (monotonic seconds)."""
         with self._changed:
             self._stage = Stage.FINISHING
-            self._progress.progress_at = time.monotonic()
+            self.progress.progress_at = time.monotonic()
             self._changed.notify_all()
         self.order(FINISH)
         logger.info("waiting until all checkpoints are copied to %s", self._target)
@@ -192,7 +175,7 @@ class RestartedChild:
                 self._changed.notify_all()
                 child = self._child
             if child is not None:
-                child.kill()
+                child.process.kill()
             self._thread.join(END_S)
 
     def _wait_for_end(self, deadline: float) -> None:
@@ -200,16 +183,16 @@ class RestartedChild:
         with self._changed:
             while not self._ended:
                 now = time.monotonic()
-                stuck_at = self._progress.progress_at + self._stall_s
+                stuck_at = self.progress.progress_at + self._stall_s
                 if now >= deadline or (now >= stuck_at and replaced):
                     return
                 if now >= stuck_at:
-                    replaced, self._progress.progress_at = True, now
+                    replaced, self.progress.progress_at = True, now
                     logger.warning(
                         "copying to %s has made no progress for %.0f s: restarting the process", self._target, self._stall_s
                     )
                     if self._child is not None:
-                        self._child.kill()
+                        self._child.process.kill()
                     continue
                 self._changed.wait(min(stuck_at, deadline, now + threading.TIMEOUT_MAX) - now)
 
@@ -265,13 +248,13 @@ class RestartedChild:
             return -1
         with self._changed:
             self._child = child
-            self._progress.started(time.monotonic())
+            self.progress.started(time.monotonic())
             if self._stage is Stage.CLOSED:
-                child.kill()
+                child.process.kill()
             elif self._stage is Stage.FINISHING:
                 child.send(FINISH)
         self._listen(child)
-        code = child.wait()
+        code = child.process.wait()
         with self._changed:
             self._child = None
             child.close()
@@ -282,7 +265,7 @@ class RestartedChild:
         silent = False
         while True:
             with self._changed:
-                due = self._progress.heard_at + self._stall_s if self._progress.working and not silent else None
+                due = self.progress.heard_at + self._stall_s if self.progress.working and not silent else None
             left_s = None if due is None else due - time.monotonic()
             if left_s is not None and left_s <= 0:
                 silent = True
@@ -313,8 +296,8 @@ class RestartedChild:
             logger.info("the process that copies checkpoints printed: %s", line.decode(errors="replace").rstrip())
             return
         with self._changed:
-            before = self._progress.last
-            sent = self._progress.heard(message, time.monotonic())
+            before = self.progress.last
+            sent = self.progress.heard(message, time.monotonic())
         if isinstance(message, CopyState):
             _log(message, before or CopyState(), self._target)
             complete = before is not None and message.complete not in ("", before.complete)
@@ -326,7 +309,6 @@ class RestartedChild:
 
 
 def _log(report: CopyState, before: CopyState, target: str) -> None:
-    """Log what changed."""
     failures, reason = report.failures, report.reason
     if failures == ALARM_AFTER:
         logger.error("checkpoints cannot be copied to %s, %s failures in a row: %s", target, failures, reason)
@@ -338,14 +320,11 @@ def _log(report: CopyState, before: CopyState, target: str) -> None:
         logger.info("complete in %s: %s", target, report.complete)
 
 
-STALL_S = 60.0  # default of the setting copy_stall
-
-
 class Copier:
     """Keeps the local tier copied from construction until close(). Only close() waits."""
 
     def __init__(
-        self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, metrics: CopyMetrics, stall_s: float = STALL_S
+        self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, metrics: CopyMetrics, stall_s: float
     ) -> None:
         """Start the process.
 
@@ -408,7 +387,7 @@ class Copier:
         """Return the local checkpoints that are newer than every complete remote one, except abandoned ones."""
         if self._child.done:
             return ()
-        last = self._child.last
+        last = self._child.progress.last or CopyState()
         complete = order_of(last.complete) or (-1, -1)
         try:
             names = [name for name in tiers.own_checkpoints(self._local) if self._local.stat(f"{name}/{MANIFEST}") is not None]

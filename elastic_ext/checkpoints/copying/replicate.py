@@ -53,11 +53,10 @@ from dataclasses import asdict, dataclass, replace
 from elastic_ext.base import log_records, records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.directory import MARKERS, marks, pruning, transfer
-from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
+from elastic_ext.checkpoints.directory import own_files, upkeep
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
+from elastic_ext.checkpoints.formats.candidates import directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ PULSE_S = 5.0  # interval between pulses to the agent while one file is being se
 class Throttle:
     """Called with each block. Limits the rate, and reports to the agent and the other nodes that this node is at work."""
 
-    def __init__(self, bucket: TokenBucket, remote: Storage, pulse: Callable[[int], None]) -> None:
+    def __init__(self, bucket: upkeep.TokenBucket, remote: Storage, pulse: Callable[[int], None]) -> None:
         """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
         self._bucket, self._remote, self._pulse = bucket, remote, pulse
         self.node = ""  # NODE of this node; "" before it sends anything
@@ -128,7 +127,6 @@ class Throttle:
         self.begin_turn()
 
     def begin_turn(self) -> None:
-        """Count from zero."""
         self._sent_before, self.sent = self._sent_before + self.sent, 0
         self._pulse_at = self._beat_at = time.monotonic()
 
@@ -195,7 +193,7 @@ class Replicator:
     """Copies one node's checkpoints. `turn` does all that can be done now."""
 
     def __init__(
-        self, local: Storage, remote: Storage, bucket: TokenBucket, pulse: Callable[[int], None] = lambda sent: None
+        self, local: Storage, remote: Storage, bucket: upkeep.TokenBucket, pulse: Callable[[int], None] = lambda sent: None
     ) -> None:
         """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
         self._local, self._remote = local, remote
@@ -216,7 +214,7 @@ class Replicator:
         pending: list[LocalCheckpoint] = []
         try:
             mine = pending = self._saved_here()
-            newest_remote = self._newest_remote()
+            newest_remote = next((order_of(name) for name in own_checkpoints(self._remote) if self._is_complete(name)), None)
             pending = _newer(mine, newest_remote)
             target = self._choose(pending) if pending else None
             if target is not None:
@@ -244,9 +242,6 @@ class Replicator:
                 found.append(LocalCheckpoint(name, *read, leads))
         return found
 
-    def _newest_remote(self) -> Order | None:
-        return next((order_of(name) for name in own_checkpoints(self._remote) if self._is_complete(name)), None)
-
     def _choose(self, pending: list[LocalCheckpoint]) -> LocalCheckpoint | None:
         """Return the checkpoint that all nodes copy now; None if this node does not have it."""
         if not pending[-1].leads:
@@ -254,7 +249,7 @@ class Replicator:
             return next((each for each in pending if each.name == target), None)
         before = self._target if self._target is not None else self._agreed_target()
         stalled = time.monotonic() - self._progress_at > STALLED_S
-        found = next_target(pending, before, marks.quarantined_names(self._remote), stalled)
+        found = next_target(pending, before, own_files.quarantined_names(self._remote), stalled)
         if found is not None and found.name != before:
             self._remote.put(TARGET, found.name.encode())
         name = found.name if found is not None else ""
@@ -305,11 +300,11 @@ class Replicator:
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
         self._throttle.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
-            transfer.copy_files(
+            upkeep.copy_files(
                 self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()
             )
-        except transfer.CopyError as error:  # the other nodes must not wait for it
-            marks.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
+        except upkeep.CopyError as error:  # the other nodes must not wait for it
+            own_files.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
             raise
 
     def _commit(self, checkpoint: LocalCheckpoint) -> None:
@@ -321,11 +316,10 @@ class Replicator:
             self._complete.add(checkpoint.name)
 
     def _prune(self, whole: set[str], newest_remote: Order | None) -> None:
-        held = [LocalCopy(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
-        for name in plan_local_prune(held, newest_remote):
+        for name in upkeep.plan_local_prune(own_checkpoints(self._local), whole, self._complete, newest_remote):
             with unless_pinned(self._local, name) as free:
                 if free:
-                    pruning.delete(self._local, name)
+                    upkeep.delete(self._local, name)
                     logger.info("removed %s: newer ones are complete", self._local.path(name))
 
     def _report(self, pending: Sequence[LocalCheckpoint], newest_remote: Order | None, reason: str) -> CopyState:
@@ -417,7 +411,7 @@ def main() -> int:
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
     local, remote = (open_storage(os.environ[name]) for name in (LOCAL_DIR, CHECKPOINT_DIR))
-    replicator = Replicator(local, remote, TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
+    replicator = Replicator(local, remote, upkeep.TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
     return run(replicator, orders, _send)
 
 

@@ -3,7 +3,7 @@
 A generation is a marker file, `.elastic_ext/generation-NNNNNNNN`, that holds the JSON of an `Opener`. It is created exclusively,
 so no two groups have the same generation. A group that was replaced, for instance while it was paused, finds its successor's
 marker before it commits or prunes. If it is paused between that check and the write, it commits to a directory of its own
-generation, which counts as older than all of its successor's (`formats/manifest.py`).
+generation, which counts as older than all of its successor's (`own_files`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.records import RecordError
-from elastic_ext.checkpoints.directory import MARKERS
-from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.directory.own_files import MARKERS
+from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -47,17 +46,20 @@ def refuse_stale(storage: Storage, generation: int) -> None:
     """Raise StaleGroup if a newer group has opened the directory. Raises OSError if the storage does not answer."""
     newest = max(_marked(storage), default=0)
     if newest > generation:
-        ours = theirs = None
+        ours, theirs, saved = None, None, False
         with suppress(OSError):
             ours, theirs = _opener(storage, generation), _opener(storage, newest)
+        with suppress(OSError):
+            saved = newest in _saved(storage)
         raise StaleGroup(
-            f"{_taken_by(ours, theirs, _saved_there(storage, newest))}: generation {newest} has opened {storage.address}, this "
+            f"{_taken_by(ours, theirs, saved)}: generation {newest} has opened {storage.address}, this "
             f"group of workers is generation {generation} and must not commit or prune there"
         )
 
 
 def _taken_by(ours: Opener | None, theirs: Opener | None, saved: bool) -> str:
-    """Return who has opened the directory, and what to do. saved: whether they write there. Pure.
+    """Return who has opened the directory, and what to do. saved: whether they have begun a checkpoint there, rather
+    than just loaded one; False if that is not known. Pure.
 
     `failures.rules` knows the sentence about another launch that saves.
     """
@@ -71,14 +73,6 @@ def _taken_by(ours: Opener | None, theirs: Opener | None, saved: bool) -> str:
     if not saved:
         return f"another launch, of {job}, has opened the directory and saved nothing there yet; let no two save to one"
     return f"another launch, of {job}, saves to the directory; give each its own, or let only one run"
-
-
-def _saved_there(storage: Storage, generation: int) -> bool:
-    """Return whether a group has begun a checkpoint, rather than just loaded one; False if that is not known."""
-    try:
-        return generation in _saved(storage)
-    except OSError:
-        return False
 
 
 def open_generation(storage: Storage, opener: Opener) -> int:
@@ -119,7 +113,7 @@ def _opener(storage: Storage, generation: int) -> Opener | None:
     data = storage.read_if_there(_marker(generation))
     try:
         return None if data is None else records.build(Opener, json.loads(data), "the marker")
-    except (ValueError, RecordError) as error:
+    except (ValueError, records.RecordError) as error:
         logger.warning("generation %s of %s has a marker that cannot be read: %s", generation, storage.address, error)
         return None
 

@@ -28,8 +28,9 @@ from typing import Annotated
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.records import Count, Name, Within
-from elastic_ext.checkpoints.directory import MARKERS, marks
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, encode, order_of, order_or_oldest
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError, decode, encode
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, poll
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def node_of(nodes: Sequence[int], rank: int) -> int:
 
 @dataclass(frozen=True)
 class Offer:
-    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/offers.py`."""
+    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/decisions.py`."""
 
     name: Name  # name of the checkpoint
     digest: str  # digest of its manifest, because two checkpoints may have the same name
@@ -97,7 +98,7 @@ def put_manifest(storage: Storage, name: str, manifest: Manifest) -> None:
 def offers(local: Storage) -> list[Offer]:
     """Return this node's part of each usable checkpoint, newest first. Raises OSError."""
     found = []
-    quarantined = marks.quarantined_names(local)
+    quarantined = own_files.quarantined_names(local)
     for name in own_checkpoints(local):
         if name in quarantined:
             continue

@@ -15,18 +15,17 @@ import io
 import json
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import IO
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import DCP, SAVED_MODEL, TORCH_SAVE, UNKNOWN, Format, Inspection, layouts, single_files
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, checksum
-from elastic_ext.checkpoints.formats.names import TORCH_SAVE_SUFFIXES, parts_of
-from elastic_ext.checkpoints.formats.single_files import Content, PeekError
-from elastic_ext.checkpoints.storage import Entry, Storage, files_of
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, checksum, decode
+from elastic_ext.checkpoints.formats import candidates, layouts, single_files
+from elastic_ext.checkpoints.formats.candidates import DCP, OWN, SAVED_MODEL, TORCH_SAVE, UNKNOWN, Content, Format, Inspection
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of, thread_pool
 
 ENTRY_POINTS = "elastic_ext.formats"
 NOT_KNOWN = "not a checkpoint of a known format: if it is one, set checkpoint_pattern to its name"
@@ -34,16 +33,71 @@ SEVERAL = "it holds checkpoints of several steps: to resume from the newest of t
 _ZIP = b"PK"  # the first bytes of every zip record
 
 
+# Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
+COMMIT_FILES = (MANIFEST, layouts.METADATA, layouts.STATE)
+
+
+# Our own directories: those of torch, and a manifest (`directory/own_files.py`), written last.
+
+
+def is_own(name: str, names: Sequence[str]) -> bool:
+    """Return whether a directory is ours, complete or not.
+
+    `manifest.json` is a common name. If it lies beside shards it is ours, even in a renamed directory.
+    """
+    return candidates.order_of(name) is not None or (MANIFEST in names and layouts.has_shards(names))
+
+
+def check_own(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
+    """Check that every file in the manifest exists with the right size. Raises OSError."""
+    found = {item.name: item for item in content}
+    if MANIFEST not in found:
+        return Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
+    try:
+        manifest = decode(storage.read(f"{entry.name}/{MANIFEST}"))
+    except ManifestError as error:
+        return Inspection(False, OWN, str(error))
+    for folder in sorted({file.name.rpartition("/")[0] for file in manifest.files} - {""}):
+        found |= {f"{folder}/{item.name}": item for item in storage.listed(f"{entry.name}/{folder}")}
+    faults = [f"{file} {fault}" for file, fault in size_faults(manifest, found).items()]
+    if faults:
+        return Inspection(False, OWN, layouts.summary(faults))
+    reason = f"manifest intact, {len(manifest.files)} files of the right size"
+    return Inspection(True, OWN, reason, found[MANIFEST].mtime, manifest.step, manifest.epoch, manifest.size)
+
+
+def size_faults(manifest: Manifest, found: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the faults of a manifest's files by name: "is missing" or "has ... bytes". Pure."""
+    faults = {}
+    for file in manifest.files:
+        there = found.get(file.name)
+        if there is None:
+            faults[file.name] = "is missing"
+        elif there.is_dir or there.size != file.size:
+            faults[file.name] = f"has {there.size} bytes, expected {file.size}"
+    return faults
+
+
+def read_manifest(storage: Storage, name: str, files: Collection[str]) -> Manifest | None:
+    """Return the manifest of a checkpoint, or None if it is not ours. Other programs also write a manifest.json.
+
+    files: names of the checkpoint's files.
+
+    Raises ManifestError if the manifest is ours and damaged, OSError.
+    """
+    if MANIFEST not in files:
+        return None
+    data = storage.read(f"{name}/{MANIFEST}")
+    return decode(data) if b'"generation"' in data or layouts.has_shards(files) else None
+
+
 # Of each directory format: whether it has this name and these names in it, and a check, which gets the usable entries in it. The
 # first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
-    (layouts.is_own, layouts.check_own),
+    (is_own, check_own),
     (layouts.is_lightning, layouts.check_lightning),
     (layouts.is_dcp, layouts.check_shards),
 )
-
-# Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
-COMMIT_FILES = (MANIFEST, layouts.METADATA, layouts.STATE)
 
 
 def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
@@ -96,15 +150,14 @@ def _check_files(storage: Storage, entry: Entry) -> Inspection:
     """Check a file, or the files of all ranks."""
     if not entry.parts:
         return _check_file(storage, entry)
-    with layouts.thread_pool() as pool:
+    with thread_pool() as pool:
         found = list(pool.map(lambda part: _check_file(storage, part), entry.parts))
     bad = next((index for index, each in enumerate(found) if not each.complete), None)
     if bad is not None:
         return replace(found[bad], reason=f"{entry.parts[bad].name}: {found[bad].reason}")
     reason = f"the files of all {len(found)} ranks are there, {found[0].reason}"
-    return replace(
-        found[0], reason=reason, written_at=entry.mtime, size=entry.size, parts=parts_of(part.name for part in entry.parts)
-    )
+    parts = candidates.parts_of(part.name for part in entry.parts)
+    return replace(found[0], reason=reason, written_at=entry.mtime, size=entry.size, parts=parts)
 
 
 def _check_file(storage: Storage, entry: Entry) -> Inspection:
@@ -114,7 +167,7 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
         if entry.name.endswith(single_files.SAFETENSORS_SUFFIX):
             return single_files.check(entry, file)
         start = file.read(single_files.LEGACY_START)
-        by_suffix = entry.name.endswith(TORCH_SAVE_SUFFIXES)
+        by_suffix = entry.name.endswith(candidates.TORCH_SAVE_SUFFIXES)
         if by_suffix or start.startswith(_ZIP) or single_files.is_legacy(start):
             found = single_files.check(entry, file)
             if by_suffix or found.format != UNKNOWN:
@@ -187,8 +240,6 @@ class Remark:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verifying a checkpoint."""
-
     faults: tuple[Remark, ...]  # damaged or missing files, by name
     files: int  # number of files in the checkpoint
     size: int  # bytes of the files whose content was read
@@ -197,7 +248,6 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether no damage was found."""
         return not self.faults
 
 
@@ -236,7 +286,7 @@ def verify(
         return Verification((), 0, 0)
     try:
         files, faults, notes = _plan(storage, checkpoint)
-    except (ManifestError, PeekError) as error:
+    except (ManifestError, single_files.PeekError) as error:
         file = MANIFEST if isinstance(error, ManifestError) else layouts.METADATA
         return Verification((Remark(file, str(error)),), 0, 0)
     chosen = files
@@ -251,7 +301,7 @@ def verify(
                 done += size
                 progress(done, total)
 
-    with layouts.thread_pool(threads) as pool:
+    with thread_pool(threads) as pool:
         # The largest first, so that no thread is left to read it alone at the end.
         in_order = sorted(chosen, key=lambda file: -file.size)
         results = list(pool.map(lambda file: _read_file(storage, checkpoint, file, count), in_order))
@@ -267,12 +317,12 @@ def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
     if not checkpoint.is_dir:
         return [_File(part.name if checkpoint.parts else "", part.size) for part in checkpoint.parts or (checkpoint,)], [], []
     found = dict(files_of(storage, checkpoint.name))
-    manifest = layouts.read_manifest(storage, checkpoint.name, found)
+    manifest = read_manifest(storage, checkpoint.name, found)
     return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
 
 
 def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
-    faults = layouts.size_faults(manifest, found)
+    faults = size_faults(manifest, found)
     files = [_File(file.name, file.size, file.checksum) for file in manifest.files if file.name not in faults]
     known = {MANIFEST, *(file.name for file in manifest.files)}
     notes = [Remark(name, f"not in {MANIFEST}") for name in found if name not in known]
@@ -326,7 +376,7 @@ def _read_content(opened: IO[bytes], file: _File, path: str, count: Count) -> Co
     start = opened.read(single_files.LEGACY_START)
     if start.startswith(single_files.ZIP_MAGIC) or single_files.is_legacy(start):
         return single_files.read_torch_save(opened)
-    of_torch = path.endswith(TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")
+    of_torch = path.endswith(candidates.TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")
     if of_torch and file.name not in ("", path):  # within a directory, other programs use these suffixes, too
         of_torch = single_files.check(Entry(path, path, False, file.size, None), opened).format != UNKNOWN
     if of_torch:

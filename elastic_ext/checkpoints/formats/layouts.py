@@ -1,5 +1,5 @@
-"""The directories of checkpoints: those of torch.distributed.checkpoint, our own among them, and those that tools for training
-write, by a table of what each looks like, and of what must be in it.
+"""The directories of checkpoints: those of torch.distributed.checkpoint, and those that tools for training write, by a table of
+what each looks like, and of what must be in it.
 
 A row of the table says by which names in a directory the tool is known, and what is missing if the save did not finish. For every
 tool the parts are checked in the same way: files of torch.save and of safetensors, directories of torch.distributed.checkpoint,
@@ -9,29 +9,15 @@ JSON, and files of which each rank wrote its own.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.checkpoints.formats import (
-    DCP,
-    HUGGING_FACE,
-    LIGHTNING,
-    NO_OPTIMIZER,
-    OWN,
-    SAVED_MODEL,
-    UNKNOWN,
-    Inspection,
-    names,
-    single_files,
-)
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
-from elastic_ext.checkpoints.formats.names import NAMES, TORCH_SAVE_SUFFIXES, is_hidden
+from elastic_ext.checkpoints.formats import candidates, single_files
+from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTNING, NO_OPTIMIZER, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, SAFETENSORS_SUFFIX, PeekError, StandIn, is_count, peek
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.storage import Entry, Storage, thread_pool
 
 # Directories of torch.distributed.checkpoint, and of Lightning's FSDP strategy. Their tensors are in shards (`*.distcp`), and
 # `.metadata` says where each tensor lies in them. It is renamed into place after every rank has written its shards, so its
@@ -110,61 +96,8 @@ def read_metadata(storage: Storage, folder: str, metadata: Entry) -> Metadata:
     return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
 
 
-# Our own directories: those of torch, and a manifest (`manifest.py`), written last.
-
-
-def is_own(name: str, names: Sequence[str]) -> bool:
-    """Return whether a directory is ours, complete or not.
-
-    `manifest.json` is a common name. If it lies beside shards it is ours, even in a renamed directory.
-    """
-    return order_of(name) is not None or (MANIFEST in names and _has_shards(names))
-
-
-def check_own(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check that every file in the manifest exists with the right size. Raises OSError."""
-    found = {item.name: item for item in content}
-    if MANIFEST not in found:
-        return Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
-    try:
-        manifest = decode(storage.read(f"{entry.name}/{MANIFEST}"))
-    except ManifestError as error:
-        return Inspection(False, OWN, str(error))
-    for folder in sorted({file.name.rpartition("/")[0] for file in manifest.files} - {""}):
-        found |= {f"{folder}/{item.name}": item for item in storage.listed(f"{entry.name}/{folder}")}
-    faults = [f"{file} {fault}" for file, fault in size_faults(manifest, found).items()]
-    if faults:
-        return Inspection(False, OWN, summary(faults))
-    reason = f"manifest intact, {len(manifest.files)} files of the right size"
-    return Inspection(True, OWN, reason, found[MANIFEST].mtime, manifest.step, manifest.epoch, manifest.size)
-
-
-def size_faults(manifest: Manifest, found: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the faults of a manifest's files by name: "is missing" or "has ... bytes". Pure."""
-    faults = {}
-    for file in manifest.files:
-        there = found.get(file.name)
-        if there is None:
-            faults[file.name] = "is missing"
-        elif there.is_dir or there.size != file.size:
-            faults[file.name] = f"has {there.size} bytes, expected {file.size}"
-    return faults
-
-
-def read_manifest(storage: Storage, name: str, files: Collection[str]) -> Manifest | None:
-    """Return the manifest of a checkpoint, or None if it is not ours. Other programs also write a manifest.json.
-
-    files: names of the checkpoint's files.
-
-    Raises ManifestError if the manifest is ours and damaged, OSError.
-    """
-    if MANIFEST not in files:
-        return None
-    data = storage.read(f"{name}/{MANIFEST}")
-    return decode(data) if b'"generation"' in data or _has_shards(files) else None
-
-
-def _has_shards(names: Iterable[str]) -> bool:
+def has_shards(names: Iterable[str]) -> bool:
+    """Return whether a shard is among these names."""
     return any(each.endswith(SHARD_SUFFIX) for each in names)
 
 
@@ -199,10 +132,9 @@ ACCELERATE, DEEPSPEED, MEGATRON, NEMO = "accelerate", "DeepSpeed", "Megatron", "
 NANOTRON, TORCHTUNE = "nanotron", "torchtune"
 FILES = "directory of files"  # of torch.save, of safetensors, of torch.distributed.checkpoint in folders
 
-MAX_THREADS = 16  # that read files at once
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
 INDEX_SUFFIX = ".index.json"
-_CHECKED = (*TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
+_CHECKED = (*candidates.TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
 _FOREIGN = Inspection(True, UNKNOWN, "not of torch.save", training=False)  # other programs use its suffixes too
 STATE = "trainer_state.json"  # of Hugging Face's Trainer, which writes it last
 _LAST = ("latest", STATE)  # "latest": of DeepSpeed, which writes it once all ranks are done
@@ -222,8 +154,6 @@ class TornCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class Tree:
-    """What lies below a directory."""
-
     name: str  # of the directory
     files: Mapping[str, Entry]  # by path relative to it, also those in folders
     folders: frozenset[str] = frozenset()  # their relative paths
@@ -315,17 +245,17 @@ def _training(tree: Tree, found: Sequence[Inspection]) -> bool | None:
 def _parts(tree: Tree) -> Mapping[str, frozenset[tuple[int, ...]]]:
     if not tree.files.keys().isdisjoint(_LAST):
         return {}
-    return names.parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(METADATA))])
+    return candidates.parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(METADATA))])
 
 
 def _check_names(tree: Tree) -> None:
     """Check by the names alone that no rank's file is missing."""
-    by_ranks = names.by_pattern(tree.files)
+    by_ranks = candidates.by_pattern(tree.files)
     for pattern in sorted(by_ranks):
-        missing = names.missing_rank(by_ranks[pattern])
+        missing = candidates.missing_rank(by_ranks[pattern])
         if missing:
             raise TornCheckpoint(f"{pattern}: the file of rank {missing} is missing, the save did not finish")
-    missing = names.too_few(by_ranks)
+    missing = candidates.too_few(by_ranks)
     if missing:
         raise TornCheckpoint(f"{missing}, the save did not finish")
 
@@ -393,26 +323,14 @@ _STATES = {
     "checkpoint_metadata.json": ("metas.last_train_step", ""),  # of nanotron
 }
 
-_WEIGHTS = (
-    r"((adapter_|diffusion_pytorch_)?model|pytorch_lora_weights)(-\d+-of-\d+|_\d)?\.safetensors(\.index\.json)?"
-    r"|((diffusion_)?pytorch_model|adapter_model)(-\d+-of-\d+|_\d|_fsdp)?\.bin(\.index\.json)?"
-)
 _FSDP = r"(pytorch_model_fsdp|optimizer)_\d+/"  # accelerate/utils/fsdp_utils.py
 _DEEPSPEED_FOLDER = r"global_step\d+[^/]*/"
 _TRAINER_STATES = r"training_args\.bin|rng_state(_\d+)?\.pth|scheduler\.pt"
 _OTHERS = re.compile(r"(optimizer|scheduler)\.(pt|bin)|rng_state(_\d+)?\.pth|scaler\.pt")
 
-# Files that are always parts of something larger, never checkpoints of their own.
-_PARTS = re.compile(
-    rf"{_WEIGHTS}|training_args\.bin|rng_state(_\d+)?\.pth|.*(model|optim)_states\.pt|model_optim_rng\.pt|distrib_optim\.pt"
-    r"|recipe_state\.pt|ft-model-.*|(hf|meta)_model_\d+.*\.pt|adapter_model\.pt|consolidated\.\d+\.pth"
-)
-
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tool lays out a checkpoint."""
-
     format: str  # its name, for people
     signs: tuple[str, ...]  # patterns, each of which fits a name directly in the directory; those of folders end with a slash
     name: str = ""  # pattern of the directory's own name; "": any
@@ -441,7 +359,7 @@ def _trainer(tree: Tree, states: States) -> str:
     for folder in deepspeed:
         if not any(path.startswith(folder) and path.endswith((".pt", ".distcp")) for path in tree.files):
             return f"{folder.rstrip('/')} holds no .pt file, the save did not finish"
-    if not (deepspeed or tree.shard_folders or any(re.fullmatch(_WEIGHTS, name) for name in top)):
+    if not (deepspeed or tree.shard_folders or any(re.fullmatch(candidates.WEIGHTS, name) for name in top)):
         return "no model weights, the save did not finish"
     others = [name for name in top if _OTHERS.fullmatch(name)]
     elsewhere = any(not folder.startswith("pytorch_model_fsdp") for folder in tree.shard_folders if "optim" not in folder)
@@ -488,7 +406,7 @@ LAYOUTS = (
         needs=("checkpoint_metadata.json", r"checkpoint_metadata\.json"),
     ),
     Layout(TORCHTUNE, (r"ft-model-.*|(hf|meta)_model_.*|torchtune_config\.yaml|adapter_model\.pt",)),
-    Layout(SAVED_MODEL, (_WEIGHTS,), r"checkpoint-\d+", needs=_STATE_FILE, missing=_trainer),
+    Layout(candidates.SAVED_MODEL, (candidates.WEIGHTS,), r"checkpoint-\d+", needs=_STATE_FILE, missing=_trainer),
 )
 
 
@@ -497,17 +415,15 @@ def top_names(content: Iterable[Entry]) -> list[str]:
     return [f"{item.name}/" if item.is_dir else item.name for item in content]
 
 
-def is_part(name: str) -> bool:
-    """Return whether a file is a part of something larger by its name, and so never a checkpoint of its own."""
-    return _PARTS.fullmatch(name) is not None
-
-
 def layout_of(name: str, top: Sequence[str]) -> Layout | None:
     """Return the layout of a directory with these names directly in it; None if it is no checkpoint of a known layout."""
     if holds_several(name, top):
         return None
     found = next((layout for layout in LAYOUTS if layout.claims(name, top)), None)
-    return found or (STEP_DIRECTORY if top and (names.says_step(name) or not NAMES.isdisjoint(names.words_of(name))) else None)
+    if found is not None or not top:
+        return found
+    says_so = candidates.says_step(name) or not candidates.NAMES.isdisjoint(candidates.words_of(name))
+    return STEP_DIRECTORY if says_so else None
 
 
 def holds_several(name: str, top: Iterable[str]) -> bool:
@@ -516,13 +432,13 @@ def holds_several(name: str, top: Iterable[str]) -> bool:
     Numbers alone do not say so in the checkpoint of a step, nor where they begin as those of parts do (agent_0.pt, agent_1.pt).
     """
     steps: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)
-    for each in top:
-        inner = each.rstrip("/")
-        if each.endswith(("/", SAFETENSORS_SUFFIX, *TORCH_SAVE_SUFFIXES)) and not (is_hidden(inner) or is_part(inner)):
-            step = names.step_of(inner)
-            if step is not None:
-                steps[names.family_of(inner), names.says_step(inner) and not inner.isdigit()].add(step)
-    return any(len(found) > 1 and (said or (min(found) > 1 and not names.says_step(name))) for (_, said), found in steps.items())
+    suffixes = ("/", SAFETENSORS_SUFFIX, *candidates.TORCH_SAVE_SUFFIXES)
+    for inner in (each.rstrip("/") for each in top if each.endswith(suffixes)):
+        step = candidates.step_of(inner)
+        if step is not None and not (candidates.is_hidden(inner) or candidates.is_part(inner)):
+            steps[candidates.family_of(inner), candidates.says_step(inner) and not inner.isdigit()].add(step)
+    by_number = not candidates.says_step(name)
+    return any(len(found) > 1 and (said or (by_number and min(found) > 1)) for (_, said), found in steps.items())
 
 
 def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layout) -> Inspection:
@@ -546,11 +462,11 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
             raise TornCheckpoint(missing)
     except TornCheckpoint as error:
         return Inspection(False, layout.format, str(error))
-    if found.training is False and layout is STEP_DIRECTORY and not names.says_step(entry.name):
-        return Inspection(False, SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
+    if found.training is False and layout is STEP_DIRECTORY and not candidates.says_step(entry.name):
+        return Inspection(False, candidates.SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
     given = [(states[path], keys) for path, keys in _STATES.items() if path in states]
     step, epoch = (_value(given[0][0], key) for key in given[0][1]) if given else (None, None)
-    if step is None and names.step_of(entry.name) is None:
+    if step is None and candidates.step_of(entry.name) is None:
         step, epoch = found.step, found.epoch if epoch is None else epoch
     found = replace(found, format=layout.format, step=step, epoch=epoch)
     if STATE in states:
@@ -570,8 +486,3 @@ def _value(state: object, key: str) -> int | None:
 def summary(faults: Sequence[str]) -> str:
     """Return the first fault and the number of the others."""
     return faults[0] if len(faults) == 1 else f"{faults[0]}, and {len(faults) - 1} more faults"
-
-
-def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
-    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
-    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import IO, TypeGuard
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.formats import LIGHTNING, NO_OPTIMIZER, SAFETENSORS, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats import candidates
+from elastic_ext.checkpoints.formats.candidates import LIGHTNING, SAFETENSORS, TORCH_SAVE, UNKNOWN, Inspection
 from elastic_ext.checkpoints.storage import Entry
 
 # Read the plain values of a pickle without running any code: a stand-in replaces every class and function. Numbers, strings,
@@ -183,15 +184,6 @@ _END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
 _FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-8
 
 
-@dataclass(frozen=True)
-class Content:
-    """The result of reading a whole file."""
-
-    fault: str = ""  # what is damaged, or ""
-    note: str = ""  # what could not be verified, or ""
-    unreadable: OSError | None = None  # why it could not be read, which is a fault for now; None: it was read
-
-
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
     """Check a file without reading its tensors. What another program may have written is of format UNKNOWN.
 
@@ -201,7 +193,7 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
         fault = safetensors_fault(entry.size, file)
         if fault:
             return Inspection(False, SAFETENSORS, fault)
-        reason = f"header intact, size as expected, weights only: {NO_OPTIMIZER}"
+        reason = f"header intact, size as expected, weights only: {candidates.NO_OPTIMIZER}"
         return Inspection(True, SAFETENSORS, reason, entry.mtime, size=entry.size, training=False)
     try:
         archive = _open_zip(file)
@@ -240,7 +232,7 @@ def _whole(entry: Entry, reason: str, saved: object) -> Inspection:
     format = LIGHTNING if LIGHTNING_VERSION in values else TORCH_SAVE
     training = None if saved is None else holds_optimizer(values)
     if training is False:
-        reason += ", the state of an optimizer alone" if values.keys() >= _OPTIMIZER_KEYS else f", {NO_OPTIMIZER}"
+        reason += ", the state of an optimizer alone" if values.keys() >= _OPTIMIZER_KEYS else f", {candidates.NO_OPTIMIZER}"
     step, epoch = number(values, *STEP_KEYS), number(values, *EPOCH_KEYS)
     return Inspection(True, format, reason, entry.mtime, step, epoch, entry.size, training=training)
 
@@ -256,20 +248,20 @@ def holds_optimizer(values: Mapping[object, object]) -> bool:
     return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
 
 
-def read_torch_save(file: IO[bytes]) -> Content:
+def read_torch_save(file: IO[bytes]) -> candidates.Content:
     """Read all records of a file of torch.save and check their CRCs. Raises OSError."""
     unchecked = 0
     file.seek(0)
     if is_legacy(file.read(LEGACY_START)):
         fault, _ = _read_legacy(file, file.seek(0, os.SEEK_END))
         note = "a file of torch.save before 1.6 has no checksums: only its size was checked"
-        return Content(f"damaged: {fault}" if fault else "", note)
+        return candidates.Content(f"damaged: {fault}" if fault else "", note)
     file.seek(0)
     try:
         with _open_zip(file) as archive:
             if not any(info.filename.endswith("/data.pkl") for info in archive.infolist()):  # another program's
                 damaged = archive.testzip()
-                return Content(f"damaged: {damaged[:100]!r}" if damaged else "")
+                return candidates.Content(f"damaged: {damaged[:100]!r}" if damaged else "")
             for info in archive.infolist():
                 count, fault = 0, _entry_fault(info)
                 with _open_record(archive, info) as record:
@@ -277,13 +269,13 @@ def read_torch_save(file: IO[bytes]) -> Content:
                         count += len(block)
                 if fault or count != info.file_size:
                     fault = fault or f"only {count} of {info.file_size} bytes"
-                    return Content(f"damaged: {info.filename[:100]!r}: {fault}")
+                    return candidates.Content(f"damaged: {info.filename[:100]!r}: {fault}")
                 unchecked += info.CRC == 0 and info.file_size > 0
             fault = _end_fault(file, archive)
     except _DAMAGED as error:
-        return Content(f"damaged: {error}")
+        return candidates.Content(f"damaged: {error}")
     note = f"{unchecked} records were written without a CRC" if unchecked else ""
-    return Content(f"damaged: {fault}" if fault else "", note)
+    return candidates.Content(f"damaged: {fault}" if fault else "", note)
 
 
 class _BoundedReads:

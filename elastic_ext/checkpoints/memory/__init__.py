@@ -18,9 +18,9 @@ nothing is committed, the last copy stays, and the log says so once.
 
 saver.py     copy, step after step, and commit: from the parts of all ranks to a manifest on each node
 pace.py      how often, and whether that is safe beside training (pure)
-part.py      the content of one buffer; the files, mapped, and which of the two is next
+part.py      the content of one buffer; the files, mapped, and which of the two is next; from mapped parts back into the state,
+             also on other nodes or with another number of ranks
 devices.py   copy from a GPU beside training
-loading.py   from mapped parts back into the state, also on other nodes or with another number of ranks
 mirror.py    each rank's part on another node, too
 
 Which copy a round resumes from is decided with the other tiers, in `choice/`.

@@ -58,9 +58,7 @@ class Copying:
     def start(self, step: int, resting: Sequence[Pair], moving: Sequence[Pair]) -> None:
         """Begin to copy the state after a step.
 
-        Args:
-            resting: what changes only in an optimizer step.
-            moving: what may change before.
+        resting: what changes only in an optimizer step. moving: what may change before.
         """
         beside = self._steps.all_since_last(step)
         _wait(self._lanes)  # as a rule there is nothing; but a copy that failed may be under way
@@ -138,8 +136,6 @@ class Copying:
 
 
 class Lane:
-    """Copies from one device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
@@ -212,7 +208,6 @@ def _unpin(lanes: Mapping[torch.device, Lane], pinned: dict[int, Tensor], but: C
 
 
 def by_device(resting: Sequence[Pair], moving: Sequence[Pair]) -> dict[torch.device, tuple[list[Pair], list[Pair]]]:
-    """Return the pairs by the device of their source."""
     found: dict[torch.device, tuple[list[Pair], list[Pair]]] = {}
     for kind, pairs in enumerate((resting, moving)):
         for pair in pairs:

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from elastic_ext.checkpoints.directory.own_files import StoredFile, checksum_of
 from elastic_ext.checkpoints.directory.tiers import memory_file, node_of, ranks_of
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
-from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
-from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.directory.upkeep import TokenBucket
 from elastic_ext.checkpoints.memory.pace import Timing
 from elastic_ext.checkpoints.memory.part import Buffer, Buffers
-from elastic_ext.checkpoints.ranks import Ranks, SaveFailure
-from elastic_ext.training import saves
+from elastic_ext.checkpoints.ranks import LocalTier, Ranks, SaveFailure
+from elastic_ext.training.progress import this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +71,7 @@ def keepers(domains: Sequence[str]) -> tuple[int, ...]:
 def keeping_ranks(nodes: Sequence[int], domains: Sequence[str]) -> tuple[int, ...]:
     """Return, for each rank, the rank that keeps its part: the ranks of a node share those of another. Pure.
 
-    Args:
-        nodes: number of ranks on each node, in order.
-        domains: see `keepers`.
+    nodes: number of ranks on each node, in order. domains: see `keepers`.
     """
     found = []
     for node, keeper in enumerate(keepers(domains)):
@@ -177,7 +174,7 @@ class Mirror:
     def _note(self, kept: bool, size: int) -> None:
         """Report whether the keeper has the part, and log when that changes."""
         before, self._alone = self._alone, not kept
-        saves.report_part_sent(size if kept else None)
+        this_worker().row.report_part_sent(size if kept else None)
         if self._alone and not before:
             logger.warning(
                 "the copies in memory of rank %s are on this node only, as rank %s %s; if this node is lost, the job resumes "

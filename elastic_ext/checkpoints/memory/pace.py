@@ -133,8 +133,6 @@ LOGGED_CHANGE = 1.5  # factor by which the interval changes before the log says 
 
 
 class StepTimes:
-    """The times that this rank has measured recently."""
-
     def __init__(self) -> None:
         self._steps, self._stalls, self._waits, self._commits = (deque[float](maxlen=RECENT) for _ in range(4))
         self._began: float | None = None  # when the first step ended
@@ -181,8 +179,6 @@ class StepTimes:
 
 
 class Schedule:
-    """How often to copy."""
-
     def __init__(self, asked: int | None, speaks: bool, mb_s: float = 0.0) -> None:
         """asked: see `choose`. speaks: whether this rank writes to the log. mb_s: the setting memory_mb_s."""
         self._asked, self._speaks, self._mb_s = asked, speaks, mb_s
@@ -211,7 +207,6 @@ class Schedule:
         return free
 
     def copies(self, step: int) -> None:
-        """Note that an attempt begins."""
         # After `begins` no rank has buffers, and this attempt only makes them. Until the next one is committed, parts of the copy
         # that was loaded may be on one node only.
         self.due = step + (1 if self.first else self.every)

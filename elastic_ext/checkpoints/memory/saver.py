@@ -12,26 +12,16 @@ from functools import partial
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import (
-    Manifest,
-    StoredFile,
-    checksum_of,
-    decode,
-    directory_name,
-    encode,
-    order_or_oldest,
-)
-from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, checksum_of, decode, encode
+from elastic_ext.checkpoints.formats.candidates import directory_name, order_or_oldest
 from elastic_ext.checkpoints.memory import pace, part
 from elastic_ext.checkpoints.memory.devices import Copying, Pair
 from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
-from elastic_ext.checkpoints.memory.pace import Schedule, StepTimes
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
-from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, Ranks, SaveFailure, failure_of, group_failure
-from elastic_ext.checkpoints.state.capture import Objects, capture, parameter_names
+from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, LocalTier, Ranks, SaveFailure, failure_of
+from elastic_ext.checkpoints.state import Objects, capture, parameter_names
 from elastic_ext.checkpoints.storage import remove_if_there
-from elastic_ext.training import saves
+from elastic_ext.training.progress import MEMORY_THREAD, this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +51,7 @@ def commit(
 
     exchange: called with all ranks' reports before the commit, if that is all right; sends parts to other nodes.
 
-    A rank that has left it out may be at a load, and meets the others here by `none_in_progress`; or at its end, by `close`.
+    A rank that has left it out may be at a load, and meets the others here by `MemorySaver.begin`; or at its end, by `close`.
 
     When this returns, every rank knows whether the manifest is on every node. Raises RuntimeError if the ranks cannot
     communicate.
@@ -80,12 +70,6 @@ def commit(
     failure = _put(tier, reports[0], kept, files, ranks.rank) if tier.first else None
     failures = [each for each in ranks.all_gather(failure) if each]
     return CopyOutcome(not failures, reports, failures[0] if failures else None)
-
-
-def none_in_progress(ranks: Ranks) -> None:
-    """Wait until all ranks call this; a copy that some have left out fails. Collective. Raises RuntimeError as `commit`."""
-    while any(report is not None for report in ranks.all_gather(None)):
-        pass
 
 
 def remove_others(tier: LocalTier, name: str, ranks: Ranks) -> None:
@@ -149,7 +133,7 @@ def _met(ranks: Ranks, limit_s: float) -> bool:
         except (RuntimeError, ValueError) as error:  # the script has destroyed all groups, say
             logger.debug("the last copy in memory is left as it is: %s", error)
 
-    meeting = threading.Thread(target=meet, name=f"{saves.MEMORY_THREAD}end", daemon=True)
+    meeting = threading.Thread(target=meet, name=f"{MEMORY_THREAD}end", daemon=True)
     try:
         meeting.start()
     except RuntimeError as error:  # no more threads, or the interpreter ends
@@ -182,32 +166,23 @@ class CopyTrouble:
             logger.warning("the state is copied to memory again")
 
 
-class Attempt:
+class Attempt(threading.Thread):
     """Training waits for it, but in all for no longer than its limit. Then copies that are due are left out until it is over."""
 
     def __init__(self, run: Callable[[], None], step: int, limit_s: float) -> None:
-        self._thread = threading.Thread(target=run, name=f"{saves.MEMORY_THREAD}{step}", daemon=True)
+        super().__init__(target=run, name=f"{MEMORY_THREAD}{step}", daemon=True)
         self._step, self._limit_s, self._left_s = step, limit_s, limit_s
-
-    def start(self) -> None:
-        """Start. Raises RuntimeError if the system has no more threads."""
-        self._thread.start()
 
     def hold(self) -> bool:
         """Wait until it is over, or its limit is reached; return whether it is over."""
         began = time.monotonic()
-        self._thread.join(self._left_s)
-        if not self._thread.is_alive():
+        self.join(self._left_s)
+        if not self.is_alive():
             return True
         if self._left_s:
             logger.info("no more copies in memory until the attempt at step %s is over: %.3g s are up", self._step, self._limit_s)
         self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
         return False
-
-    def join(self, limit_s: float | None = None) -> bool:
-        """Wait until it is over, for `limit_s` seconds at most; return whether it is over."""
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
 
 
 STEPS_AHEAD = 10  # that training may do while the ranks begin
@@ -229,10 +204,10 @@ class MemorySaver:
         self._tier, self._objects, self._ranks, self._mirror = tier, objects, ranks, mirror
         self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
         self._copying = Copying(objects.optimizers)
-        self._times = StepTimes()
+        self._times = pace.StepTimes()
         self._trouble = CopyTrouble(ranks.rank == 0)
         self._attempt: Attempt | None = None  # the last one
-        self._schedule = Schedule(every, ranks.rank == 0, room.rate / 1e6 * tier.nodes[tier.node])
+        self._schedule = pace.Schedule(every, ranks.rank == 0, room.rate / 1e6 * tier.nodes[tier.node])
         self._deciding = threading.Lock()  # training leaves a copy out, or an attempt ends
         self._generation: int | None = None
 
@@ -258,7 +233,7 @@ class MemorySaver:
         except CheckpointError as error:
             logger.warning("the state is not copied to memory: %s", error)
         except RuntimeError as error:  # disk and training go on
-            logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
+            logger.warning("no more copies in memory: %s", self._ranks.group_failure(error).reason)
         else:
             self._schedule.begins(last + in_steps if in_steps else 0)
         if self._ranks.lost:
@@ -266,7 +241,8 @@ class MemorySaver:
 
     def _prepare(self, kept: str) -> None:
         """Remove all copies but this one. Collective. Raises CheckpointError on all ranks; RuntimeError."""
-        none_in_progress(self._ranks)
+        while any(report is not None for report in self._ranks.all_gather(None)):
+            pass  # a rank is in `commit` for a copy that others have left out; it fails
 
         def clear() -> None:
             if self._tier.first:
@@ -288,7 +264,7 @@ class MemorySaver:
         """Return whether these ranks have made a copy, and this one's part is here. Raises OSError, ManifestError."""
         storage = self._tier.storage
         read = tiers.manifest_of(storage, name) if name else None
-        here = storage.stat(f"{name}/{memory_file(self._ranks.rank)}")
+        here = storage.stat(f"{name}/{tiers.memory_file(self._ranks.rank)}")
         return read is not None and read[0].nodes == self._tier.nodes and here is not None
 
     def has_generation(self, generation: int) -> None:
@@ -320,7 +296,9 @@ class MemorySaver:
     def close(self) -> None:
         """Wait as `wait` does, for CLOSE_S at most, and let go of the buffers. A copy that only this rank has left out fails."""
         deadline = time.monotonic() + pace.CLOSE_S
-        over = self._attempt is None or self._attempt.join(pace.CLOSE_S)
+        if self._attempt is not None:
+            self._attempt.join(pace.CLOSE_S)
+        over = self._attempt is None or not self._attempt.is_alive()
         if over and self._schedule.owes is not None:
             self._schedule.owes = None  # a second call does not wait
             over = _met(self._ranks, max(0.0, deadline - time.monotonic()))
@@ -350,7 +328,7 @@ class MemorySaver:
             nodes, node, rank = self._tier.nodes, self._tier.node, self._ranks.rank
             planned = part.plan(capture(self._objects, rank, accumulation), rank - sum(nodes[:node]), nodes[node])
             self._copying.open(planned.tensors.values())
-            if self._buffers.fit(planned.size):
+            if self._buffers.spare_size >= planned.size:
                 buffer = self._buffers.begin(name)
                 before_s = self._copying.device_stall_s() or 0.0  # known only now, so it counts with this copy
                 self._copying.start(step, *_pairs(self._objects, planned, buffer))
@@ -383,7 +361,7 @@ class MemorySaver:
             if makes_room:
                 remove_others(self._tier, report.name, self._ranks)
         except Exception as error:  # noqa: BLE001  (the top of a thread; as a rule another rank has died, and the agent acts)
-            logger.warning("no more copies in memory: %s", group_failure(error, self._ranks.rank, self._ranks.lost).reason)
+            logger.warning("no more copies in memory: %s", self._ranks.group_failure(error).reason)
             outcome = None
         if outcome is None:  # not before the error is forgotten, with the calls that hold the group
             with self._deciding:
@@ -402,7 +380,7 @@ class MemorySaver:
                 except OSError as error:  # the next attempt reports that to all ranks
                     logger.debug("no second buffer: %s", error)
             self._times.committed(time.monotonic() - began)
-            saves.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
+            this_worker().row.report_copied(order_or_oldest(report.name)[1], self._times.last_stall_s, self._schedule.every)
         if self._mirror is not None and len(outcome.reports) == self._ranks.world and not self._buffers.keeps_others:
             self._mirror.make_room(outcome.reports)
 
@@ -411,7 +389,7 @@ class MemorySaver:
         if outcome.committed or outcome.failure is not None:  # not if a rank has only made its buffers: nothing is known by that
             self._trouble.note(outcome.failure)
         if outcome.failure is not None:
-            saves.report_copy_failed()
+            this_worker().row.report_copy_failed()
         with self._deciding:
             self._schedule.choose([each.timing for each in outcome.reports], self._trouble.in_a_row)
             self._schedule.ended(outcome.apart, len(outcome.reports) < self._ranks.world)
@@ -430,7 +408,7 @@ class MemorySaver:
                 return self._timed(replace(report, capacity=capacity))
             self._copying.finish()
             self._copying.pin(self._buffers.tensors())
-            file = StoredFile(memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
+            file = StoredFile(tiers.memory_file(self._ranks.rank), buffer.size, checksum_of(buffer.bytes))
             common = checksum_of(repr(planned.common).encode())
             report = self._timed(replace(report, file=file, common=common, capacity=buffer.size))
             mirror = self._mirror
@@ -454,9 +432,7 @@ def make(
 ) -> MemorySaver | None:
     """Return the saver of this rank; None on all ranks if they have no tier or are to make no copies. Collective.
 
-    Args:
-        every: the script's choice; None: the agent's. Rank 0's is used.
-        ranks: for this call only.
+    every: the script's choice; None: the agent's. Rank 0's is used. ranks: for this call only.
     """
     if tier is None or room is None:
         return None

@@ -30,17 +30,16 @@ import torch
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM, memory_room
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal
-from elastic_ext.checkpoints.formats.manifest import MOST_SHOWN, Manifest, count
-from elastic_ext.checkpoints.local_tier import open_directories
+from elastic_ext.checkpoints.directory.own_files import MOST_SHOWN, Manifest, count
 from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
-from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure
-from elastic_ext.checkpoints.state.capture import Objects, Stateful
+from elastic_ext.checkpoints.ranks import FailureKind, Ranks, SaveFailure, open_directories
+from elastic_ext.checkpoints.state import Objects, Stateful
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing import saving
 from elastic_ext.checkpoints.writing.loading import Loader, Reshard, TrainingPosition
 from elastic_ext.checkpoints.writing.saving import SaveEvent
 from elastic_ext.training import saves
-from elastic_ext.training.progress import doing
+from elastic_ext.training.progress import doing, this_worker
 
 __all__ = ["Checkpointer", "Reshard", "SaveEvent", "Stateful", "TrainingPosition"]
 
@@ -161,7 +160,7 @@ class Checkpointer:
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
         if position is not None:
-            saves.report_loaded(time.monotonic() - began)
+            this_worker().row.report_loaded(time.monotonic() - began)
         return position
 
     def snapshot(self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None) -> None:

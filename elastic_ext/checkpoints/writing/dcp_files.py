@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from elastic_ext.checkpoints.formats.manifest import StoredFile, checksum_of
-from elastic_ext.checkpoints.local_tier import PieceExchange, merge_ranges
-from elastic_ext.checkpoints.ranks import Ranks, SaveFailure, failure_of
-from elastic_ext.checkpoints.state.capture import StateDict
+from elastic_ext.checkpoints.directory.own_files import StoredFile, checksum_of
+from elastic_ext.checkpoints.ranks import PieceExchange, Ranks, SaveFailure, failure_of, merge_ranges
+from elastic_ext.checkpoints.state import StateDict
 from elastic_ext.checkpoints.storage import Storage
 
 if TYPE_CHECKING:

@@ -7,18 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ext.checkpoints.directory import marks, tiers
-from elastic_ext.checkpoints.directory.tiers import Offer
+from elastic_ext.checkpoints import state
+from elastic_ext.checkpoints.directory import own_files, tiers
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, checksum
+from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.formats.layouts import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, checksum, order_or_oldest
-from elastic_ext.checkpoints.local_tier import Directories, LocalTier, Parts, PieceExchange
-from elastic_ext.checkpoints.memory.loading import MemoryCopy, ReshardedCopy, fetch_parts
-from elastic_ext.checkpoints.ranks import CheckpointError, Ranks, StorageFailed
-from elastic_ext.checkpoints.state import capture
+from elastic_ext.checkpoints.memory.part import MemoryCopy, ReshardedCopy, fetch_parts
+from elastic_ext.checkpoints.ranks import CheckpointError, Directories, LocalTier, Parts, PieceExchange, Ranks, StorageFailed
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file
-from elastic_ext.training import saves
+from elastic_ext.training.progress import this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Selection:
 
         def look() -> tuple[str | None, frozenset[str]]:
             try:
-                quarantined = marks.quarantined_names(remote)
+                quarantined = own_files.quarantined_names(remote)
                 return _newest_complete(remote, quarantined.union(refused.get(remote.address, ()))), quarantined
             except OSError as error:
                 raise StorageFailed(f"{remote.address} does not answer: {error}") from error
@@ -58,7 +57,7 @@ class Selection:
             return in_remote
         return local, offer.name
 
-    def offers(self, tier: LocalTier) -> list[list[Offer]]:
+    def offers(self, tier: LocalTier) -> list[list[tiers.Offer]]:
         """Return what each node has in a tier. Collective."""
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(tier.storage) if tier.first else None))
         return [each for each in offers if each is not None]
@@ -194,10 +193,8 @@ class TrainingPosition:
 
 
 class Loader:
-    """Loads checkpoints into the user's objects."""
-
     def __init__(
-        self, objects: capture.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
+        self, objects: state.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
     ) -> None:
         self._objects, self._directories, self._ranks, self._reshard = objects, directories, ranks, reshard
         self._selection = Selection(directories, ranks, verify)
@@ -251,7 +248,7 @@ class Loader:
                 return self._put_copy_in_place(memory, name)
             except CheckpointError as error:
                 failure = error
-                saves.report_copy_unusable()
+                this_worker().row.report_copy_unusable()
                 logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
             refused.add(name)
             older = tiers.newest_loadable(self._selection.offers(memory), refused)
@@ -277,7 +274,7 @@ class Loader:
         return lower is not None and order_or_oldest(lower[1]) >= order_or_oldest(copy)
 
     def _put_copy_in_place(self, memory: LocalTier, name: str) -> TrainingPosition:
-        with saves.timed_check():
+        with this_worker().row.timed_check():
             parts = self._selection.parts(memory, name)
             if parts.manifest.nodes == memory.nodes:
                 parts = fetch_parts(parts, self._ranks)
@@ -287,7 +284,7 @@ class Loader:
         return position
 
     def _checked(self, storage: Storage, name: str) -> tuple[Manifest, Parts | None]:
-        with saves.timed_check():
+        with this_worker().row.timed_check():
             return self._selection.checked(storage, name)
 
     def _put_in_place(self, storage: Storage, name: str, manifest: Manifest, parts: Parts | None) -> TrainingPosition:
@@ -302,11 +299,11 @@ class Loader:
             return self._restore_files(completed, name, manifest, exchange)
 
     def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> TrainingPosition:
-        def saved(wanted: Iterable[int]) -> capture.UnshardedState:
+        def saved(wanted: Iterable[int]) -> state.UnshardedState:
             shared = read_objects(storage, name, SHARED_FILE)
-            return capture.UnshardedState(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
+            return state.UnshardedState(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
 
-        def fill(tensors: capture.StateDict) -> capture.StateDict:
+        def fill(tensors: state.StateDict) -> state.StateDict:
             read_tensors(storage, name, tensors, self._ranks, exchange)
             return tensors
 
@@ -318,8 +315,8 @@ class Loader:
         storage: Storage,
         name: str,
         manifest: Manifest,
-        read_saved: Callable[[Iterable[int]], capture.UnshardedState],
-        fill: Callable[[capture.StateDict], capture.StateDict],
+        read_saved: Callable[[Iterable[int]], state.UnshardedState],
+        fill: Callable[[state.StateDict], state.StateDict],
         remote: Storage | None = None,
     ) -> TrainingPosition:
         """Restore the state on all ranks.
@@ -332,23 +329,23 @@ class Loader:
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
-        def read() -> tuple[capture.UnshardedState, capture.StateDict]:
+        def read() -> tuple[state.UnshardedState, state.StateDict]:
             saved = read_saved((ranks.rank,) if same else range(manifest.world_size))
-            return saved, capture.template(objects, saved)
+            return saved, state.template(objects, saved)
 
         saved, template = ranks.run_on_all(read, remote)
         tensors = ranks.run_on_all(lambda: fill(template), remote)
-        ranks.run_on_all(lambda: capture.restore(objects, tensors, saved))
+        ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
         dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:
             generators = saved.own_states[ranks.rank]["generators"]
-            capture.restore_generators(generators)  # last: the steps before may draw from them
+            state.restore_generators(generators)  # last: the steps before may draw from them
             if dataloader:
-                capture.restore_after_iter(objects.dataloader, generators)
+                state.restore_after_iter(objects.dataloader, generators)
         else:
             ways = (name, manifest.world_size, ranks.world)
             logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
-            capture.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
+            state.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded, self.copy = name if storage in self._directories else None, ""
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
         return TrainingPosition(
@@ -362,7 +359,7 @@ class Loader:
             generators=same,
         )
 
-    def _put_dataloader(self, own_states: Mapping[int, capture.StateDict], same: bool) -> bool:
+    def _put_dataloader(self, own_states: Mapping[int, state.StateDict], same: bool) -> bool:
         """Restore the data loader; return whether its state was restored. same: the world size is that of the save."""
         loader, ranks = self._objects.dataloader, self._ranks
         if loader is None or any("dataloader" not in own for own in own_states.values()):

@@ -29,16 +29,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.directory import marks, pruning, tiers
+from elastic_ext.checkpoints.directory import own_files, tiers, upkeep
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
-from elastic_ext.checkpoints.directory.tiers import rank_of
-from elastic_ext.checkpoints.formats import OWN
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode, order_or_oldest
-from elastic_ext.checkpoints.local_tier import Directories, LocalTier
-from elastic_ext.checkpoints.ranks import FailureKind, Rank0Failed, Ranks, SaveFailure, causes, failure_of, group_failure, summary
-from elastic_ext.checkpoints.state import torch_dumps
-from elastic_ext.checkpoints.state.capture import EXTRA, Objects, StateDict, capture
-from elastic_ext.checkpoints.state.extra import digests
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
+from elastic_ext.checkpoints.formats.candidates import OWN, directory_name, order_or_oldest
+from elastic_ext.checkpoints.ranks import Directories, FailureKind, LocalTier, Rank0Failed, Ranks, SaveFailure, failure_of
+from elastic_ext.checkpoints.state import EXTRA, Objects, StateDict, capture, digests, torch_dumps
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
 from elastic_ext.training import saves
@@ -62,8 +58,6 @@ class SaveEvent:
 
 
 class Results:
-    """The results so far."""
-
     def __init__(self, on_event: Callable[[SaveEvent], None] | None) -> None:
         self._on_event = on_event
         # last_error, failures, last_saved: see `Checkpointer`.
@@ -80,14 +74,12 @@ class Results:
         self._saved.clear()
 
     def committed(self, name: str, step: int, size: int, seconds: float) -> None:
-        """Record a committed save."""
         self.last_error, self.failures, self.last_saved = None, 0, step
         self._saved.add(step)
         saves.report_saved(step, seconds)
         self.emit(SaveEvent("saved", step, name, seconds, size))
 
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
-        """Record a failed save."""
         self.failures += 1
         self.last_error = f"step {step} was not saved: rank {failure.rank}: {failure.kind.value}: {failure.reason}"
         logger.warning("%s; training continues", self.last_error)
@@ -211,7 +203,7 @@ def commit(tier: LocalTier | None, remote: Storage, name: str, manifest: Manifes
         if tier is None:
             tiers.put_manifest(remote, name, manifest)
             return {}
-        names = [file.name for file in manifest.files if rank_of(file.name) is None]
+        names = [file.name for file in manifest.files if tiers.rank_of(file.name) is None]
         return {**{each: tier.storage.read(f"{name}/{each}") for each in names}, MANIFEST: encode(manifest)}
     except Exception as error:
         logger.debug("committing %s failed", name, exc_info=True)
@@ -245,8 +237,7 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
         with ranks.communicating():
             dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:  # raised by the planning, on all ranks
-        found = causes(error, ranks.rank)
-        return SaveFailure(FailureKind.OTHER, summary(found), found[0][0])
+        return failure_of(error, ranks.rank)
     try:
         files.put(f"{name}/{rank_file(ranks.rank)}", staged.own)
         if ranks.rank == 0:
@@ -382,22 +373,22 @@ class Retention:
         # Name of the loaded checkpoint; never removed, because other ranks may still be loading it.
         self.in_use: str | None = None
 
-    def prune(self, newest: str) -> Iterator[pruning.PruneDecision]:
+    def prune(self, newest: str) -> Iterator[upkeep.PruneDecision]:
         """Remove superfluous checkpoints; yield each completed removal. newest: the one that was just committed.
 
         Raises StaleGroup if another group has taken over; OSError.
         """
         self._fence.check()
-        for decision in pruning.plan_prune(self._present(newest), self._keep_last, self._keep_every):
+        for decision in upkeep.plan_prune(self._present(newest), self._keep_last, self._keep_every):
             if decision.remove:
                 self._fence.check()
                 if remove(self._directories.remote, decision.name):
                     logger.info("removed %s: %s", self._directories.remote.path(decision.name), decision.reason)
                     yield decision
 
-    def _present(self, newest: str) -> list[pruning.PruneCandidate]:
+    def _present(self, newest: str) -> list[upkeep.PruneCandidate]:
         remote, tier = self._directories.remote, self._directories.local
-        pinned, quarantined = marks.pinned_names(remote), marks.quarantined_names(remote)
+        pinned, quarantined = own_files.pinned_names(remote), own_files.quarantined_names(remote)
         # A checkpoint in the local tier may be being copied there. Its copy is then not torn and must not be removed.
         copied = set(tiers.own_checkpoints(tier.storage)) if tier is not None else set()
         found = []
@@ -405,14 +396,14 @@ class Retention:
             complete = (name == newest and name not in copied) or remote.stat(f"{name}/{MANIFEST}") is not None
             kept = name in pinned or name == self.in_use or (name in copied and not complete)
             step = order_or_oldest(name)[1]
-            found.append(pruning.PruneCandidate(name, "", step, OWN, complete, pinned=kept, quarantined=name in quarantined))
+            found.append(upkeep.PruneCandidate(name, "", step, OWN, complete, pinned=kept, quarantined=name in quarantined))
         return found
 
 
 def remove(storage: Storage, name: str) -> bool:
     """Remove a checkpoint or its leftovers; return whether something was removed. Errors are logged."""
     try:
-        pruning.delete(storage, name)
+        upkeep.delete(storage, name)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -505,7 +496,7 @@ class BackgroundSaver:
         except (StaleGroup, Rank0Failed, OSError) as error:  # on all ranks
             name, outcome = "", AttemptOutcome(failure_of(error, 0))
         except Exception as error:  # the top of a thread
-            failure = group_failure(error, self._ranks.rank, self._ranks.lost)
+            failure = self._ranks.group_failure(error)
             logger.exception("no more checkpoints will be saved: %s", failure.reason)
             name, outcome = "", AttemptOutcome(failure)
         self._agreed.set()

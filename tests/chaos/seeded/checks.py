@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import pairwise
 from typing import Any
 
-from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from tests.chaos.seeded.schedule import BETWEEN, HOSTS, KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
@@ -204,7 +204,7 @@ def _held_together(events: Sequence[Event], hosts: set[str]) -> Iterator[Event]:
 
 
 def _order(name: str, step: int) -> tuple[int, int]:
-    """Of later groups' checkpoints all are newer, see elastic_ext/checkpoints/formats/manifest.py."""
+    """Of later groups' checkpoints all are newer, see elastic_ext/checkpoints/directory/own_files.py."""
     return order_of(name) or (0, step)
 
 

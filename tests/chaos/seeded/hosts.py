@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
+from elastic_ext.checkpoints.formats.candidates import order_of
 from tests.chaos import processes
 from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History, Told

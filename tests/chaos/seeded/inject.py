@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, STORE, Hosts
 from tests.chaos.seeded.members import leader

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of, order_or_oldest
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, ManifestError, decode
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from tests.chaos.seeded.history import History
 from tests.chaos.seeded.hosts import Hosts
 

@@ -18,9 +18,10 @@ from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
+from elastic_ext.checkpoints.choice.decisions import Resume
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
-from elastic_ext.checkpoints.choice.ordering import Resume
-from elastic_ext.checkpoints.formats import Inspection, detect
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.candidates import Inspection
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 T0 = 1_700_000_000

@@ -20,12 +20,13 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing, offers
+from elastic_ext.checkpoints.choice import agreement, decisions, listing
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
-from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import memory_file
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, Verification
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.choice.scenes import flip, resumed
 from tests.checkpoints.copying.test_replicate import save as save_part
@@ -66,7 +67,7 @@ def test_the_step_is_unknown_where_only_scripts_know(tmp_path):
     assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path)).step is None
     assert "1 passed over" in resumed(tmp_path).reason
     assert resumed(tmp_path, resume_from="none").at == 0
-    sent = offers.read_agreement(offers.encode(offers.Agreement("", passed_over=True)))  # the other nodes hear of it
+    sent = decisions.read_agreement(decisions.encode(decisions.Agreement("", passed_over=True)))  # the other nodes hear of it
     assert sent.passed_over
     save(tmp_path, 7)
     assert resumed(tmp_path).at == 7
@@ -100,7 +101,7 @@ def test_a_damaged_one_is_not_resumed(tmp_path):
 def test_all_bad(tmp_path):
     """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
     damage(save(tmp_path, 7))
-    marks.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
+    own_files.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
     with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
         resumed(tmp_path)
     assert resumed(tmp_path, resume_from="none").path == ""
@@ -150,11 +151,11 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
             save_part([tmp_path / tier], step)
     storage = open_storage(str(tmp_path / "remote"))
     for step in marked:
-        marks.quarantine(storage, directory_name(step, 1), "bad")
+        own_files.quarantine(storage, directory_name(step, 1), "bad")
     settings = Settings(checkpoint_dir=str(tmp_path / "remote"), local_dir=str(tmp_path / "local"), resume_from=resume_from)
     name = None if expected is None else directory_name(expected, 1)
     assert agreement.quarantine(settings, "", True, "NaN") == name
-    assert marks.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
+    assert own_files.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
 def test_a_later_checkpoint_of_the_same_name_counts(tmp_path):
@@ -179,7 +180,7 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     settings = Settings(checkpoint_dir=str(remote), local_dir=str(local))
     found = agreement.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
     assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
-    assert marks.quarantined_names(open_storage(str(remote))) == set(found)
+    assert own_files.quarantined_names(open_storage(str(remote))) == set(found)
     assert (remote / "step_7.pt").exists()
     assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
 
@@ -210,7 +211,7 @@ def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_a
     assert agreement.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
     with pytest.raises(BadCheckpoints, match="quarantined: replicas differ"):
         resumed(tmp_path)
-    marks.lift_quarantine(open_storage(str(tmp_path)), "step_7.pt")
+    own_files.lift_quarantine(open_storage(str(tmp_path)), "step_7.pt")
     assert agreement.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
     assert resumed(tmp_path).path == ""
     save(tmp_path, 4)
@@ -266,7 +267,7 @@ def test_only_what_is_newer_than_copies_is_verified(tmp_path, monkeypatch):
     """To verify takes seconds for a gigabyte, at each restart. What is no checkpoint gives no reason for it."""
     remote, verified = tmp_path / "remote", []
     monkeypatch.setattr(
-        listing, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
+        listing.detect, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
     )
     save_own(remote, 5)
     for name in ("logs", "runs"):
@@ -424,7 +425,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path):
     done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script], tmp_path)
     assert done.returncode == 0, done.err
     assert re.findall(r"begin (.*)", done.out) == ["7", "5", "5", "3", "3"]
-    assert marks.quarantined_names(open_storage(str(directory))) == {"step_7.pt", "step_5.pt", "step_9.pt"}
+    assert own_files.quarantined_names(open_storage(str(directory))) == {"step_7.pt", "step_5.pt", "step_9.pt"}
 
 
 @pytest.mark.seam
@@ -444,9 +445,9 @@ def test_without_a_good_checkpoint_a_job_stops(tmp_path):
 
 
 def test_all_nodes_learn_that_the_storage_is_away_and_leave_with_try_again():
-    text = offers.encode(offers.failure(StorageAway("no answer for 600 s")))
+    text = decisions.encode(decisions.failure(StorageAway("no answer for 600 s")))
     with pytest.raises(StorageAway, match="no answer for 600 s") as raised:
-        offers.read_agreement(text)
+        decisions.read_agreement(text)
     node = SimpleNamespace(round=3, node_id="a", host="host-a")
     decision = Verdicts(Settings(), node).of_checkpoints(raised.value).decision
     assert (decision.kind, decision.rule, decision.exit_code) == ("storage", "storage-away", 75)

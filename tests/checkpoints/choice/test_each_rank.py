@@ -9,9 +9,9 @@ import pytest
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, offers
+from elastic_ext.checkpoints.choice import agreement, decisions
 from elastic_ext.checkpoints.choice.agreement import NodeInRound
-from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import ranks, resumed
 from tests.jobs import AGENT, run
@@ -47,7 +47,7 @@ def test_where_no_file_is_one_ranks_own_all_find_the_same(tmp_path: Path, name: 
 
 def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
     ranks(tmp_path, "s_2_rank{}.pt", 4)
-    sent = offers.read_agreement(offers.encode(offers.Agreement("s_2_rank*.pt", 2, "newest")))
+    sent = decisions.read_agreement(decisions.encode(decisions.Agreement("s_2_rank*.pt", 2, "newest")))
     settings = Settings(checkpoint_dir=str(tmp_path))
     node = agreement._NodeSide(settings, str(tmp_path), "run", NodeInRound(1, 2))
     assert node.seen(sent, 0.0).files[3] == str(tmp_path / "s_2_rank3.pt")
@@ -57,7 +57,7 @@ def test_the_blamed_one_is_quarantined_with_all_its_files(tmp_path: Path) -> Non
     for step in (1, 2):
         ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
     assert agreement.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
-    assert marks.quarantined_names(open_storage(str(tmp_path))) == {"s_2_rank*.pt"}
+    assert own_files.quarantined_names(open_storage(str(tmp_path))) == {"s_2_rank*.pt"}
     assert resumed(tmp_path).step == 1
 
 

@@ -22,10 +22,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
-from elastic_ext.checkpoints.choice.listing import candidates, newest_complete
-from elastic_ext.checkpoints.choice.ordering import Choice, choose
-from elastic_ext.checkpoints.formats import DCP, TORCH_SAVE, Inspection, detect, single_files
-from elastic_ext.checkpoints.formats.names import TORCH_SAVE_SUFFIXES
+from elastic_ext.checkpoints.choice.decisions import Choice, choose
+from elastic_ext.checkpoints.choice.listing import candidates_among, newest_complete
+from elastic_ext.checkpoints.formats import detect, single_files
+from elastic_ext.checkpoints.formats.candidates import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, Inspection
 from elastic_ext.checkpoints.storage import Entry, open_storage
 from tests.checkpoints.choice.scenes import chosen, inspected, reasons, resume_in
 
@@ -42,7 +42,7 @@ def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[st
             looked.append(item.name)
         return Inspection(item.name not in broken, TORCH_SAVE, "said so", item.mtime)
 
-    return choose(candidates(entries), inspect)
+    return choose(candidates_among(entries), inspect)
 
 
 def decided(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
@@ -98,7 +98,7 @@ def test_a_directory_is_inspected_whatever_its_own_time() -> None:
     """Removing a file from it makes it look new, and that says nothing of when its checkpoint was written."""
     entries = [entry("step_3", 1, is_dir=True), entry("epoch_9.pt", 5)]
     written = {"step_3": 7.0, "epoch_9.pt": 5.0}
-    resume = choose(candidates(entries), lambda item: Inspection(True, DCP, "", written[item.name])).resume
+    resume = choose(candidates_among(entries), lambda item: Inspection(True, DCP, "", written[item.name])).resume
     assert resume.step == 3
 
 
@@ -440,6 +440,6 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> Non
     listed = list(directory.entries())
     shutil.rmtree(tmp_path / "step_2")
     (tmp_path / "step_1.pt").unlink()
-    choice = choose(candidates(listed), partial(detect.check, directory))
+    choice = choose(candidates_among(listed), partial(detect.check, directory))
     assert choice.resume is None
     assert {passed.reason for passed in choice.passed_over} == {"it disappeared after it was listed"}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete, newest_in
+from elastic_ext.checkpoints.formats.candidates import files_by_rank
 from elastic_ext.checkpoints.formats.detect import Mode
-from elastic_ext.checkpoints.formats.names import files_by_rank
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import (

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
-from elastic_ext.checkpoints.choice.ordering import Choice
-from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode
-from elastic_ext.checkpoints.formats.manifest import directory_name
 from elastic_ext.checkpoints.storage import LocalStorage, RemoteStorage, Storage, open_storage
 from tests.checkpoints.choice.scenes import resume_in
 from tests.checkpoints.formats.test_formats import save_own
@@ -29,20 +29,20 @@ def test_quarantined_ones_are_passed_over_until_lifted(where: str) -> None:
     held = open_storage(where)
     names = [save_own(held, step) for step in (1, 2, 3)]
     assert chosen(where) == names[2]
-    marks.quarantine(held, names[2], "KeyError at load, twice", "agent")
+    own_files.quarantine(held, names[2], "KeyError at load, twice", "agent")
     choice = newest_complete(where)
     assert chosen(where) == names[1]
     assert [(passed.path, passed.reason, passed.distrusted) for passed in choice.passed_over] == [
         (held.path(names[2]), "quarantined: KeyError at load, twice", True)
     ]
     assert not choice.all_bad
-    mark = marks.quarantine_of(held, names[2])
+    mark = own_files.quarantine_of(held, names[2])
     assert (mark.by, mark.at > 0) == ("agent", True)
-    assert marks.quarantined_names(held) == {names[2]}
-    marks.lift_quarantine(held, names[2])
+    assert own_files.quarantined_names(held) == {names[2]}
+    own_files.lift_quarantine(held, names[2])
     assert chosen(where) == names[2]
     with pytest.raises(FileNotFoundError):
-        marks.lift_quarantine(held, names[2])
+        own_files.lift_quarantine(held, names[2])
 
 
 @pytest.mark.full("s3")
@@ -52,8 +52,8 @@ def test_all_bad_is_not_the_same_as_nothing(where: str) -> None:
     choice = newest_complete(where)
     assert (choice.resume, choice.all_bad, len(choice.passed_over)) == (None, False, 1)  # the very first save was cut off
     names = [save_own(held, step) for step in (1, 2)]
-    marks.quarantine(held, names[0], "bad")
-    marks.quarantine(held, names[1], "bad")
+    own_files.quarantine(held, names[0], "bad")
+    own_files.quarantine(held, names[1], "bad")
     choice = newest_complete(where)
     assert (choice.resume, choice.all_bad) == (None, True)
     assert [os.path.basename(passed.path) for passed in choice.passed_over] == [directory_name(9, 1), names[1], names[0]]
@@ -77,7 +77,7 @@ def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
         newest_complete(str(tmp_path), Wanted(resume_from="77"))
     with pytest.raises(UsageError, match="no such checkpoint"):
         newest_complete(str(tmp_path), Wanted(resume_from="model_2.pt"))
-    marks.quarantine(open_storage(str(tmp_path)), names[1], "bad")
+    own_files.quarantine(open_storage(str(tmp_path)), names[1], "bad")
     with pytest.raises(UsageError, match=r"resume_from=2 cannot be used: .*quarantined: bad"):
         newest_complete(str(tmp_path), Wanted(resume_from="2"))
 

@@ -22,14 +22,14 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.copier import claim_local_dir
 from elastic_ext.checkpoints.copying.replicate import TARGET, LocalCheckpoint, Replicator, next_target
-from elastic_ext.checkpoints.directory import pruning, tiers
-from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
+from elastic_ext.checkpoints.directory import tiers, upkeep
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, newest_loadable, rank_of, ranks_of, unless_pinned
-from elastic_ext.checkpoints.directory.transfer import TokenBucket
+from elastic_ext.checkpoints.directory.upkeep import TokenBucket, plan_local_prune
 from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, verify
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.local_tier import merge_ranges
+from elastic_ext.checkpoints.ranks import merge_ranges
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import flip
 from tests.jobs import environment
@@ -156,16 +156,16 @@ def test_pruning_keeps_the_last_copy():
     names = [directory_name(step, 1) for step in (8, 6, 4, 2)]
 
     def removed(newest_remote: int | None, torn: tuple[int, ...] = ()) -> list[int]:
-        held = [LocalCopy(name, step not in torn, False) for name, step in zip(names, (8, 6, 4, 2), strict=True)]
+        whole = {name for name, step in zip(names, (8, 6, 4, 2), strict=True) if step not in torn}
         order = (1, newest_remote) if newest_remote is not None else None
-        return [int(name[5:13]) for name in plan_local_prune(held, order)]
+        return [int(name[5:13]) for name in plan_local_prune(names, whole, (), order)]
 
     assert removed(None) == []
     assert removed(4) == [2]  # 4 itself is told to be there by `remote`
     assert removed(8) == [6, 4, 2]
     assert removed(9, torn=(8, 6, 4, 2)) == []  # nothing whole: in work
     assert removed(None, torn=(8, 4)) == [4]
-    assert plan_local_prune([LocalCopy(names[0], True, True)], (1, 8)) == []
+    assert plan_local_prune(names[:1], names[:1], names[:1], (1, 8)) == []
 
 
 def test_joined_ranges_cover_the_same_bytes():
@@ -415,7 +415,7 @@ def test_who_chooses_waits_for_a_removal_under_way(superfluous, monkeypatch):
             monkeypatch.setattr(tiers, "_try_lock", lambda *args: (genuine(*args), tried.set())[0])
             seen = pool.submit(choose)
             assert tried.wait(LIMIT_S)
-            pruning.delete(storage, older)
+            upkeep.delete(storage, older)
             assert not seen.done()
         assert seen.result() == [directory_name(4, 1)]
 
@@ -448,7 +448,7 @@ def test_removed_under_its_hands(tmp_path, nodes, copiers):
     name = save(nodes, 2)
     copiers[0].turn()
     copiers[1].turn()
-    pruning.delete(open_storage(str(tmp_path / "remote")), name)
+    upkeep.delete(open_storage(str(tmp_path / "remote")), name)
     for _ in range(2):
         copiers[0].turn()
     assert not os.path.exists(tmp_path / "remote" / name / MANIFEST)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
-from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.directory.own_files import MARKERS
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException

@@ -17,12 +17,12 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete
-from elastic_ext.checkpoints.directory import pruning, transfer
-from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
-from elastic_ext.checkpoints.directory.transfer import CopyError, copy
-from elastic_ext.checkpoints.formats import OWN, TORCH_SAVE, UNKNOWN, detect
+from elastic_ext.checkpoints.directory import upkeep
+from elastic_ext.checkpoints.directory.own_files import MANIFEST
+from elastic_ext.checkpoints.directory.upkeep import CopyError, PruneCandidate, copy, plan_prune
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.candidates import OWN, TORCH_SAVE, UNKNOWN, directory_name
 from elastic_ext.checkpoints.formats.detect import verify
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
@@ -89,7 +89,7 @@ def test_the_last_copy_is_never_removed() -> None:
 def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = save_own(tmp_path, 1)
     monkeypatch.setattr("shutil.rmtree", lambda path: None)  # the process ends here
-    pruning.delete(open_storage(str(tmp_path)), name)
+    upkeep.delete(open_storage(str(tmp_path)), name)
     assert newest_complete(str(tmp_path)).resume is None
     assert (tmp_path / name / "__0_0.distcp").exists()
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_disappears_is_no_wrong_name(directory: str, capsys, m
     def gone(storage: Storage, entry: Entry) -> None:
         raise FileNotFoundError(2, "No such file or directory", entry.path)
 
-    monkeypatch.setattr(pruning, "delete_entry", gone)
+    monkeypatch.setattr(upkeep, "delete_entry", gone)
     code, _, err = run(capsys, "prune", directory, "--keep-last=1", "--yes")
     assert (code, "the storage has failed" in err) == (78, True)
 
@@ -358,10 +358,10 @@ def test_a_removal_of_several_files_that_is_cut_off_leaves_no_checkpoint(tmp_pat
 
     monkeypatch.setattr(storage, "remove_tree", lambda name, first=(): remove(storage.path(name)))
     with pytest.raises(KeyboardInterrupt):
-        pruning.delete_entry(storage, row.entry)
+        upkeep.delete_entry(storage, row.entry)
     assert newest_complete(str(tmp_path)).resume is None
     monkeypatch.undo()
-    pruning.delete_entry(storage, row.entry) if row.entry.is_dir else None
+    upkeep.delete_entry(storage, row.entry) if row.entry.is_dir else None
     assert not row.entry.is_dir or os.listdir(tmp_path) == []
 
 
@@ -377,9 +377,9 @@ def test_a_copy_counts_once_it_is_whole(tmp_path: Path, name: str) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        transfer.copy(source, target, entry, throttle=stop)
+        upkeep.copy(source, target, entry, throttle=stop)
     assert newest_complete(target.address).resume is None
-    assert transfer.copy(source, target, entry) > 0
+    assert upkeep.copy(source, target, entry) > 0
     assert resume_in(target.address).path == target.path(name)
     assert not any(path.name.endswith("-unfinished") for path in (tmp_path / "b").iterdir())
 

@@ -24,11 +24,12 @@ from xxhash import xxh3_64_hexdigest
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import formats
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
-from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, Inspection, detect, single_files
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, decode, encode
+from elastic_ext.checkpoints.formats import detect, single_files
+from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, Inspection, directory_name
 from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.layouts import parse_metadata
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.choice.scenes import chosen, inspected, resume_in, step_in
 
@@ -365,9 +366,9 @@ def found_names(directory: Path, pattern: str) -> list[tuple[str, int | None]]:
     found: list[tuple[str, int | None]] = []
     while best := chosen(directory, pattern=pattern):
         found.append(best)
-        marks.quarantine(storage, found[-1][0], "found")
+        own_files.quarantine(storage, found[-1][0], "found")
     for name, _ in found:
-        marks.lift_quarantine(storage, name)
+        own_files.lift_quarantine(storage, name)
     return found
 
 

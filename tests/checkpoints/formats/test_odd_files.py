@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.copying.replicate import TARGET
-from elastic_ext.checkpoints.directory import transfer
+from elastic_ext.checkpoints.directory import upkeep
 from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.storage import files_of, open_storage
 from elastic_ext.cli import main
@@ -72,7 +72,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     assert verify(storage, entry, Mode.FULL).faults == ()
     assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*ODD, "zero.bin", "kernel.pt"}
     target = open_storage(str(tmp_path / "copy"))
-    transfer.copy(storage, target, entry)
+    upkeep.copy(storage, target, entry)
     assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
     assert [row.name for row in listing.list_checkpoints(storage) if row.complete] == [name]
 
@@ -96,7 +96,7 @@ def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
     entry = entry_of(storage, name)
     assert newest_complete(str(tmp_path)).resume is not None
     assert verify(storage, entry, Mode.FULL).sound
-    transfer.copy(storage, open_storage(str(tmp_path / "copy")), entry)
+    upkeep.copy(storage, open_storage(str(tmp_path / "copy")), entry)
     assert not (tmp_path / "copy" / name / "__0_0.distcp").is_symlink()
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.formats.manifest import order_of
-from elastic_ext.checkpoints.memory.loading import Piece, Read, overlap
-from elastic_ext.checkpoints.memory.part import Box, TensorPlace
+from elastic_ext.checkpoints.formats.candidates import order_of
+from elastic_ext.checkpoints.memory.part import Box, Piece, Read, TensorPlace, overlap
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups, drawn_kill, last_told
 

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.checkpoints.directory.own_files import Manifest
 from elastic_ext.checkpoints.directory.tiers import manifest_of
-from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
-from elastic_ext.checkpoints.local_tier import LocalTier, Parts
+from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.memory.devices import Copying, Lane, Marks, by_device
-from elastic_ext.checkpoints.memory.loading import MemoryCopy
 from elastic_ext.checkpoints.memory.pace import StepsSeen
+from elastic_ext.checkpoints.memory.part import MemoryCopy
 from elastic_ext.checkpoints.memory.saver import MemorySaver
-from elastic_ext.checkpoints.ranks import Ranks
-from elastic_ext.checkpoints.state.capture import Objects, capture, template
+from elastic_ext.checkpoints.ranks import LocalTier, Parts, Ranks
+from elastic_ext.checkpoints.state import Objects, capture, template
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.memory.simulated_cuda import Cuda, InBuffer, OnDevice, install
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.formats.manifest import order_or_oldest
+from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory.own_files import StoredFile
 from elastic_ext.checkpoints.directory.tiers import memory_file
-from elastic_ext.checkpoints.formats.manifest import StoredFile, order_of
+from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.memory.mirror import RankReport, keepers, keeping_ranks, sent_parts
 from elastic_ext.checkpoints.memory.pace import Timing
 from tests.checkpoints.memory.hosts import Hosts

@@ -9,11 +9,11 @@ import pytest
 from torch import nn
 
 from elastic_ext.base.checkpoint_variables import MemoryRoom
-from elastic_ext.checkpoints.formats.manifest import Manifest, order_of, order_or_oldest
-from elastic_ext.checkpoints.local_tier import LocalTier
+from elastic_ext.checkpoints.directory.own_files import Manifest
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.memory.saver import MemorySaver
-from elastic_ext.checkpoints.ranks import Ranks
-from elastic_ext.checkpoints.state.capture import Objects
+from elastic_ext.checkpoints.ranks import LocalTier, Ranks
+from elastic_ext.checkpoints.state import Objects
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.memory.hosts import Hosts
 from tests.checkpoints.rank_groups import RankGroups

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.directory import own_files
+from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.rank_groups import RankGroups
 from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, wait_gone
@@ -82,7 +82,7 @@ def test_nan_goes_back_from_copies_to_the_newest_checkpoint_and_then_to_the_one_
     newest = r"refused, and the newest checkpoint \(step 6\) is tried"
     assert len(re.findall(rf"elastic_ext: restart: .*the copies in memory \(up to step [78]\) are {newest}", done.err)) == 1
     assert done.err.count("the newest checkpoint (step 6) was tried before, so the one before it is tried") == times - 1
-    marked = marks.quarantined_names(open_storage(str(tmp_path / "checkpoints")))
+    marked = own_files.quarantined_names(open_storage(str(tmp_path / "checkpoints")))
     assert [order_of(name)[1] for name in marked] == [6] * (times - 1)
 
 

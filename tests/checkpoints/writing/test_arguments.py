@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, count, decode
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, count, decode
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer
 from tests.checkpoints.rank_groups import RankGroups, complete

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, decode
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, decode, order_of
+from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.ranks import CheckpointError
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import flip

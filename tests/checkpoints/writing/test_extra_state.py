@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from elastic_ext import Checkpointer
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.offers import Offers, newest_whole
+from elastic_ext.checkpoints.choice.decisions import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.state import capture, extra
+from elastic_ext.checkpoints.state import Objects, capture, extra_template, take_extra
 from elastic_ext.checkpoints.storage import open_storage
 
 
@@ -236,7 +236,7 @@ def test_what_another_mesh_sharded_is_loaded_whole(caplog: pytest.LogCaptureFixt
     """Unless the object has a place for it."""
     plane, line = init_device_mesh("cpu", (1, 1)), init_device_mesh("cpu", (1,))
     saved = distribute_tensor(torch.ones(4, 2), plane, [Replicate(), Shard(1)])
-    taken = extra.take("x", {"w": saved})
+    taken = take_extra("x", {"w": saved})
     form = taken[1]
     model = nn.Linear(2, 4, bias=False)
     for mesh, there, kind, told in (
@@ -250,7 +250,7 @@ def test_what_another_mesh_sharded_is_loaded_whole(caplog: pytest.LogCaptureFixt
         caplog.clear()
         if mesh is not None:
             model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()] * mesh.ndim))
-        found = extra.template({"x": form}, {"x": there}, model)["x"]["['w']"]
+        found = extra_template({"x": form}, {"x": there}, model)["x"]["['w']"]
         assert (type(found), tuple(found.shape), len(caplog.messages)) == (kind, (4, 2), told)
         if mesh is plane:
             assert found.placements == saved.placements
@@ -261,9 +261,9 @@ def test_what_another_mesh_sharded_is_loaded_whole(caplog: pytest.LogCaptureFixt
 def test_of_two_meshes_none_is_the_saved_one(caplog: pytest.LogCaptureFixture) -> None:
     here = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    taken = extra.take("x", {name: distribute_tensor(torch.ones(4), here, [Shard(0)]) for name in "ab"})
+    taken = take_extra("x", {name: distribute_tensor(torch.ones(4), here, [Shard(0)]) for name in "ab"})
     model = nn.ParameterList([distribute_tensor(torch.zeros(4), mesh, [Shard(0)]) for mesh in (here, other)])
-    found = extra.template({"x": taken[1]}, {"x": {}}, model)["x"]
+    found = extra_template({"x": taken[1]}, {"x": {}}, model)["x"]
     assert [type(each) for each in found.values()] == [Tensor, Tensor]
     [message] = caplog.messages
     assert "2 tensors, such as ['a'], were sharded" in message
@@ -333,6 +333,6 @@ def test_pickles_name_one_module_of_ours() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    shared = capture.capture(capture.Objects(model, (optimizer,)), 0, 0).shared
+    shared = capture(Objects(model, (optimizer,)), 0, 0).shared
     names = {text for op, text, _ in pickletools.genops(pickle.dumps(shared)) if isinstance(text, str)}
     assert {name for name in names if name.startswith("elastic_ext")} == {"elastic_ext.checkpoints.state"}

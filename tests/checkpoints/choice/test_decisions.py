@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ext.checkpoints.choice.offers import MemoryChoice, NewestSaved, Offers, needs_no_storage, newest_whole
+from elastic_ext.checkpoints.choice.decisions import MemoryChoice, NewestSaved, Offers, needs_no_storage, newest_whole
 from elastic_ext.checkpoints.directory.tiers import Offer
-from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.formats.candidates import directory_name
 
 
 def offer(step: int, *ranks: int, generation: int = 1, nodes: int = 2, world: int = 4, digest: str = "") -> Offer:

@@ -13,7 +13,7 @@ import pytest
 
 import elastic_ext
 from elastic_ext.base.errors import RanksMissing, UsageError
-from elastic_ext.training import saves, worker
+from elastic_ext.training import progress, saves
 from elastic_ext.training.progress import doing
 from elastic_ext.workers import progress_layout, worker_env
 from elastic_ext.workers.progress import ProgressTable, WakePipe
@@ -54,7 +54,7 @@ def as_worker(monkeypatch, description):
     monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(worker, "_workers", {})
+    monkeypatch.setattr(progress, "_workers", {})
 
 
 @pytest.mark.parametrize(("phase", "settled"), [("step", False), ("eval", False), ("data", True), ("checkpoint", True)])
@@ -119,16 +119,17 @@ def test_one_worker_saves_when_it_is_asked_once(table, as_worker):
 
 @pytest.mark.seam
 def test_a_child_that_the_script_forks_is_no_worker(table, as_worker):
-    assert worker.this_worker() is not None
+    assert progress.this_worker().rank == 1
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if worker.this_worker() is None else 1)
+        elastic_ext.report_progress()
+        os._exit(0 if table.read(1).reports == 0 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_without_the_agent_nothing_happens(monkeypatch):
     monkeypatch.delenv(worker_env.WORKER_ENV, raising=False)
-    monkeypatch.setattr(worker, "_workers", {})
+    monkeypatch.setattr(progress, "_workers", {})
     elastic_ext.report_progress()
     with elastic_ext.phase("eval"):
         assert not elastic_ext.save_requested()
@@ -138,10 +139,11 @@ def test_without_the_agent_nothing_happens(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["slot", "progress", "wake_pipe", "store"])
-def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, as_worker, description, missing):
+def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, table, as_worker, description, missing):
     del description[missing]
     monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
-    assert worker.this_worker() is None
+    elastic_ext.report_progress()
+    assert table.read(1).reports == 0
     assert missing in caplog.text
 
 
@@ -149,8 +151,8 @@ def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
     """Rank 0 writes the boundary only when all agents have shown the request; the others look for it."""
     store = Store()
     monkeypatch.setattr(saves.round_store, "connect", lambda host, port: store)
-    rows = [worker.ProgressRow(table.path, slot, description["wake_pipe"]) for slot in range(3)]
-    ranks = [saves._StepBoundaries(worker.Worker(row, ("h", 1), rank, 3)) for rank, row in enumerate(rows)]
+    rows = [progress.ProgressRow(table.path, slot, description["wake_pipe"]) for slot in range(3)]
+    ranks = [saves._StepBoundaries(progress.Worker(row, ("h", 1), rank, 3)) for rank, row in enumerate(rows)]
 
     def boundary() -> list[bool]:
         return [rank.reach_next() for rank in ranks]
@@ -164,7 +166,7 @@ def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
     assert store.get("save/1/at") == b"4 2"
     assert boundary() == [True] * 3
     assert boundary() == [False] * 3  # the save has answered request 2, too
-    late = saves._StepBoundaries(worker.Worker(rows[1], ("h", 1), 1, 3))
+    late = saves._StepBoundaries(progress.Worker(rows[1], ("h", 1), 1, 3))
     late._number = 8
     assert not late.reach_next()
     assert table.read(1).save_failed == 2

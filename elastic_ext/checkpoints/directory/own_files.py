@@ -1,35 +1,44 @@
-"""The manifest of our own checkpoints, and the names of their directories. Writing the manifest, the last file, is the commit.
+"""Our own files in a directory of checkpoints: the manifest of each checkpoint, which commits it, and marks on checkpoints.
 
 On disk, `manifest.json` is one JSON object: `schema` (SCHEMA), the fields of `Manifest`, and `seal`, a CRC-32 of the rest. A
-reader refuses any other schema and ignores unknown fields. `nodes` may be absent.
+reader refuses any other schema and ignores unknown fields. `nodes` may be absent. It is written last.
 
 A directory belongs to one step of one generation; its name gives both. Each group of workers that opens the directory of
-checkpoints gets a generation (`directory/generations.py`), and later groups get higher ones. If a paused group wakes up after its
-successor has started, it writes to its own directories and damages nothing. Its checkpoints count as older than the successor's,
-at any step.
+checkpoints gets a generation (`generations`), and later groups get higher ones. If a paused group wakes up after its successor
+has started, it writes to its own directories and damages nothing. Its checkpoints count as older than the successor's, at any
+step.
+
+A mark says that a checkpoint is quarantined (never resume from it) or pinned (never prune it). It is a small file beside the
+checkpoints, `.elastic_ext/quarantine/NAME.json` or `.elastic_ext/pin/NAME.json`, so every process that can read the checkpoints
+sees it, in any run. It holds the JSON of a `Mark`. A mark never removes data.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-import re
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from io import RawIOBase
 from typing import IO, Any, SupportsIndex, cast
 
+from elastic_ext.base import records
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import literal
+from elastic_ext.checkpoints.storage import Storage
+
+MARKERS = ".elastic_ext"
+
+UNFINISHED = "-unfinished"  # NAME-unfinished beside a checkpoint: it is being written, copied or removed; NeMo's own mark, too
+
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 MOST_SHOWN = 80  # characters of a wrong value
 CHECKSUM = "xxh3_64"  # hex, 16 digits; https://github.com/Cyan4973/xxHash
 BLOCK = 512 << 10  # bytes per read of a file to hash; small enough to be still in the core's cache when hashed
-
-_NAME = re.compile(r"step_(\d{8,})\.g(\d{4,})")
 
 
 class ManifestError(ElasticExtError):
@@ -74,7 +83,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Total bytes of all files."""
         return sum(file.size for file in self.files)
 
 
@@ -90,22 +98,6 @@ def count(value: object, least: int = 0) -> int:
     if found is None or isinstance(value, bool) or found < least:
         raise ValueError(f"{literal(value, MOST_SHOWN)} is not a whole number, {least} or more")
     return found
-
-
-def directory_name(step: int, generation: int) -> str:
-    """Return the name of a checkpoint, such as step_00000120.g0003. Names sort by step, `order_of` by age."""
-    return f"step_{step:08d}.g{generation:04d}"
-
-
-def order_of(name: str) -> tuple[int, int] | None:
-    """Return (generation, step) of a checkpoint name, or None if it is not one of our names."""
-    match = _NAME.fullmatch(name)
-    return (int(match[2]), int(match[1])) if match else None
-
-
-def order_or_oldest(name: str) -> tuple[int, int]:
-    """Return (generation, step) of a checkpoint name. If it is not one of our names, return an order before all others."""
-    return order_of(name) or (0, 0)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -178,3 +170,82 @@ def checksum_of(data: bytes | memoryview) -> str:
     from xxhash import xxh3_64
 
     return str(xxh3_64(data).hexdigest())
+
+
+# Marks.
+
+QUARANTINE = f"{MARKERS}/quarantine"
+PIN = f"{MARKERS}/pin"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The reason and origin of a quarantine or pin."""
+
+    reason: str  # for people
+    by: str = ""  # the user or process that set the mark
+    at: float = 0.0  # when it was set, in seconds since the epoch by that process's clock, for people
+    # When the marked checkpoint was written, by the clock of the storage. One written later under the same name is another
+    # checkpoint. 0: the mark holds for any checkpoint of that name.
+    written_at: float = 0.0
+    # Where no other checkpoint may be used, a run may begin from nothing: so did the one that has saved it.
+    from_nothing: bool = False
+
+
+def quarantine(
+    storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None, from_nothing: bool = False
+) -> None:
+    """Quarantine a checkpoint, so that no job resumes from it. Overwrites an earlier mark.
+
+    written_at, from_nothing: see Mark; None if unknown. Raises OSError.
+    """
+    _set(storage, QUARANTINE, name, Mark(reason, by, time.time(), written_at or 0.0, from_nothing))
+
+
+def lift_quarantine(storage: Storage, name: str) -> None:
+    """Trust a checkpoint again. Raises FileNotFoundError if it is not quarantined, OSError."""
+    storage.remove(_path(QUARANTINE, name))
+
+
+def quarantine_of(storage: Storage, name: str) -> Mark | None:
+    """Return the mark of a quarantined checkpoint, or None. A mark that cannot be parsed still counts. Raises OSError."""
+    path = _path(QUARANTINE, name)
+    data = storage.read_if_there(path)
+    if data is None:
+        return None
+    try:
+        return records.build(Mark, json.loads(data), path)
+    except (ValueError, RecursionError, records.RecordError):
+        return Mark(f"its mark {storage.path(path)} cannot be parsed")
+
+
+def quarantined_names(storage: Storage) -> frozenset[str]:
+    """Return the names of all quarantined checkpoints. One listing. Raises OSError."""
+    return _names(storage, QUARANTINE)
+
+
+def pin(storage: Storage, name: str, reason: str = "", by: str = "") -> None:
+    """Pin a checkpoint, so that it is not pruned. Overwrites an earlier mark. Raises OSError."""
+    _set(storage, PIN, name, Mark(reason, by, time.time()))
+
+
+def unpin(storage: Storage, name: str) -> None:
+    """Allow pruning of a checkpoint again. Raises FileNotFoundError if it is not pinned, OSError."""
+    storage.remove(_path(PIN, name))
+
+
+def pinned_names(storage: Storage) -> frozenset[str]:
+    """Return the names of all pinned checkpoints. One listing. Raises OSError."""
+    return _names(storage, PIN)
+
+
+def _path(folder: str, name: str) -> str:
+    return f"{folder}/{name}.json"
+
+
+def _set(storage: Storage, folder: str, name: str, mark: Mark) -> None:
+    storage.put(_path(folder, name), json.dumps(asdict(mark)).encode())
+
+
+def _names(storage: Storage, folder: str) -> frozenset[str]:
+    return frozenset(each.name.removesuffix(".json") for each in storage.listed(folder) if each.name.endswith(".json"))

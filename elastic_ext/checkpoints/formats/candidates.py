@@ -1,4 +1,5 @@
-"""Parse the name of a checkpoint: its family, its order within the family, its step, and the rank that wrote a part of it.
+"""Candidates, entries of a directory that may be checkpoints: what the name of one says (its family, its order within the family,
+its step, and the rank that wrote a part of it), and what a check of it finds.
 
 A family is all checkpoints whose names come from one line of code, so that only their steps and epochs differ.
 """
@@ -10,13 +11,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from elastic_ext.base.setting_sources import compile_pattern
-from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 OWN_FAMILY = "step_#.g# of elastic_ext"
+_OWN = re.compile(r"step_(\d{8,})\.g(\d{4,})")
 
 # What the word before a number says that it counts. `global_step` ends with `step`. A number after any other word may be a step
 # where no word says so: model_100.pt.
@@ -65,13 +67,22 @@ _TEMPORARY = re.compile(
 )
 NAMES = frozenset({"latest", "last", "current", "checkpoint", "ckpt", "final", "best"})  # words of checkpoints without a step
 
+# The weights of a model, in one file or several.
+WEIGHTS = (
+    r"((adapter_|diffusion_pytorch_)?model|pytorch_lora_weights)(-\d+-of-\d+|_\d)?\.safetensors(\.index\.json)?"
+    r"|((diffusion_)?pytorch_model|adapter_model)(-\d+-of-\d+|_\d|_fsdp)?\.bin(\.index\.json)?"
+)
+# Files that are always parts of something larger, never checkpoints of their own.
+_PARTS = re.compile(
+    rf"{WEIGHTS}|training_args\.bin|rng_state(_\d+)?\.pth|.*(model|optim)_states\.pt|model_optim_rng\.pt|distrib_optim\.pt"
+    r"|recipe_state\.pt|ft-model-.*|(hf|meta)_model_\d+.*\.pt|adapter_model\.pt|consolidated\.\d+\.pth"
+)
+
 ANY = "*"  # stands for the rank in the name of a checkpoint of a file per rank
 
 
 @dataclass(frozen=True)
 class RankName:
-    """The name of one rank's part of a checkpoint."""
-
     pattern: str  # the name with ANY for each number of the rank
     ranks: tuple[int, ...]  # those numbers; several if the ranks form a grid, as with tp and pp
     totals: tuple[int | None, ...]  # for each, how many there are; None if the name does not say so
@@ -86,6 +97,22 @@ class _Number:
     unit: str
     start: int
     end: int
+
+
+def directory_name(step: int, generation: int) -> str:
+    """Return the name of a checkpoint, such as step_00000120.g0003. Names sort by step, `order_of` by age."""
+    return f"step_{step:08d}.g{generation:04d}"
+
+
+def order_of(name: str) -> tuple[int, int] | None:
+    """Return (generation, step) of a checkpoint name, or None if it is not one of our names."""
+    match = _OWN.fullmatch(name)
+    return (int(match[2]), int(match[1])) if match else None
+
+
+def order_or_oldest(name: str) -> tuple[int, int]:
+    """Return (generation, step) of a checkpoint name. If it is not one of our names, return an order before all others."""
+    return order_of(name) or (0, 0)
 
 
 def step_of(name: str, pattern: str = "") -> int | None:
@@ -186,6 +213,11 @@ def is_candidate(entry: Entry) -> bool:
     if entry.name.endswith(".bin"):
         return step_of(entry.name) is not None or not NAMES.isdisjoint(words_of(entry.name))
     return entry.name.endswith(TORCH_SAVE_SUFFIXES)
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file is a part of something larger by its name, and so never a checkpoint of its own."""
+    return _PARTS.fullmatch(name) is not None
 
 
 def is_hidden(name: str) -> bool:
@@ -368,3 +400,54 @@ def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
         for found, path in named
         if found is not None and len(found.ranks) == 1 and found.words[0] in ("rank", "global_rank", "shard")
     }
+
+
+OWN = "elastic_ext"
+TORCH_SAVE = "torch.save"
+DCP = "torch.distributed.checkpoint"
+LIGHTNING = "Lightning"
+HUGGING_FACE = "Hugging Face Trainer"
+SAFETENSORS = "safetensors"
+SAVED_MODEL = "Hugging Face model"  # or what a Trainer that was killed has left
+UNKNOWN = "unknown"  # no sign of a known format
+NO_OPTIMIZER = "no optimizer is in it"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    complete: bool  # whether training can resume from it, judging by names, sizes and small files
+    format: str  # name of the format, for people
+    reason: str  # why it is complete or not, one sentence without a period, for people
+    written_at: float | None = None  # when its last part was written, in seconds since the epoch by the clock of the filesystem
+    # step, epoch: from its content; None if the content does not say, or is costly to read
+    step: int | None = None
+    epoch: int | None = None
+    size: int | None = None  # bytes of all its files; None if unknown
+    distrusted: bool = False  # it looks complete, but must not be used
+    unreadable: OSError | None = None  # why it could not be read; it may be complete. None: it was read
+    training: bool | None = None  # whether it holds the state of an optimizer; None: not known
+    # what a save may have left out, see `parts_of`; none if it is known to be whole
+    parts: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
+    compared: bool = False  # it is incomplete only by what lies beside it
+
+
+@dataclass(frozen=True)
+class Content:
+    """The result of reading a whole file."""
+
+    fault: str = ""  # what is damaged, or ""
+    note: str = ""  # what could not be verified, or ""
+    unreadable: OSError | None = None  # why it could not be read, which is a fault for now; None: it was read
+
+
+class Format(Protocol):
+    """A user-defined checkpoint format. Neither method may unpickle.
+
+    If `check` raises OSError, the checkpoint counts as unreadable. Any other exception becomes a UsageError that names it.
+    """
+
+    def claims(self, entry: Entry) -> bool:
+        """Return whether a listed name is a checkpoint of this format. Called for each listed name, so it must not read."""
+
+    def check(self, storage: Storage, entry: Entry) -> Inspection:
+        """Return whether the checkpoint is complete, and why or why not."""

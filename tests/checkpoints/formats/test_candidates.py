@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ext.checkpoints.formats.names import (
+from elastic_ext.checkpoints.formats.candidates import (
     by_pattern,
     family_of,
     grouped,

@@ -11,7 +11,7 @@ import pytest
 
 import elastic_ext
 from elastic_ext.base.errors import UsageError
-from elastic_ext.training import global_batch
+from elastic_ext.training import all_ranks
 from tests.jobs import AGENT, SCRIPTS, run
 
 
@@ -29,7 +29,7 @@ from tests.jobs import AGENT, SCRIPTS, run
     ],
 )
 def test_the_nearest_global_batch(wanted, micro_batch, ranks, micro_steps, used):
-    plan = global_batch.micro_steps_of(wanted, micro_batch, ranks)
+    plan = all_ranks.micro_steps_of(wanted, micro_batch, ranks)
     assert (plan.micro_steps, plan.global_batch) == (micro_steps, used)
     assert plan.loss_factor * plan.micro_steps == 1
     assert (f"not {wanted}" in plan.reason) == (used != wanted)
@@ -40,13 +40,13 @@ def test_the_nearest_global_batch(wanted, micro_batch, ranks, micro_steps, used)
 def test_what_is_no_whole_number_is_refused(name, wrong):
     arguments = {"global_batch": 8, "micro_batch": 2, "ranks": 2, name: wrong}
     with pytest.raises(UsageError, match=f"{name} is .*, expected a whole number"):
-        global_batch.micro_steps_of(**arguments)
+        all_ranks.micro_steps_of(**arguments)
 
 
 @pytest.fixture
 def warned(monkeypatch, caplog):
     """The warnings so far; WORLD_SIZE and a group of this process do not count."""
-    monkeypatch.setattr(global_batch, "_warned", set())
+    monkeypatch.setattr(all_ranks, "_warned", set())
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -76,7 +76,7 @@ def test_rank_0_warns_once(monkeypatch, warned):
     for rank in ("1", "0", "0"):
         monkeypatch.setenv("RANK", rank)
         assert elastic_ext.accumulation(12, 2).global_batch == 10
-    assert warned() == [global_batch.micro_steps_of(12, 2, 5).reason]
+    assert warned() == [all_ranks.micro_steps_of(12, 2, 5).reason]
     assert "the global batch is 10, not 12: 1 micro-step of 2 samples on each of 5 ranks" in warned()[0]
 
 

@@ -8,8 +8,9 @@ from patient_agent import main
 from torch.numa import binding
 
 torch.distributed.is_nccl_available = lambda: True
-binding._get_gpu_count = lambda: 2
-binding._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0
+for what in ("gpu", "device"):  # the second from torch 2.14 on
+    setattr(binding, f"_get_{what}_count", lambda: 2)
+    setattr(binding, f"_get_numa_node_index_for_{what}_index", lambda **_: 0)
 
 if __name__ == "__main__":
     sys.exit(main())

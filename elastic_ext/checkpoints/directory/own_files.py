@@ -95,7 +95,8 @@ def count(value: object, least: int = 0) -> int:
         found = int(operator.index(cast(SupportsIndex, value)))
     except (TypeError, ValueError, RuntimeError):  # torch raises a RuntimeError for a tensor on the meta device
         found = None
-    if found is None or isinstance(value, bool) or found < least:
+    is_bool = type(value).__name__ in ("bool", "bool_")  # that of NumPy before 2, too, which was an index
+    if found is None or is_bool or found < least:
         raise ValueError(f"{literal(value, MOST_SHOWN)} is not a whole number, {least} or more")
     return found
 

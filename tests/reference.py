@@ -16,7 +16,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.events import event_table
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
-from elastic_ext.status import status_records
+from elastic_ext.status import job_status
 from elastic_ext.telemetry import families
 from tests.jobs import ROOT
 
@@ -105,8 +105,8 @@ def job_schema() -> str:
     """The JSON Schema of /job.json and `elastic-ext status --json`, by the dataclasses."""
     found: dict[str, Any] = {}
     whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "The status of a job, schema 1"}
-    whole |= schema_of(status_records.Document, found)
-    whole["properties"]["schema"] = {"const": status_records.SCHEMA}
+    whole |= schema_of(job_status.Document, found)
+    whole["properties"]["schema"] = {"const": job_status.SCHEMA}
     return json.dumps({**whole, "$defs": found}, indent=1) + "\n"
 
 
@@ -124,7 +124,7 @@ def schema_of(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(hint, include_extras=True)
     properties = {name: schema_of(of, found) for name, of in hints.items()}
     made = {"type": "object", "required": list(hints), "properties": properties}
-    if hint is status_records.Document:
+    if hint is job_status.Document:
         return made
     found[hint.__name__] = {"description": inspect.cleandoc(hint.__doc__ or "").split("\n\n")[0], **made}
     return {"$ref": f"#/$defs/{hint.__name__}"}

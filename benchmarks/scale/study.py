@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from elastic_ext.planning import advice
-from elastic_ext.planning.advice import DAY_S
-from elastic_ext.planning.expectation import FailureClass, expect, meta_ratio
+from elastic_ext.planning.advice import DAY_S, FailureClass, expect, meta_ratio
 from scale import decisions, inputs, rounds, sides
 from scale.inputs import RATES
 from scale.job import NEW, NOT_COUNTED, Account, Job, Setup

@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.cli import Commands, print_error, print_line
+from elastic_ext.cli import Commands, print_error, print_line, requests
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
@@ -274,10 +274,8 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    from elastic_ext.cli.requests import save
-
     with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
-        done = save(client, args.rdzv_id, args.timeout)
+        done = requests.save(client, args.rdzv_id, args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")
         return EX_TRY_AGAIN

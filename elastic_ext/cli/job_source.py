@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.status import job_status, status_records
+from elastic_ext.status import job_status
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[], status_records.Document]
+Read = Callable[[], job_status.Document]
 
 ENDPOINT = "as for torchrun: the etcd servers of the job, job:..., or HOST:PORT of its own store (ext_c10d)"
 TIMEOUT_S = 5.0  # for one answer, from the name's resolution to the last byte
@@ -63,7 +63,7 @@ class AgentUrl:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context), _SamePage
         )
 
-    def read(self) -> status_records.Document:
+    def read(self) -> job_status.Document:
         """Return the document now. Raises UsageError: no whole answer within TIMEOUT_S; RecordError: it is of another version.
 
         Another thread asks: a time limit of a connection is for each of its reads, and an agent may send byte by byte.
@@ -76,7 +76,7 @@ class AgentUrl:
             raise UsageError(f"the agent at {self._url}: no whole answer within {TIMEOUT_S:g} s") from None
         if isinstance(answer, UsageError):
             raise answer
-        return records.read(status_records.Document, answer, self._url, status_records.SCHEMA)
+        return records.read(job_status.Document, answer, self._url, job_status.SCHEMA)
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
         """Put what the agent answers, or why it does not."""
@@ -192,7 +192,7 @@ def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False
 
     ages = job_status.ReportAges()
 
-    def read() -> status_records.Document:
+    def read() -> job_status.Document:
         status, now = in_etcd.read(client, args.rdzv_id), time.monotonic()
         ages.read(status, now)
         return job_status.build(job_status.Sources(status, backend, seen_s=lambda id_: ages.age_s(id_, now) if again else None))

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.cli import one_line, preflight_figures
-from elastic_ext.cli.preflight_figures import NODE, OTHERS, SETTINGS, SHARED_GIB, DevicesSeen, Figure, outliers, tournament
+from elastic_ext.cli import one_line, preflight
+from elastic_ext.cli.preflight import NODE, OTHERS, SETTINGS, SHARED_GIB, DevicesSeen, Figure, outliers, tournament
 from elastic_ext.rendezvous import address
 
 MATMUL_S, COPY_S, DISK_S = 0.3, 0.2, 0.5  # to measure for; each runs twice at least
@@ -75,7 +75,7 @@ class _Probe:
         name, first, count = (party.name, party.local, len(party.mates)) if party else (socket.gethostname(), 0, 1)
         self._measure_devices(name, found[first::count])
         if first == 0:
-            self._figures += [Figure(preflight_figures.DEVICES, (name,), "", "", None, *why) for why in missing]
+            self._figures += [Figure(preflight.DEVICES, (name,), "", "", None, *why) for why in missing]
             self._measure_directories(name)
         if party is not None:
             self._measure_pairs(party, found[first % len(found)])
@@ -108,7 +108,7 @@ class _Probe:
             if (held_gib := _held_gib(name)) > SHARED_GIB:
                 shared[name] = held_gib
                 why = f"other processes hold {held_gib:.3g} GiB of its memory"
-                self._figures.append(Figure(preflight_figures.DEVICES, (node,), name, "", None, why, OTHERS))
+                self._figures.append(Figure(preflight.DEVICES, (node,), name, "", None, why, OTHERS))
             found += _device_figures(node, name, share, name in shared)
         for slow in outliers(found):
             self._report("doing", f"measuring {slow.part} again")
@@ -155,7 +155,7 @@ class _Probe:
                     self._figures += [Figure.of(fields) for fields in json.loads(party.store.get(f"figures/{rank}"))]
                 else:
                     name, error = party.names[party.nodes.index(party.keys[rank])], "gave no figures; its own output says why"
-                    self._figures.append(Figure(preflight_figures.PROCESS, (name,), f"rank {rank}", "", None, error))
+                    self._figures.append(Figure(preflight.PROCESS, (name,), f"rank {rank}", "", None, error))
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ def _missing(workers: int) -> list[tuple[str, str]]:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             why = one_line(error)
-    seen = DevicesSeen(count, files, workers, preflight_figures.listed_devices(os.environ), why)
-    missing = preflight_figures.devices_missing(seen)
+    seen = DevicesSeen(count, files, workers, preflight.listed_devices(os.environ), why)
+    missing = preflight.devices_missing(seen)
     return [missing] if missing is not None else []
 
 
@@ -308,7 +308,7 @@ def _device_figures(node: str, name: str, share: float, shared: bool = False) ->
             torch.accelerator.synchronize(device)
 
     figures = []
-    for measure, run in ((preflight_figures.MATMUL, _tflops), (preflight_figures.COPY, _copy_gb_s)):
+    for measure, run in ((preflight.MATMUL, _tflops), (preflight.COPY, _copy_gb_s)):
         try:
             value, error, blame = run(device, share, sync), "", OTHERS if shared else NODE
         except _WrongResult as wrong:
@@ -403,8 +403,8 @@ def _disk_figure(node: str, setting: str, directory: str) -> Figure:
                     break
     except OSError as error:
         blame = _BLAMED.get(error.errno or 0, NODE)
-        return Figure(preflight_figures.DISK, (node,), directory, setting, None, one_line(error), blame)
-    return Figure(preflight_figures.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
+        return Figure(preflight.DISK, (node,), directory, setting, None, one_line(error), blame)
+    return Figure(preflight.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
 
 
 def _storage_figure(node: str, url: str) -> Figure:
@@ -417,8 +417,8 @@ def _storage_figure(node: str, url: str) -> Figure:
         storage.remove(name)
     except (OSError, UsageError) as error:
         blame = SETTINGS if isinstance(error, UsageError) else _BLAMED.get(error.errno or 0, NODE)
-        return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error), blame)
-    return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
+        return Figure(preflight.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error), blame)
+    return Figure(preflight.STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
 
 
 def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, names: tuple[str, ...]) -> list[Figure]:
@@ -434,8 +434,8 @@ def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, 
         )
         latency_us, gb_s = _measured(group, place)
     except RuntimeError as error:
-        return [Figure(preflight_figures.BANDWIDTH, names, "", "", None, one_line(error))]
-    found = {preflight_figures.BANDWIDTH: gb_s, preflight_figures.LATENCY: latency_us}
+        return [Figure(preflight.BANDWIDTH, names, "", "", None, one_line(error))]
+    found = {preflight.BANDWIDTH: gb_s, preflight.LATENCY: latency_us}
     return [Figure(measure, names, "", "", value) for measure, value in found.items()]
 
 

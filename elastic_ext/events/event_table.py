@@ -1,4 +1,5 @@
-"""The events of an agent: their names and fields, and the record of one. `schema` is what `events.schema.json` holds.
+"""The events of an agent: their names and fields, and the record of one. `schema` is what `events.schema.json` holds. Below: a
+recovery, phase by phase.
 
 A new event or field is one more row here; the tables of the reference and the JSON Schema follow. A reader must ignore events and
 fields that it does not know: SCHEMA grows only when something is removed or means something else. Pure, standard library only.
@@ -6,7 +7,7 @@ fields that it does not know: SCHEMA grows only when something is removed or mea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -309,3 +310,123 @@ def _property(field: Field) -> dict[str, object]:
     if field.name == "time":
         found["pattern"] = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$"
     return found
+
+
+# A recovery: from the moment an agent stops running workers until all of them have made a step. If the workers fail again before
+# their first step, it goes on. Metrics, events and spans report what is measured here.
+
+FIRST_STEP = "first_step"  # the last phase
+MEMBERSHIP = "membership"  # kind of a cause without a failure
+
+
+@dataclass(frozen=True)
+class RecoveryPhase:
+    """A phase. begin, end: monotonic seconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the workers were stopped. kind: of the failure, or "membership". decision: answer of the job, "" without a verdict."""
+
+    kind: str = MEMBERSHIP
+    decision: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PastRecovery:
+    """A recovery that is over, or was given up."""
+
+    cause: Cause  # what ended the training; later failures of the same recovery are not named
+    round: int  # the round that ended with it
+    phases: tuple[RecoveryPhase, ...]  # in order, without gaps; a name may come several times
+    recovered: bool | None  # whether all workers of this node have made a step; None: they ran again, but a step is not known
+
+    @property
+    def begin(self) -> float:
+        return self.phases[0].begin
+
+    @property
+    def end(self) -> float:
+        return self.phases[-1].end
+
+    def seconds(self) -> dict[str, float]:
+        return _seconds(self.phases)
+
+
+def _seconds(phases: Iterable[RecoveryPhase]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in phases:
+        found[each.name] = found.get(each.name, 0.0) + each.end - each.begin
+    return found
+
+
+class RecoveryTrace:
+    """The recovery that is under way, if any. Times are monotonic seconds, and never go back."""
+
+    def __init__(self) -> None:
+        self.cause: Cause | None = None  # of what stopped the workers last; the next round began with it
+        self._first_cause: Cause | None = None  # of this recovery
+        self._phases: list[RecoveryPhase] = []  # those that are over
+        self._current = ""  # the phase that runs; "" outside a recovery
+        self._since = 0.0
+        self._ran = False  # workers have run before
+        self._round = 0
+
+    def entered(self, name: str, round_: int, now: float) -> None:
+        """Note that a phase begins. It is part of a recovery once workers have run. round_: the current one."""
+        if not self._current:
+            if not self._ran:
+                return
+            self._round = round_
+        self._next(name, now)
+
+    def stopped_for(self, cause: Cause) -> None:
+        """Note why the workers were stopped; the first reason of a recovery counts, but a verdict more than none."""
+        self.cause = cause
+        if self._first_cause is None or (cause.decision and not self._first_cause.decision):
+            self._first_cause = cause
+
+    def ran(self, now: float) -> None:
+        """Note that all workers run."""
+        self._ran = True
+        if self._current:
+            self._next(FIRST_STEP, now)
+
+    def first_steps(self, at: float) -> PastRecovery | None:
+        """Note that all workers have made a step, the last of them at `at`. Return the recovery that this ends, if any."""
+        if self._current != FIRST_STEP:
+            return None
+        self._next("", max(at, self._since))
+        return self._ended(recovered=True)
+
+    def seconds(self, now: float) -> dict[str, float]:
+        """Return how long each phase of the recovery that is under way took so far."""
+        return _seconds([*self._phases, *([RecoveryPhase(self._current, self._since, now)] if self._current else [])])
+
+    def given_up(self, now: float) -> PastRecovery | None:
+        """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.
+
+        Without a cause it is not a recovery, but the end of a job that is done or was stopped.
+        """
+        if not self._current or self._first_cause is None:
+            return None
+        if self._current == FIRST_STEP and self._phases:
+            self._current = ""
+            return self._ended(recovered=None)
+        self._next("", now)
+        return self._ended(recovered=False)
+
+    def _next(self, name: str, now: float) -> None:
+        if self._current:
+            self._phases.append(RecoveryPhase(self._current, self._since, now))
+        self._current, self._since = name, now
+
+    def _ended(self, recovered: bool | None) -> PastRecovery:
+        recovery = PastRecovery(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
+        self._phases, self._first_cause = [], None
+        return recovery

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ext.base.printable import cut, shown
 from elastic_ext.events import event_table
-from elastic_ext.events.event_table import MAX_TEXT, EventTime, Source, Value
-from elastic_ext.events.recovery import PastRecovery
+from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider

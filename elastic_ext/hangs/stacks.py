@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from elastic_ext.base.wakeup import milliseconds
-from elastic_ext.hangs import detector, process_stats, waits
+from elastic_ext.hangs import detector, process_stats
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -145,7 +145,7 @@ def _read(path: str, start: int) -> str:
 
 def without_our_thread(text: str) -> str:
     """Return stacks without the thread of the bootstrap, which says nothing about the script."""
-    return "".join(thread for thread in waits.threads(text) if _OURS not in thread)
+    return "".join(thread for thread in detector.threads(text) if _OURS not in thread)
 
 
 def _size(path: str) -> int:
@@ -160,7 +160,7 @@ class Stay:
     """A worker that has not left its call."""
 
     since: float  # monotonic seconds
-    wait: waits.WaitFor  # what the call waits for
+    wait: detector.WaitFor  # what the call waits for
     answers: int  # see Progress; another count means that it has left the call
     others_idle: bool  # its other Python threads waited for work when this began
     stats: ProcessStats  # of its family, when this began
@@ -169,7 +169,7 @@ class Stay:
 
     def of(self, row: Progress) -> Stay:
         """Return the stay as one in the collective of this row that does not complete."""
-        wait = waits.WaitFor.BEGUN if row.outstanding_begun else waits.WaitFor.QUEUED
+        wait = detector.WaitFor.BEGUN if row.outstanding_begun else detector.WaitFor.QUEUED
         return replace(self, wait=wait, outstanding_ns=row.outstanding_ns)
 
 
@@ -204,10 +204,10 @@ class CallChecks:
         if all(local_rank in stats and can_answer(rows[local_rank], stats[local_rank]) for local_rank in others):
             self._check_calls(others, rows, stacks_files, stats, now)
 
-    def stay(self, local_rank: int, now: float) -> tuple[waits.WaitFor, float]:
+    def stay(self, local_rank: int, now: float) -> tuple[detector.WaitFor, float]:
         """Return what this worker waits for and for how many seconds it has done nothing else."""
         stay = self._stays.get(local_rank)
-        return (stay.wait, now - stay.since) if stay is not None else (waits.WaitFor.NOTHING, 0.0)
+        return (stay.wait, now - stay.since) if stay is not None else (detector.WaitFor.NOTHING, 0.0)
 
     def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
         """Return whether the stacks still show what they did when each stay began; end the stays whose stacks do not.
@@ -247,7 +247,7 @@ class CallChecks:
             before = self._first.pop(local_rank, None)
             stay = stay_of(dumps.get(pid, ""), rows[local_rank], stats[local_rank], now, before)
             if stay is not None:
-                (self._first if stay.wait is waits.WaitFor.NOTHING else self._stays)[local_rank] = stay
+                (self._first if stay.wait is detector.WaitFor.NOTHING else self._stays)[local_rank] = stay
 
 
 class FirstAnswers:
@@ -317,12 +317,12 @@ def stay_of(text: str, row: Progress, stats: ProcessStats, now: float, before: S
     text: the stacks. stats: of its family. now: monotonic seconds. before: what the last check found, if that was a wait for
     nothing that is known.
     """
-    wait = waits.wait_of(text)
-    if wait is not waits.WaitFor.NOTHING:
-        return Stay(now, wait, row.answers, waits.others_idle(text), stats)
-    if not text or not waits.others_wait(text):
+    wait = detector.wait_of(text)
+    if wait is not detector.WaitFor.NOTHING:
+        return Stay(now, wait, row.answers, detector.others_idle(text), stats)
+    if not text or not detector.others_wait(text):
         return None
-    stay = Stay(now, waits.WaitFor.NOTHING, 0, True, stats)
+    stay = Stay(now, detector.WaitFor.NOTHING, 0, True, stats)
     if not is_outstanding(row, now):
         return stay
     if before and row.outstanding_ns <= before.since * 1e9 and continues(before.of(row), row, stats, now):
@@ -356,8 +356,8 @@ def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> boo
 def still_waits(stay: Stay, text: str) -> bool:
     """Return whether the stacks show what they did when the stay began."""
     if stay.outstanding_ns:
-        return bool(text) and waits.others_wait(text)
-    return waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle)
+        return bool(text) and detector.others_wait(text)
+    return detector.wait_of(text) is stay.wait and (detector.others_idle(text) or not stay.others_idle)
 
 
 def _connects(before: ProcessStats, now: ProcessStats) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.base import records
 from elastic_ext.base.collectives import Collective
-from elastic_ext.hangs import detector, process_stats, sockets, stacks, unanswered
+from elastic_ext.hangs import detector, process_stats, stacks, unanswered
 from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.hangs.stacks import CallChecks, FirstAnswers, is_outstanding
@@ -306,7 +306,7 @@ class QuietWatch:
     def _read_reach(self, pids: Mapping[int, int]) -> unanswered.Reachability:
         """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
         inodes = process_stats.open_sockets(pids.values())
-        found = sockets.connections({self._ranks[local_rank]: inodes[pid] for local_rank, pid in pids.items()})
+        found = process_stats.connections({self._ranks[local_rank]: inodes[pid] for local_rank, pid in pids.items()})
         return unanswered.reach_of(found or {})
 
     def _restart_count(self, now: float) -> None:

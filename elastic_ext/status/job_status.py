@@ -1,20 +1,275 @@
-"""Builds the status of a whole job from the records of a rendezvous and the reports of its nodes. Pure."""
+"""The status of a whole job as one document: what the page shows and `elastic-ext status` prints. `build` makes it from the
+records of a rendezvous and the reports of its nodes. Pure.
+
+Every time in it is an age in seconds by one clock: that of the reader. Reports carry ages too, so no two machines' clocks are
+ever compared; a report's ages grow by as long as the reader has seen it unchanged.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from elastic_ext.base import goodput
+from elastic_ext.base import goodput, records
+from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.printable import counted, cut, shown
-from elastic_ext.base.records import RecordError
+from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Seconds, Within
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
-from elastic_ext.status import status_records
-from elastic_ext.status.status_records import Document, Failure, Job, NodeReport, NodeStatus, Refusal, RoundSpan, Unknown
 from elastic_ext.telemetry import families
+from elastic_ext.telemetry.families import RUNNING
+
+REPORT_SCHEMA = 1
+MAX_ROUNDS = 50  # the newest are reported
+MAX_WHY = 300  # characters
+
+Step = Annotated[int, Within(0, 2**63 - 1)]
+Ratio = Annotated[float, Within(0, 1e9)]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others (`hangs.lateness`)."""
+
+    node: NameOrEmpty
+    rank: Rank
+    # late_s, p90_s: per step, median and 90th percentile
+    late_s: Seconds
+    p90_s: Seconds
+    step_s: Seconds
+    share: Ratio  # part of a step that it is late by
+    error_s: Seconds = 0.0  # by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.node}" if self.rank >= 0 else f"{self.node}, with all its ranks,"
+
+    @property
+    def text(self) -> str:
+        clocks = f" (clocks aligned to {self.error_s * 1e3:.2g} ms)" if self.error_s else ""
+        return f"{self.who} is late by {_ms(self.late_s)} of a step of {_ms(self.step_s)}: {self.share:.0%}{clocks}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+@dataclass(frozen=True)
+class RoundSpan:
+    """A round as one agent saw it. began_s, ended_s: ages; ended_s is None while it runs. why: it ended."""
+
+    round: Count
+    began_s: Seconds
+    ended_s: Seconds | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """A node at one moment."""
+
+    name: NameOrEmpty  # of its host
+    state: str  # what its agent does, one of `families.STATES`
+    state_s: Seconds = 0.0  # for how long
+    # node_rank, base_rank: its rank, and that of its first worker; -1 before its first round
+    node_rank: Rank = -1
+    base_rank: Rank = -1
+    workers: Count = 0  # number of its workers
+    round: Count = 0
+    # optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round resumed
+    # from; None if unknown
+    step: Step | None = None
+    steps_per_s: Ratio | None = None  # mean since the first step of the round; None before the second
+    last_step_s: Seconds | None = None  # age of the last step of the worker whose last step is oldest; None before the first
+    # saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first
+    saved_step: Step | None = None
+    saved_s: Seconds | None = None
+    standbys: Count = 0  # warm standbys that are ready
+    stragglers: tuple[Straggler, ...] = ()  # of the whole job; only the node of rank 0 reports them
+    uncompared: str = ""  # why no replicas of one of its workers are compared, though `integrity_every` is set; ""
+    at: str = ""  # wall clock of the node at this moment, as text, for people only
+    rounds: tuple[RoundSpan, ...] = ()  # those that this agent saw, oldest first; only the node of rank 0 reports them
+
+
+def encode_report(report: NodeReport) -> str:
+    """Return a report as JSON, without the fields that say nothing."""
+    known = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
+    return json.dumps({"schema": REPORT_SCHEMA, **known}, separators=(",", ":"))
+
+
+def decode_report(text: str, what: str) -> NodeReport:
+    """Read a report. what: its key, for the message. Raises RecordError."""
+    return records.read(NodeReport, text, what, REPORT_SCHEMA)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round. began, ended: monotonic; ended is None while its workers run."""
+
+    round: int
+    began: float
+    ended: float | None = None
+    why: str = ""
+
+
+class RoundHistory:
+    """The last MAX_ROUNDS rounds."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[_Round] = deque(maxlen=MAX_ROUNDS)
+
+    def entered(self, state: str, round_: int, now: float) -> None:
+        """Note what the agent does from `now` on. state: one of families.STATES."""
+        last = self._rounds[-1] if self._rounds else None
+        runs = last is not None and last.ended is None
+        if last is not None and runs and (state != RUNNING or round_ != last.round):
+            self._rounds[-1] = replace(last, ended=now)
+            runs = False
+        if state == RUNNING and not runs:
+            self._rounds.append(_Round(round_, now))
+
+    def explain(self, round_: int, why: str) -> None:
+        """Note why a round ended, unless that is known."""
+        for number, each in enumerate(self._rounds):
+            if each.round == round_ and each.ended is not None and not each.why:
+                self._rounds[number] = replace(each, why=why[:MAX_WHY])
+
+    def spans(self, now: float) -> tuple[RoundSpan, ...]:
+        """Return the rounds, oldest first, with ages at `now`."""
+        return tuple(
+            RoundSpan(each.round, age_s(now, each.began), age_s(now, each.ended) if each.ended is not None else None, each.why)
+            for each in self._rounds
+        )
+
+
+def age_s(now: float, at: float) -> float:
+    return round(max(0.0, now - at), 3)
+
+
+SCHEMA = 1
+SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node without a report; others are families.STATES
+ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only."""
+
+    round: int
+    decision: str
+    kind: str
+    reason: str
+    rule: str
+    host: str
+    rank: int
+    exit_code: int | None
+    restarts: int
+    limit: int | None
+    at: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job."""
+
+    run_id: str
+    backend: str
+    state: str  # forming, starting, running, recovering, succeeded, failed, ended (how is unknown)
+    reason: str  # why it is in this state; "" if nothing is to be said
+    round: int
+    # nodes, world_size: of the current round, or the last one
+    nodes: int
+    world_size: int
+    # restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown
+    restarts_charged: int
+    restarts_limit: int | None
+    last_verdict: Failure | None  # None before the first
+    # step, steps_per_s: of the slowest node in the round; the step, of those that reported last
+    step: int | None = None
+    steps_per_s: float | None = None
+    # saved_step, saved_s: of the newest checkpoint that a node saw committed
+    saved_step: int | None = None
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node. Ages in seconds; None where unknown."""
+
+    # Where nothing is said here, see NodeReport.
+    id: str  # unique within the job
+    name: str  # of its host
+    state: str  # of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report
+    node_rank: int = -1  # -1 outside the round; so is first_rank
+    first_rank: int = -1
+    workers: int = 0
+    state_s: float | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    last_step_s: float | None = None
+    saved_step: int | None = None
+    saved_s: float | None = None
+    standbys: int = 0
+    # age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then its ages are as
+    # of told_at, or as of that of the newest report if both run in the same round
+    seen_s: float | None = None
+    told_at: str = ""  # wall clock of the node at its report, as text, for people only
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A host that may not come back yet."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What this document cannot show, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class GoodputPoint:
+    """The goodput of the job at an earlier moment, as far as the node that shows this knew it. age_s: of the moment."""
+
+    age_s: float
+    goodput: tuple[StateSeconds, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The whole document."""
+
+    job: Job
+    nodes: tuple[NodeStatus, ...] = ()
+    rounds: tuple[RoundSpan, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    goodput: tuple[StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
+    goodput_points: tuple[GoodputPoint, ...] = ()  # earlier values of it, since the agent that shows this started
+    unknown: tuple[Unknown, ...] = ()
+    shown_by: str = ""  # id of that agent's node; "" for a command
+    rounds_by: str = ""  # name of the node that saw the rounds; "" if none did
+    read_s: float | None = 0.0  # age of what is shown of the other nodes; None: nothing was read yet
+    fault: str = ""  # why nothing newer was read; ""
+    schema: int = SCHEMA
+
+
+def encode(document: Document) -> str:
+    return json.dumps(records.plain(document), separators=(",", ":"))
+
+
+# The document from its sources.
 
 FRESH_S = 1.0  # that the workers of one node may start after those of another
 MAX_TEXT = 600  # characters of a reason
@@ -29,7 +284,7 @@ class Own:
     id: str
     report: NodeReport
     spent: goodput.Shared
-    points: tuple[status_records.GoodputPoint, ...] = ()
+    points: tuple[GoodputPoint, ...] = ()
     nodes: int = 0
     world: int = 0
 
@@ -51,7 +306,7 @@ def build(sources: Sources) -> Document:
     reports: dict[str, tuple[NodeReport, float | None]] = {}
     for id_, stored in status.reports.items():
         try:
-            reports[id_] = status_records.decode_report(stored.text, f"reports/{id_}"), sources.seen_s(id_)
+            reports[id_] = decode_report(stored.text, f"reports/{id_}"), sources.seen_s(id_)
         except RecordError as error:
             faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
     if own is not None:
@@ -91,7 +346,7 @@ def _behind(reports: Mapping[str, tuple[NodeReport, float | None]], own: str) ->
     that they have run for less time has said so earlier.
     """
     last = max((report.round for report, _ in reports.values()), default=0)
-    runs = {id_: each for id_, each in reports.items() if (each[0].round, each[0].state) == (last, families.RUNNING)}
+    runs = {id_: each for id_, each in reports.items() if (each[0].round, each[0].state) == (last, RUNNING)}
     ran_s = {id_: report.state_s + (seen_s or 0.0) for id_, (report, seen_s) in runs.items()}
     newest = ran_s.get(own, max(ran_s.values(), default=0.0))
     return {id_: max(0.0, newest - seconds) for id_, seconds in ran_s.items()}
@@ -101,7 +356,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     """Return the job. fresh: ids of nodes whose accounts are as new as the newest; those of others say an earlier step."""
     status, own = sources.status, sources.own
     header, last = status.header, failures[-1] if failures else None
-    left = not header.round and not status.nodes and all(each.state == status_records.GONE for each in nodes)
+    left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
     final = last if last is not None and (left or last.round == header.round) else None
     state, reason = _state(status, final, nodes, left), header.reason
     of_round = [each for each in nodes if each.node_rank >= 0]
@@ -138,12 +393,12 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
         return "failed"
     if left:
         return "ended"
-    if state is State.BROKEN and all(each.state == status_records.GONE for each in nodes):
+    if state is State.BROKEN and all(each.state == GONE for each in nodes):
         return "ended"
     if state is State.BROKEN or (state is State.RUNNING and not nodes):
         return "recovering"
-    busy = {each.state for each in nodes if each.node_rank >= 0} - {status_records.SILENT}
-    if state is State.RUNNING and busy and families.RUNNING not in busy:
+    busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
+    if state is State.RUNNING and busy and RUNNING not in busy:
         if busy == {families.ENDED}:
             return "ended"
         return "recovering" if status.header.round > 1 else "starting"
@@ -157,7 +412,7 @@ def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | 
     if known is None:
         rank, first = (assignment.rank, assignment.base_rank) if in_round and assignment is not None else (-1, -1)
         name, workers = (node.address, node.workers) if node is not None else ("", 0)
-        state = status_records.SILENT if in_round else status_records.WAITS
+        state = SILENT if in_round else WAITS
         return NodeStatus(shown(id_), shown(name), state, rank, first, workers)
     report, seen_s = known
     later = (seen_s or 0.0) + behind_s
@@ -219,9 +474,9 @@ def _failure(verdict: JobVerdict) -> Failure:
     )
 
 
-def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[status_records.Straggler, ...]:
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
     """Return those that the node of rank 0 has found. Another node may have had that rank before."""
-    found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
+    found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == RUNNING]
     newest = max(found, key=lambda report: report.round, default=None)
     return tuple(replace(each, node=shown(each.node)) for each in newest.stragglers) if newest is not None else ()
 
@@ -230,7 +485,7 @@ def _uncompared(reports: Sequence[NodeReport]) -> list[Unknown]:
     """Return why replicas are not compared, each reason with the nodes that have it."""
     names: dict[str, list[str]] = {}
     for each in sorted(reports, key=lambda report: report.node_rank):
-        if each.uncompared and each.state == families.RUNNING:
+        if each.uncompared and each.state == RUNNING:
             names.setdefault(shown(each.uncompared), []).append(shown(each.name))
     return [
         Unknown("replicas", f"not compared on {of[0]}{f' and {len(of) - 1} more' * (len(of) > 1)}: {why}")
@@ -252,7 +507,7 @@ def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[goodput.StateSecon
 def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[goodput.StateSeconds, ...]) -> list[Unknown]:
     """Return what is missing here although it is known in other cases."""
     found = []
-    silent = sum(each.state == status_records.SILENT for each in nodes)
+    silent = sum(each.state == SILENT for each in nodes)
     if silent:
         has = "has" if silent == 1 else "have"
         found.append(Unknown("state", f"{counted(silent, 'node')} {has} reported nothing yet"))

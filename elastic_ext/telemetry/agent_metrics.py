@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import numbers
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -23,9 +24,10 @@ from prometheus_client.registry import CollectorRegistry
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
-from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, PastRecovery
+from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.accounting import Goodput
+from elastic_ext.telemetry.families import DECISIONS, FAILED, OK, OTHER, FamilyCollector, UnixClock, Values
 from elastic_ext.workers.progress import Progress
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class WorkerProgress:
     row: Progress
 
 
-class AgentMetrics(families.FamilyCollector):
+class AgentMetrics(FamilyCollector):
     """The metrics of one agent, in its own registry, with its goodput, which every change of state concerns, and its process.
 
     version, torch: versions of this package and of torch, which this module does not import. node: this node's name; default: its
@@ -71,7 +73,7 @@ class AgentMetrics(families.FamilyCollector):
         self._info = {name: _label(value) for name, value in info.items()}
         self._gpus = gpus
         self.progress = progress
-        self._clock = families.UnixClock()
+        self._clock = UnixClock()
         self._full = False
         self.goodput = Goodput()  # where the time goes
         # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
@@ -115,12 +117,12 @@ class AgentMetrics(families.FamilyCollector):
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
-        self._add("restarts", kind if kind in RESTART_KINDS else families.OTHER)
+        self._add("restarts", kind if kind in RESTART_KINDS else OTHER)
 
     def failed(self, kind: str) -> None:
         """Count a failure. kind: of the diagnosis."""
         self.goodput.decided(kind)
-        self._add("failures", kind if kind in KINDS else families.OTHER)  # the kind may come from another agent
+        self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
         """Set the job's budget of restarts as a verdict states it. A negative limit means no limit."""
@@ -175,7 +177,7 @@ class AgentMetrics(families.FamilyCollector):
         with self._lock:
             self._add("checkpoint_copied_bytes", by=size)
             self._add("checkpoint_copies", families.COPIED, by=int(complete))
-            self._add("checkpoint_copies", families.FAILED, by=int(failed))
+            self._add("checkpoint_copies", FAILED, by=int(failed))
             waits_since = self._clock.at(now - lag_s) if lag_s > 0 else None
             self._set(checkpoint_copy_lag_steps=lag_steps, checkpoint_uncopied_since_timestamp_seconds=waits_since)
             if complete:
@@ -192,7 +194,7 @@ class AgentMetrics(families.FamilyCollector):
 
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
-        self._add("checkpoint_copies", families.FAILED)
+        self._add("checkpoint_copies", FAILED)
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
@@ -219,7 +221,7 @@ class AgentMetrics(families.FamilyCollector):
                 *labels,
             )
 
-    def values(self) -> families.Values:
+    def values(self) -> Values:
         workers = self.progress()
         yield families.INFO, (), self._info
         yield from super().values()
@@ -230,7 +232,7 @@ class AgentMetrics(families.FamilyCollector):
             for name, labels, value in self._of_worker(each):
                 yield f"elastic_ext_worker_{name}", (str(each.local_rank), *labels), value
 
-    def _of_worker(self, each: WorkerProgress) -> families.Values:
+    def _of_worker(self, each: WorkerProgress) -> Values:
         """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
         row = each.row
         yield "steps", (), row.steps
@@ -239,17 +241,17 @@ class AgentMetrics(families.FamilyCollector):
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
         yield "checkpoint_saves", (families.SAVED,), row.saves
-        yield "checkpoint_saves", (families.FAILED,), row.failed_saves
+        yield "checkpoint_saves", (FAILED,), row.failed_saves
         yield "checkpoint_save_seconds", (), families.Total(row.saves, row.saving_s)
         yield "checkpoint_load_seconds", (), families.Total(row.loads, row.loading_s)
         yield "checkpoint_verify_seconds", (), families.Total(row.checks, row.checking_s)
         yield "memory_copies", (families.SAVED,), row.copies
-        yield "memory_copies", (families.FAILED,), row.failed_copies
+        yield "memory_copies", (FAILED,), row.failed_copies
         yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
         yield "memory_stall_seconds", (), families.Total(row.copies, row.copies_stall_s)
         yield "memory_step", (), row.copied_step
         yield "memory_parts", (families.COPIED,), row.parts_sent
-        yield "memory_parts", (families.FAILED,), row.parts_not_sent
+        yield "memory_parts", (FAILED,), row.parts_not_sent
         yield "memory_sent_bytes", (), row.sent_bytes
         yield "memory_every_steps", (), row.copy_every or None
 
@@ -401,3 +403,131 @@ def _named(device: str, host: Sequence[str]) -> str:
     if device.startswith(UUID_PREFIXES):
         return next((each for each in host if each.startswith(device)), device)
     return host[int(device)] if device.isdecimal() and int(device) < len(host) else ""
+
+
+# Of what an agent learns from others: verdicts, hangs and stragglers of the job, calls of etcd.
+
+REPLACE = "replace_node"
+
+
+class VerdictMetrics(FamilyCollector):
+    """Incidents of the job that this agent knows of: hangs, verdicts, strikes against this node, refused hosts.
+
+    The agents of a job do not read its ledger. So the strikes are those of this agent's time, and a node that a verdict does not
+    reach (its own workers had not failed, and the next round began at once) may not count it.
+    """
+
+    table = families.VERDICTS
+
+    def __init__(self, host: str, refuse_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """host: this node's, as verdicts name it. refuse_s: how long a verdict refuses a host, in seconds. now: the clock."""
+        super().__init__()
+        self._host, self._refuse_s, self._now = host, refuse_s, now
+        self._refused: dict[str, float] = {}  # by host: when that ends
+        self._last: tuple[int, str, str] | None = None
+
+    def hung(self) -> None:
+        self._add("hangs")
+
+    def decided(self, round_: int, decision: str, kind: str, host: str) -> None:
+        """Count a verdict once, however often it is reported.
+
+        round_: the round that it ended. decision: one of families.DECISIONS; another one counts as a stop. kind: the kind of the
+        failure; it may come from a newer agent. host: that of the cause.
+        """
+        with self._lock:
+            if self._last == (round_, decision, host):
+                return
+            self._last = (round_, decision, host)
+            self._add("decisions", decision if decision in DECISIONS else DECISIONS[0], kind if kind in KINDS else OTHER)
+            self._add("node_strikes", by=int(host == self._host))
+            if decision == REPLACE:
+                self._refused[host] = self._now() + self._refuse_s
+
+    def values(self) -> Values:
+        with self._lock:
+            now = self._now()
+            self._refused = {host: until for host, until in self._refused.items() if until > now}
+            self._set(refused_nodes=len(self._refused))
+        yield from super().values()
+
+
+class LatenessMetrics(FamilyCollector):
+    """The ranks and hosts of the job that are late."""
+
+    table = families.LATENESS
+
+    def show(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
+        """Show these and no others.
+
+        named: host, rank (-1: the whole host), seconds and share of a step of each. largest: share of the latest, named or not;
+        None if unknown.
+        """
+        found = {(shown(host), str(rank) if rank >= 0 else ""): (late_s, share) for host, rank, late_s, share in named}
+        with self._lock:
+            self._set(lateness_largest_ratio=largest)
+            self._values["elastic_ext_straggler_seconds"] = {labels: late_s for labels, (late_s, _) in found.items()}
+            self._values["elastic_ext_straggler_ratio"] = {labels: share for labels, (_, share) in found.items()}
+
+
+@dataclass(frozen=True)
+class OutageChange:
+    """A change. over: etcd serves again. endpoint: asked last, or that answers again. seconds: how long without an answer."""
+
+    over: bool
+    endpoint: str
+    seconds: float
+
+
+class OutageWatch:
+    """Reports an outage of etcd once it has lasted: the restart of a member does not count. Pure; times are monotonic seconds."""
+
+    def __init__(self, after_s: float) -> None:
+        """after_s: from the first failed call after the last answer."""
+        self._after_s = after_s
+        self._answered_at = float("-inf")
+        self._since: float | None = None  # since when calls have failed
+        self._reported = False
+
+    def called(self, began: float, now: float, answered: bool, endpoint: str) -> OutageChange | None:
+        """Note a call that began then and ends now; return what has changed by that."""
+        if not answered:
+            if self._since is None:
+                self._since = max(began, self._answered_at)  # a call that failed late began before the last answer
+            if self._reported or now - self._since < self._after_s:
+                return None
+            self._reported = True
+            return OutageChange(False, endpoint, now - self._since)
+        since, reported = self._since, self._reported
+        self._since, self._reported, self._answered_at = None, False, now
+        return OutageChange(True, endpoint, now - since) if reported and since is not None else None
+
+
+class EtcdHealth(FamilyCollector):
+    """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself."""
+
+    table = families.ETCD
+
+    def __init__(self, outage_s: float = math.inf, on_outage: Callable[[OutageChange], None] = lambda outage: None) -> None:
+        """outage_s: how long an outage lasts before on_outage is called, and again at its end, on the thread of a call."""
+        super().__init__()
+        self.lease_until: Callable[[], float | None] = lambda: None  # until when etcd certainly keeps this node; monotonic
+        self._outages, self._on_outage = OutageWatch(outage_s), on_outage
+        self._clock = UnixClock()
+
+    def called(self, seconds: float, answered: bool, endpoint: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._observe("etcd_call_seconds", seconds=seconds)
+            self._add("etcd_calls", OK if answered else FAILED)
+            outage = self._outages.called(now - seconds, now, answered, endpoint)
+            if outage is not None:
+                self._on_outage(outage)  # under the lock: its end must not be reported before it
+
+    def reconnected(self) -> None:
+        self._add("etcd_reconnects")
+
+    def values(self) -> Values:
+        yield from super().values()
+        until = self.lease_until()
+        yield "elastic_ext_etcd_lease_expiry_timestamp_seconds", (), self._clock.at(until) if until is not None else None

@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
-from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP
+from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP
 from elastic_ext.workers.standby.rules import ColdReason
 
 Labels = tuple[str, ...]
@@ -314,7 +314,7 @@ OTHERS = {
     ),
     INFO: info("Versions, run id and node of this agent."),
 }
-# Of failures and what the job has decided; see `collectors`.
+# Of failures and what the job has decided; see `agent_metrics`.
 VERDICTS = {
     "elastic_ext_decisions": counter(
         "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
@@ -329,7 +329,7 @@ VERDICTS = {
     ),
     "elastic_ext_refused_nodes": gauge("Hosts that the job refuses now, by the verdicts that this agent has seen.", known=ZERO),
 }
-# Of the whole job, on the agent of rank 0 only; see `collectors`.
+# Of the whole job, on the agent of rank 0 only; see `agent_metrics`.
 LATENESS = {
     "elastic_ext_straggler_seconds": gauge(
         "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
@@ -344,7 +344,7 @@ LATENESS = {
         "only."
     ),
 }
-# With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
+# With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `agent_metrics`.
 ETCD = {
     "elastic_ext_etcd_call_seconds": histogram(
         "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not.",

@@ -14,7 +14,7 @@ from datetime import datetime
 from elastic_ext.base.goodput import PRODUCTIVE, StateSeconds
 from elastic_ext.base.kinds import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.printable import counted, shown
-from elastic_ext.status.status_records import ENDED_STATES, Document, Failure, NodeStatus
+from elastic_ext.status.job_status import ENDED_STATES, Document, Failure, NodeStatus
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.goodput import WAITS_FOR_NODES_S
 from elastic_ext.timeline import model

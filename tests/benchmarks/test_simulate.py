@@ -13,8 +13,8 @@ from scale.sides import IDEAL, OURS, OURS_DISK, SIDES, STOCK_JOB, Scale
 from scale.study import Effort
 
 from elastic_ext.failures import judgement
-from elastic_ext.planning.expectation import WAITING as PLANNED_WAITING
-from elastic_ext.planning.expectation import FailureClass, Supply, expect
+from elastic_ext.planning.advice import WAITING as PLANNED_WAITING
+from elastic_ext.planning.advice import FailureClass, Supply, expect
 from tests.benchmarks.runs import BENCHMARKS, result
 
 MANY = Effort(jobs=4, failures=1000, processes=1)

@@ -21,8 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.hangs import detector
-from elastic_ext.hangs.detector import Stuck, WorkerStatus
-from elastic_ext.hangs.waits import WaitFor
+from elastic_ext.hangs.detector import Stuck, WaitFor, WorkerStatus
 from elastic_ext.workers import progress_layout
 from tests import jobs
 from tests.embedded_server import EmbeddedServer

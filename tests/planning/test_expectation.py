@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from elastic_ext.planning.expectation import (
+from elastic_ext.planning.advice import (
     LOST_STEPS,
     STALLS,
     WAITING,

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ext.events import event_table
 from elastic_ext.events.event_table import EVENTS, EventTime, Source
-from elastic_ext.status.status_records import RoundSpan
+from elastic_ext.status.job_status import RoundSpan
 from elastic_ext.timeline import builder, events, model
 from elastic_ext.timeline.events import TimelineEvent
 from elastic_ext.timeline.model import (

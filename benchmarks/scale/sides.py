@@ -25,7 +25,15 @@ STOCK_ROUND_S = 8.92  # handlers.json, 128 agents, re-join
 STOCK_START_S = 2.54  # restart.json, sigkill, stock: all but the phase of the agent, most of it imports
 STOCK_SAVE_STALL_S_BYTE = 0.191 / 500e6  # checkpoint_stall.json, dcp.async_save
 TIMEOUT_S = FIGURES["collective timeout"].value
+SILENT_S = 7.987  # node_loss.json, link: of a node that no longer answers; lease_ttl is 10 s there
+# (GPUs, seconds) from a failure until a job runs again that the scheduler starts as a whole (arXiv 2602.00277, figure 2).
+COLD_STARTS = ((16_000, 200.0), (22_000, 300.0), (64_000, 600.0), (98_000, 900.0))
 AGES_S = (0.0, *(60.0 * 1.1**number for number in range(110)))  # when the agent is asked how often to copy: up to 22 days
+
+
+def cold_start_s(gpus: int) -> float:
+    """Return how long it takes until a job that is started again as a whole trains."""
+    return advice.along(COLD_STARTS, gpus)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def detection_s(side: Side, scale: Scale, shows: Shows, starting: bool) -> float
         return 0.0
     if side.judges:
         hang_s = START_FLOOR_S if starting else advice.hang_limit_s(scale.step_s, scale.gpus)
-        found = {Shows.EXIT: advice.EXIT_S, Shows.GONE: advice.LOST_S, Shows.SILENT: advice.SILENT_S, Shows.HANG: hang_s}
+        found = {Shows.EXIT: advice.EXIT_S, Shows.GONE: advice.LOST_S, Shows.SILENT: SILENT_S, Shows.HANG: hang_s}
         return found[shows] * scale.detect
     silent_s = TIMEOUT_S if side.whole else STOCK_LOST_S
     ends_s = STOCK_ENDS_S if side.whole else STOCK_EXIT_S
@@ -117,7 +125,7 @@ def detection_s(side: Side, scale: Scale, shows: Shows, starting: bool) -> float
 def restart(side: Side, scale: Scale, moved: bool, from_disk: bool) -> Mapping[str, float]:
     """Return the phases after the detection. moved: another node takes a part of the state."""
     if side.whole:
-        return {START: advice.cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
+        return {START: cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
     node_bytes = scale.state_bytes / scale.nodes
     memory_s = node_bytes / advice.PEER_BYTES_S if moved else node_bytes / 8 / advice.BACK_BYTES_S
     load_s = scale.load_disk_s if from_disk else memory_s
@@ -137,7 +145,7 @@ def restart(side: Side, scale: Scale, moved: bool, from_disk: bool) -> Mapping[s
 
 def cold(side: Side, scale: Scale) -> Mapping[str, float]:
     """Return the phases of a start as a whole, by the scheduler."""
-    return {START: advice.cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
+    return {START: cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
 
 
 @dataclass(frozen=True)

@@ -191,12 +191,11 @@ STEADY_GAPS = 20  # in this phase; fewer do not show how long a step may take
 STAY_SHARE = 0.8  # of that limit: a worker has not left its call for this long, no matter what it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
-STOPPED, ASLEEP_IN_KERNEL = "T", "D"
+WITHOUT_HANDLERS = STOPPED, ASLEEP_IN_KERNEL = "T", "D"  # states in which a process handles no signal
 CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
-CALL_CHECK_SHARE = (
-    0.2  # of the limit of a wait: from then on the agent checks whether the workers stay; leaves time for STAY_SHARE
-)
+# Of the limit of a wait: from then on the agent checks whether the workers stay; leaves time for STAY_SHARE.
+CALL_CHECK_SHARE = 0.2
 # Between later checks, and between reads of the process stats while this node claims a stall. No node checks again when the last
 # one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
 # all the same: each lasts for 12 s at least.
@@ -293,20 +292,17 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
     lowest = min((worker.steps, worker.reports) for worker in workers)
     behind = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == lowest)
     longest_s = max(limit_s(worker, activity, fixed_s) for worker in workers)
-    where = f"; each waits for {_waited_for(workers)}" if activity is Activity.WAIT else ""
+    waits = {worker.wait for worker in workers}
+    if WaitFor.DEVICE in waits:
+        waits.add(WaitFor.RANKS)  # the device may wait for them
+    found = " or ".join(wait.value for wait in WaitFor if wait in waits)
+    where = f"; each waits for {found}" if activity is Activity.WAIT else ""
     return Assessment(
         True,
         behind,
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
         f"(limit {longest_s:.3g} s){where}; the lowest step is {lowest[0]}, at rank {behind[0]}",
     )
-
-
-def _waited_for(workers: Sequence[WorkerStatus]) -> str:
-    found = {worker.wait for worker in workers}
-    if WaitFor.DEVICE in found:
-        found.add(WaitFor.RANKS)  # the device may wait for them
-    return " or ".join(wait.value for wait in WaitFor if wait in found)
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:

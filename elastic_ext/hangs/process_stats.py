@@ -11,7 +11,6 @@ another process can block, and the watch must never wait for the processes that 
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import platform
@@ -21,11 +20,10 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from elastic_ext.hangs import detector
 from elastic_ext.hangs.unanswered import TcpConnection
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-ASLEEP_IN_KERNEL = "D"
 _ENDED = ("Z", "X", "x")
 
 # The system calls in which an interactive debugger waits for its user (Linux asm/unistd_64.h, asm-generic/unistd.h).
@@ -116,25 +114,33 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
             own,
             cpu_s=sum(processes[each].cpu_s for each in family),
             io_bytes=_io_bytes(living),
-            sockets=_open_sockets(living, moved) if moved is not None else None,
-            own_sockets=_own_sockets(pid, moved) if moved is not None else None,
-            asleep_in_kernel=any(state == ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
+            sockets=_moved_of(living, moved),
+            own_sockets=frozenset(own_sockets) if (own_sockets := _moved_of([pid], moved)) is not None else None,
+            asleep_in_kernel=any(state == detector.ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
         )
     return found
 
 
 def open_sockets(pids: Iterable[int]) -> dict[int, set[int]]:
     """Return the inodes of all open sockets of each worker's family that may be read, by pid."""
-    processes = _processes()
-    return {pid: _socket_inodes(family) for pid, family in members(processes, set(pids)).items()}
+    return {pid: _socket_inodes(family)[0] for pid, family in members(_processes(), set(pids)).items()}
 
 
-def _socket_inodes(family: Iterable[int]) -> set[int]:
-    found: set[int] = set()
+def _socket_inodes(family: Iterable[int]) -> tuple[set[int], bool]:
+    """Return the inodes of their open sockets, and whether those of all could be read that live."""
+    found, whole = set[int](), True
     for pid in family:
-        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+        try:
             found |= inodes_of(pid)
-    return found
+        except OSError:
+            whole = whole and not _lives(pid)
+    return found, whole
+
+
+def _moved_of(family: Iterable[int], moved: Mapping[int, int] | None) -> dict[int, int] | None:
+    """Return the bytes of their TCP sockets by inode; None: not known. moved: see `moved_by_inode`."""
+    inodes, whole = _socket_inodes(family)
+    return {inode: moved[inode] for inode in inodes if inode in moved} if whole and moved is not None else None
 
 
 # Families.
@@ -231,24 +237,6 @@ def _io_bytes(family: Iterable[int]) -> int | None:
             if _lives(pid):
                 return None  # it belongs to another user, or this kernel does not count
     return total
-
-
-def _open_sockets(family: Iterable[int], moved: Mapping[int, int]) -> dict[int, int] | None:
-    inodes: set[int] = set()
-    for pid in family:
-        try:
-            inodes |= inodes_of(pid)
-        except OSError:
-            if _lives(pid):
-                return None
-    return {inode: moved[inode] for inode in inodes if inode in moved}
-
-
-def _own_sockets(pid: int, moved: Mapping[int, int]) -> frozenset[int] | None:
-    try:
-        return frozenset(inodes_of(pid)) & moved.keys()
-    except OSError:
-        return None
 
 
 def _lives(pid: int) -> bool:

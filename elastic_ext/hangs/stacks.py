@@ -290,7 +290,7 @@ def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
 
 def can_dump(row: Progress, stats: ProcessStats) -> bool:
     """Return whether this worker would dump its stacks at once: one that is stopped, or asleep in the kernel, runs no handler."""
-    return row.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
+    return row.stacks_armed and stats.state not in detector.WITHOUT_HANDLERS
 
 
 def can_answer(row: Progress, stats: ProcessStats) -> bool:
@@ -305,7 +305,7 @@ def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
     """Return whether this worker has had the handler, and is in a state to answer."""
     if not row.answers or row.phase == "exit" or stats.debugged or stats.awaits_signal is not False:
         return False
-    return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
+    return stats.state not in detector.WITHOUT_HANDLERS and not stats.asleep_in_kernel
 
 
 def stay_of(text: str, row: Progress, stats: ProcessStats, now: float, before: Stay | None) -> Stay | None:

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from elastic_ext.base import records
 from elastic_ext.base.collectives import Collective
 from elastic_ext.hangs import detector, process_stats, stacks, unanswered
-from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
+from elastic_ext.hangs.detector import Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.hangs.stacks import CallChecks, FirstAnswers, is_outstanding
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
 
@@ -89,9 +88,9 @@ class HangWatch(_Watch):
         super().__init__(progress, ranks, fixed_s, world)
         self._found = NOTHING_FOUND  # at the last check
         self._next_stats = self._next_check
-        self._call_checks: CallChecks | None = None  # while all are quiet for a good part of the limit of a wait
+        self._call_checks: stacks.CallChecks | None = None  # while all are quiet for a good part of the limit of a wait
         self._warned = False
-        self._first_answers = FirstAnswers()
+        self._first_answers = stacks.FirstAnswers()
 
     @property
     def stalled(self) -> bool:
@@ -141,7 +140,7 @@ class HangWatch(_Watch):
             self._call_checks = None
             return workers
         if self._call_checks is None:
-            self._call_checks = CallChecks()
+            self._call_checks = stacks.CallChecks()
         self._call_checks.update(pids, {each: self._progress.read(each) for each in pids}, stacks_files, now)
         return self._workers(pids, now)
 
@@ -162,7 +161,7 @@ class HangWatch(_Watch):
         for local_rank in pids:
             worker = self._status(local_rank, now)
             if self._stall is not None:
-                worker = self._stall.complete(worker, local_rank, detector.limit_s(worker, Activity.NONE, self._fixed_s))
+                worker = self._stall.complete(worker, local_rank, detector.limit_s(worker, detector.Activity.NONE, self._fixed_s))
             if self._call_checks is not None:
                 wait, stayed_s = self._call_checks.stay(local_rank, now)
                 worker = replace(worker, wait=wait, stayed_s=stayed_s)
@@ -183,8 +182,9 @@ class HangWatch(_Watch):
             rates = self._rates(local_rank)
             condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
             stack = stacks.dump(pid, stacks_files[local_rank]) if stacks.can_dump(progress, stats) else ""
+            rank, waits = self._new[local_rank].rank, stacks.is_outstanding(progress, now)
             found[local_rank] = Stuck(
-                self._new[local_rank].rank,
+                rank,
                 progress.steps,
                 progress.reports,
                 self._quiet_s(progress, now),
@@ -192,7 +192,7 @@ class HangWatch(_Watch):
                 stats.state,
                 condition if stack else f"{condition}, and cannot show its stacks",
                 stack,
-                collective_in(stacks_files[local_rank], self._new[local_rank].rank) if is_outstanding(progress, now) else None,
+                collective_in(stacks_files[local_rank], rank) if waits else None,
             )
         return found
 

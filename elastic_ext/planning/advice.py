@@ -20,8 +20,7 @@ from elastic_ext.hangs import detector
 # what the job does (a Poisson process), so one may also hit a recovery, which then begins again; each class of failures takes the
 # same time each time; nodes fail one at a time.
 #
-# With T between two saves that do not stall training, w = 0 and one class, this is Daly's complete model. `meta_ratio` is the
-# first order of it, as published.
+# With T between two saves that do not stall training, w = 0 and one class, this is Daly's complete model.
 
 PRODUCTIVE, LOST_STEPS, STALLS, WAITING = "productive", "lost steps", "saves", "waiting for nodes"
 MAX_SPARES = 1_000_000
@@ -145,16 +144,6 @@ def most_within(mean: float, risk: float) -> int:
     return number
 
 
-def meta_ratio(nodes: int, failures_node_day: float, restart_s: float, every_s: float, save_s: float) -> float:
-    """Return the expected ETTR by Meta's formula (arXiv 2410.21680), a first order: it holds while failures cost little.
-
-    failures_node_day: failures of one node in a day. restart_s: u0, from a failure until training goes on. every_s: time from one
-    checkpoint to the next. save_s: how long one stalls training.
-    """
-    rate_s = nodes * failures_node_day / 86400
-    return (1.0 - rate_s * (restart_s + every_s / 2)) / (1.0 + save_s / every_s)
-
-
 # What the phases of a recovery take, in seconds. Three sources: medians of this package's own benchmarks, on two cores without a
 # GPU (`benchmarks/results`, a test compares them); published figures for what only a cluster shows; and the limits that the
 # product itself applies, asked of the code that applies them. Each constant names its source. What has none is an argument.
@@ -162,7 +151,6 @@ def meta_ratio(nodes: int, failures_node_day: float, restart_s: float, every_s: 
 # Of our benchmarks.
 EXIT_S = 0.135  # restart.json, sigkill, warm: from the end of a worker until its agent starts the next one
 LOST_S = 0.439  # node_loss.json, node: from the end of a node's processes until the others have stopped
-SILENT_S = 7.987  # node_loss.json, link: the same for a node that no longer answers; lease_ttl is 10 s there
 WARM_START_S = 0.32  # warm/node_loss.json, node: from the round to the first collective
 REJOIN_S_NODE = 0.93e-3  # rendezvous.json, re-join at 4,096: seconds for each node, with its client and the server on two cores
 VERDICT_S = 0.086  # verdict.json: until all nodes have the verdict, once the reports are there
@@ -177,9 +165,6 @@ REQUESTS_S_NODE = 38.5 / 128  # steady_state.json: what an idle node asks of etc
 CONNECTS = ((32, 1.4), (1024, 2.0), (16_000, 17.0), (22_000, 30.0), (64_000, 100.0), (98_000, 200.0))
 CONNECT_SHARE_LAZY = 24 / 265  # with NCCLX, which connects lazily (arXiv 2510.20171, 96,000 GPUs)
 
-# (GPUs, seconds) from a failure until a job runs again that the scheduler starts as a whole (arXiv 2602.00277, figure 2).
-COLD_STARTS = ((16_000, 200.0), (22_000, 300.0), (64_000, 600.0), (98_000, 900.0))
-
 
 def along(points: Sequence[tuple[float, float]], at: float) -> float:
     """Return the value at this place: a power law between two points and after the last one; the first value before them."""
@@ -192,11 +177,6 @@ def along(points: Sequence[tuple[float, float]], at: float) -> float:
 def connect_s(ranks: int) -> float:
     """Return how long the first collectives take to connect all ranks."""
     return along(CONNECTS, ranks)
-
-
-def cold_start_s(gpus: int) -> float:
-    """Return how long it takes until a job that is started again as a whole trains."""
-    return along(COLD_STARTS, gpus)
 
 
 def round_s(nodes: int) -> float:

@@ -28,6 +28,13 @@ def row(name: str, key: str, value: object) -> dict:
     return next(each for each in published(name)["rows"] if each[key] == value)
 
 
+def test_the_figures_of_a_silent_node_and_of_cold_starts_are_the_published_ones():
+    assert pytest.approx(row("node_loss", "row", "link")["ours"]["phases_s"]["stop"], rel=0.25) == sides.SILENT_S
+    assert [sides.cold_start_s(gpus) for gpus, _ in sides.COLD_STARTS] == [pytest.approx(s) for _, s in sides.COLD_STARTS]
+    found = [sides.cold_start_s(gpus) for gpus in range(8, 200_000, 997)]
+    assert found == sorted(found)
+
+
 # Closed forms.
 
 
